@@ -93,12 +93,12 @@ class RecordingDrafter(AutoDrafter):
 def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
     """What the memory and matches named after a node of a draft: tokens, what was said of each in the columns of the
     weights, `[tokens, columns]`, and the length of the longest known context."""
-    ngrams, nodes, node = batch.memory.ngrams, batch.nodes[place], row
+    ngrams, nodes, node = batch.memory.ngrams, batch.state.trees[place], row
     path = []
     while node > 0:
         path.append(int(nodes["token"][node]))
         node = int(nodes["parent"][node])
-    text = batch.texts.tokens[place, : batch.texts.lengths[place]]
+    text = batch.state.texts.tokens[place, : batch.state.texts.lengths[place]]
     path += text[::-1][: ngrams.orders].tolist()
     slots = ngrams.slots(path[: ngrams.orders])
     length = len(slots)

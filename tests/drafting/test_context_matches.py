@@ -43,7 +43,7 @@ class Text:
 
     @property
     def kept(self) -> list[int]:
-        texts = self.batch.texts
+        texts = self.batch.state.texts
         return texts.tokens[0, : texts.lengths[0]].tolist()
 
 
@@ -56,7 +56,7 @@ def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
     """The occurrences of a context in the text, the longest first, then the newest."""
     occurrences = np.zeros(SEARCHED, dtype=OCCURRENCE)
     last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
-    count = compiled_find_matches(last, text.batch.texts, occurrences)
+    count = compiled_find_matches(last, text.batch.state.texts, occurrences)
     return sorted(occurrences[:count].tolist(), key=lambda match: -match[1])
 
 
@@ -96,7 +96,7 @@ def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
         text += new
         matches.extend(new)
         assert len(matches.kept) <= 128
-        assert matches.batch.texts.tokens.shape[1] <= 129
+        assert matches.batch.state.texts.tokens.shape[1] <= 129
         kept = matches.kept
         assert kept == text[len(text) - len(kept) :]
         assert len(kept) >= min(64, len(text))

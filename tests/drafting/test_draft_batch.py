@@ -66,12 +66,12 @@ class Texts:
     def propose(self, least: float = 0.0, room: int = ROOM) -> list[list[int]]:
         rows = [(place, LONGEST, room - len(text) - 1, least) for place, text in enumerate(self.texts)]
         self.batch.find(np.array(rows, dtype=WANTED))
-        counts = self.batch.counts.tolist()
-        return [self.batch.nodes["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
+        counts = self.batch.state.counts.tolist()
+        return [self.batch.state.trees["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
     def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None]) -> int:
         """Learn what a step showed; where nothing is told, that is what was selected."""
-        counts = np.maximum(self.batch.counts, 0) + 1
+        counts = np.maximum(self.batch.state.counts, 0) + 1
         for text, new in zip(self.texts, selected, strict=True):
             text += new
         ids = np.full((counts.sum(), 1 if told[0] is None else TOP_K), -1)
@@ -223,7 +223,7 @@ def test_a_draft_fits_in_its_text(room: int) -> None:
 def test_a_draft_ends_where_it_is_not_likely_enough() -> None:
     paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     (tokens,) = paths.propose()
-    likely = paths.batch.nodes["probability"][0, 1 : 1 + len(tokens)].copy()
+    likely = paths.batch.state.trees["probability"][0, 1 : 1 + len(tokens)].copy()
     assert (np.diff(likely) <= 0).all()
     (fewer,) = paths.propose(least=float(likely[3]))
     assert fewer == tokens[: len(fewer)]
@@ -243,7 +243,7 @@ def probabilities_of_a_match(comes_true: bool) -> list[float]:
     paths, likely = Texts([1, 2, 3, 1, 2]), []
     for time in range(12):
         draft = paths.propose()[0]
-        likely.append(float(paths.batch.nodes["probability"][0, 1]))
+        likely.append(float(paths.batch.state.trees["probability"][0, 1]))
         paths.learn([[draft[0] if comes_true else 10 + time]], [None])
         paths.batch.extend(0, [50 + time, 1, 2])
         paths.texts[0] += [50 + time, 1, 2]

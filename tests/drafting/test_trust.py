@@ -119,7 +119,7 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
         rows = np.array([(0, 0, 1, 1)], dtype=SHOWN)
         batch.learn(Step(rows, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
-        shares.append(float(batch.heard["share"][0]))
+        shares.append(float(batch.state.heard["share"][0]))
     return shares
 
 

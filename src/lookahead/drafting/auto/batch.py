@@ -22,9 +22,6 @@ from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, SEARCHED
 if TYPE_CHECKING:
     from lookahead.drafting.auto.drafter import AutoDrafter
 
-Wanted = tuple[int, int, int, float]
-"""What is looked for after a text: a `WANTED`."""
-
 Shown = tuple[tuple[int, int, int, int], list[int], NDArray[np.int64], NDArray[np.float32]]
 """What a step showed of a text: a `SHOWN`, the tokens added, and what was predicted after each node; see `Step`."""
 
@@ -44,11 +41,7 @@ class DraftBatch:
     Attributes:
         memory: See above.
         reads: Whether steps have to tell what the model predicts; else what was selected stands for it.
-        texts: The text in each place.
-        nodes: The draft after each, `NODE`s, `[places, nodes]`.
-        counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
-        heard: What the model said about each, `HEARD`s, `[places]`.
-        listed: What the sources of the text list.
+        state: The texts, the drafts after them, and what these come from.
         room: That of the last search.
     """
 
@@ -63,11 +56,22 @@ class DraftBatch:
         reach: int = 2 * BUCKETS,
     ) -> None:
         self.memory = memory
-        with memory.lock:
-            ngrams, self._weights = memory.ngrams, memory.weights
+        ngrams, size = memory.ngrams, nodes + 1
         self.reads = not ngrams.observed
-        size, at_a_node = nodes + 1, ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
-        self.texts, self.nodes = allocate_texts(places, 1, reach), np.zeros((places, size), dtype=NODE)
+        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
+        explores = explores and self.reads and not chains
+        self.state = BatchState(
+            ngrams.entries,
+            allocate_texts(places, 1, reach),
+            np.zeros(places, dtype=HEARD),
+            np.zeros((places, size), dtype=np.int64),
+            allocate_listed(sources, size),
+            np.zeros((places, size), dtype=NODE),
+            np.full(places, -1, dtype=np.int64),
+            memory.weights,
+            np.array((chains, explores, ngrams.observed), dtype=SETTINGS)[()],
+        )
+        self.state.heard["share"] = 1.0
         self.room = Room(
             np.zeros(size * at_a_node + size, dtype=NODE),
             np.zeros(size, dtype=np.int64),
@@ -75,13 +79,7 @@ class DraftBatch:
             np.zeros(LONGEST, dtype=np.int64),
             np.zeros(ngrams.orders, dtype=np.int64),
         )
-        self.counts = np.full(places, -1, dtype=np.int64)
-        self.heard, self._recent = np.zeros(places, dtype=HEARD), np.zeros((places, size), dtype=np.int64)
         self._desk = Desk(ngrams.writing, np.zeros(ngrams.orders, dtype=np.int64), np.zeros(size, dtype=np.int64))
-        self.heard["share"] = 1.0
-        self.listed = allocate_listed(sources, size)
-        explores = explores and self.reads and not chains
-        self._settings = np.array((chains, explores, ngrams.observed), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
 
@@ -92,54 +90,59 @@ class DraftBatch:
                 if reference is None or reference() is None:
                     self._owners[place] = weakref.ref(owner)
                     return place
-            places = 2 * len(self._owners)
-            self.texts = with_room(self.texts, places, 0)
-            arrays = self.nodes, self.heard, self._recent
-            self.nodes, self.heard, self._recent = (_grown(array, places) for array in arrays)
-            self.counts = np.concatenate([self.counts, np.full_like(self.counts, -1)])
-            self._owners += [None] * (places - len(self._owners))
+            places, state = 2 * len(self._owners), self.state
+            self.state = state._replace(
+                texts=with_room(state.texts, places, 0),
+                heard=_doubled(state.heard),
+                recent=_doubled(state.recent),
+                trees=_doubled(state.trees),
+                counts=np.concatenate([state.counts, np.full_like(state.counts, -1)]),
+            )
+            self._owners += [None] * len(self._owners)
             return self.take_place(owner)
 
     def begin(self, place: int, tokens: Sequence[int] | NDArray[np.integer], before: Sequence[int] = ()) -> None:
         """Begin a text in a place; the tokens `before` are searched as if they stood before it."""
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
-            of_text, recent = self.heard[place], self._recent[place]
+            of_text, recent = self.state.heard[place], self.state.recent[place]
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
             of_text["recalled"] = 0
-            latest = (
-                [*dict.fromkeys(new[len(before) :][::-1].tolist())][: len(recent)] if self._settings["explores"] else []
-            )
+            latest: list[int] = []
+            if self.state.settings["explores"]:
+                latest = [*dict.fromkeys(new[len(before) :][::-1].tolist())][: len(recent)]
             of_text["count"], recent[: len(latest)] = len(latest), latest
-            self.listed.record[:] = PRIOR  # each source is believed as it says
+            self.state.listed.record[:] = PRIOR  # each source is believed as it says
             self._begin(place, new, -len(before))
             if not self.reads:
                 self._learn_text(place, len(new))
 
     def _begin(self, place: int, tokens: NDArray[np.int64], dropped: int) -> None:
         """Index the text in a place anew: it is these tokens, behind so many that were dropped."""
-        surplus = len(tokens) - self.texts.reach if len(tokens) > 2 * self.texts.reach else 0
-        self.texts.newest[place] = -1
-        self.texts.lengths[place], self.texts.dropped[place] = 0, dropped + surplus
+        texts = self.state.texts
+        surplus = len(tokens) - texts.reach if len(tokens) > 2 * texts.reach else 0
+        texts.newest[place] = -1
+        texts.lengths[place], texts.dropped[place] = 0, dropped + surplus
         self.extend(place, tokens[surplus:])
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Extend the text in a place by tokens without predictions."""
-        new = np.array(tokens, dtype=np.int64)
+        new, texts = np.array(tokens, dtype=np.int64), self.state.texts
         with self.memory.lock:
-            if len(new) > 2 * self.texts.reach:
-                self._begin(place, new, int(self.texts.dropped[place] + self.texts.lengths[place]))
+            if len(new) > 2 * texts.reach:
+                self._begin(place, new, int(texts.dropped[place] + texts.lengths[place]))
             else:
                 self.learn(Step.of_text(place, new, 0))
 
     def _learn_text(self, place: int, most: int) -> None:
         """Have the memory learn what followed the last tokens of a text, so many, which stands for predictions."""
-        taught = min(most, int(self.texts.lengths[place] - max(-self.texts.dropped[place], 0)))
+        texts = self.state.texts
+        taught = min(most, int(texts.lengths[place] - max(-texts.dropped[place], 0)))
         self.learn(Step.of_text(place, np.empty(0, dtype=np.int64), taught))
 
     def list_paths(self, paths: Sequence[TokenPaths]) -> None:
         """Search what the sources of the text list now."""
-        self.listed = with_paths(self.listed, paths)
+        self.state = self.state._replace(listed=with_paths(self.state.listed, paths))
 
     def propose_rows(self, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
         """See `RowsDrafter`."""
@@ -150,38 +153,32 @@ class DraftBatch:
         if not asked:
             return
         with self.memory.lock:
-            wanted = [drafter.wanted(self, tree) for drafter, tree in asked]
+            wanted = np.array([drafter.wanted(self, tree) for drafter, tree in asked], dtype=WANTED)
             self.search(asked, wanted)
             for drafter, tree in asked:
                 drafter.forbid(self, tree)
-            places = [row[0] for row in wanted]
-            counts = self.counts[places].tolist()
-            nodes = self.nodes[places, 1 : max(counts) + 1]  # copied: others may search before this is sent
-        likely = np.ascontiguousarray(nodes["probability"])
-        found = zip(counts, nodes["token"].tolist(), nodes["parent"].tolist(), likely, strict=True)
-        for (drafter, tree), of_text in zip(asked, found, strict=True):
+            places = wanted["place"]
+            counts = self.state.counts[places]
+            nodes = self.state.trees[:, 1 : 1 + int(counts.max())]
+            found = (nodes[name][places] for name in ("token", "parent", "probability"))  # copies
+            tokens, parents, likely = found
+        rows = zip(asked, counts.tolist(), tokens.tolist(), parents.tolist(), likely, strict=True)
+        for (drafter, tree), *of_text in rows:
             drafter.offer(tree, *of_text)
 
-    def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: Sequence[Wanted]) -> None:
+    def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
         """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
-        others = []
-        for (drafter, tree), row in zip(asked, wanted, strict=True):
-            noise = drafter.foresee(tree)
-            if noise is None:
-                others.append(row)
-            else:
-                self.find(np.array([row], dtype=WANTED), noise)
-        if others:
-            self.find(np.array(others, dtype=WANTED))
+        noises = [drafter.foresee(tree) for drafter, tree in asked]
+        without = [row for row, noise in enumerate(noises) if noise is None]
+        for row, noise in enumerate(noises):
+            if noise is not None:
+                self.find(wanted[row : row + 1], noise)
+        if without:
+            self.find(wanted if len(without) == len(wanted) else wanted[without])
 
     def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
-        """Draft after some texts, into `nodes` and `counts`; see `search.find`."""
-        self._find(wanted, noise, self._state, self.room)
-
-    @property
-    def _state(self) -> BatchState:
-        places = self.texts, self.heard, self._recent, self.listed, self.nodes, self.counts
-        return BatchState(self.memory.ngrams.entries, *places, self._weights, self._settings)
+        """Draft after some texts, into the state; see `search.find`."""
+        self._find(wanted, noise, self.state, self.room)
 
     def observe_rows(self, drafters: Sequence[AutoDrafter], results: Sequence[StepResult]) -> None:
         """See `RowsDrafter`."""
@@ -205,25 +202,29 @@ class DraftBatch:
         """
         self._make_room(step)
         clock = self.memory.ngrams.tick() if len(step.ids) else 0
-        accepted, lost = self._learn(step, clock, self._state, self._desk)
+        accepted, lost = self._learn(step, clock, self.state, self._desk)
         if lost:  # what is predicted in these texts is not what is selected
             for place in step.rows["place"].tolist():
-                if place >= 0 and self.heard["share"][place] < UNTRUSTED and not self.heard["recalled"][place]:
-                    self.heard["recalled"][place] = 1
+                of_text = self.state.heard[place]
+                if place >= 0 and of_text["share"] < UNTRUSTED and not of_text["recalled"]:
+                    of_text["recalled"] = 1
                     self._learn_text(place, self.memory.ngrams.capacity)
         return int(accepted)
 
     def _make_room(self, step: Step) -> None:
         """Make room for what a step adds to each text; one that is too long by then keeps its last tokens."""
-        longest, reach = int(self.texts.lengths.max()) + len(step.tokens), self.texts.reach
-        self.texts = with_room(self.texts, 0, longest)
+        texts = self.state.texts
+        longest, reach = int(texts.lengths.max()) + len(step.tokens), texts.reach
+        if longest >= texts.tokens.shape[1]:
+            texts = with_room(texts, 0, longest)
+            self.state = self.state._replace(texts=texts)
         if longest > 2 * reach:
             for place, _, _, added in step.rows.tolist():
-                length = int(self.texts.lengths[place])
+                length = int(texts.lengths[place])
                 if place >= 0 and length + added > 2 * reach:
                     surplus = length - max(reach - added, 0)
-                    kept = self.texts.tokens[place, surplus:length].copy()
-                    self._begin(place, kept, int(self.texts.dropped[place]) + surplus)
+                    kept = texts.tokens[place, surplus:length].copy()
+                    self._begin(place, kept, int(texts.dropped[place]) + surplus)
 
 
 def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:
@@ -235,8 +236,6 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
         return batch
 
 
-def _grown(array: NDArray[Any], places: int) -> NDArray[Any]:
-    """The same array with more places."""
-    longer = np.zeros((places, *array.shape[1:]), dtype=array.dtype)
-    longer[: len(array)] = array
-    return longer
+def _doubled(array: NDArray[Any]) -> NDArray[Any]:
+    """The same array with twice as many places."""
+    return np.concatenate([array, np.zeros_like(array)])

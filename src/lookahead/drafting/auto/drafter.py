@@ -13,12 +13,12 @@ from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
-from lookahead.drafting.auto.batch import DraftBatch, Shown, Wanted, shared_batch
+from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.origins import origins_of
-from lookahead.drafting.auto.search import FORESEEN, NO_NOISE
+from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.best_first import first_path
 
@@ -99,7 +99,7 @@ class AutoDrafter:
     @property
     def _is_lost(self) -> bool:
         """Whether predictions have nothing to say."""
-        return self._batch is not None and bool(self._batch.heard["share"][self._place] < UNTRUSTED)
+        return self._batch is not None and bool(self._batch.state.heard["share"][self._place] < UNTRUSTED)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -149,8 +149,8 @@ class AutoDrafter:
         text, self._late = self._late, []
         batch.begin(self._place, text, self._before)
 
-    def wanted(self, batch: DraftBatch, tree: TokenTree) -> Wanted:
-        """Make ready for a search, and say what is looked for."""
+    def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
+        """Make ready for a search, and say what is looked for: a `WANTED`."""
         if self._late:
             self._catch_up(batch)
         if not self._is_read and self._read_prompt and self.budget.reads_prompts:
@@ -160,7 +160,7 @@ class AutoDrafter:
             batch.list_paths([source.propose() for source in self._sources])
         return self._wanted(tree, min(self.budget.most, self._settings[0]))
 
-    def _wanted(self, tree: TokenTree, nodes: int) -> Wanted:
+    def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
         return self._place, nodes, tree.room - self._certain, self.budget.least
 
     def foresee(self, tree: TokenTree) -> Noise | None:
@@ -179,19 +179,19 @@ class AutoDrafter:
             return
         most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
         while True:
-            count, nodes = int(batch.counts[self._place]), batch.nodes[self._place]
+            count, nodes = int(batch.state.counts[self._place]), batch.state.trees[self._place]
             rows = permitted(self._sources, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
             if len(rows) > most or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            batch.search([(self, tree)], [self._wanted(tree, limit)])
+            batch.search([(self, tree)], np.array([self._wanted(tree, limit)], dtype=WANTED))
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
-        batch.counts[self._place] = len(rows) - 1
+        batch.state.counts[self._place] = len(rows) - 1
 
     def offer(
         self, tree: TokenTree, count: int, tokens: list[int], parents: list[int], likely: NDArray[np.float64]
@@ -213,7 +213,7 @@ class AutoDrafter:
             entries = int(np.count_nonzero(self.memory.ngrams.entries.heads["tag"])) if self._learns else None
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
-                nodes = self._batch.nodes[self._place, 1 : self._sent + 1]
+                nodes = self._batch.state.trees[self._place, 1 : self._sent + 1]
                 found = origins_of(nodes, [source.name for source in self._sources])
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 

@@ -269,8 +269,8 @@ class LookaheadProposer:
             self._target.expect(not self._rests)
         self._save_sometimes()
         self._began = now
-        counts = np.where(places < 0, 0, self._batch.counts[places])
-        drafts = self._batch.nodes["token"][places, 1:].tolist()
+        counts = np.where(places < 0, 0, self._batch.state.counts[places])
+        drafts = self._batch.state.trees["token"][places, 1:].tolist()
         return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
     def _book(self, rows: Rows, lengths: NDArray[np.int64], added: NDArray[np.int64], now: float) -> None:
@@ -291,7 +291,9 @@ class LookaheadProposer:
             if rows.begun[row]:
                 batch.begin(place, tokens[row, :before])
             else:
-                batch.extend(place, tokens[row, batch.texts.dropped[place] + batch.texts.lengths[place] : before])
+                batch.extend(
+                    place, tokens[row, batch.state.texts.dropped[place] + batch.state.texts.lengths[place] : before]
+                )
         self.statistics.requests += int(np.count_nonzero(rows.begun))
         count = int(counts.sum())
         predictions = None if self._target is None else self._target.take(count)
@@ -317,16 +319,16 @@ class LookaheadProposer:
         places = np.full_like(rows.places, -1) if self._rests else rows.places
         wanted = np.empty(len(places), dtype=WANTED)
         wanted["place"], wanted["nodes"] = places, self._most_drafted
-        wanted["levels"] = self._most_tokens - batch.texts.dropped[places] - batch.texts.lengths[places] - 1
+        wanted["levels"] = self._most_tokens - batch.state.texts.dropped[places] - batch.state.texts.lengths[places] - 1
         wanted["least"] = 0.0 if pace is None else pace.least
         with batch.memory.lock:
             batch.find(wanted)
         if pace is not None and not self._rests:
             found = rows.places[drafting]
-            offers = [batch.nodes["probability"][place, 1 : 1 + batch.counts[place]] for place in found]
-            batch.counts[found] = pace.share(offers, len(found))
+            offers = [batch.state.trees["probability"][place, 1 : 1 + batch.state.counts[place]] for place in found]
+            batch.state.counts[found] = pace.share(offers, len(found))
         self.statistics.steps += 1
-        self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
+        self.statistics.drafted += int(np.maximum(batch.state.counts[places[places >= 0]], 0).sum())
         return places
 
     @property

@@ -45,7 +45,7 @@ class Requests:
 
     def __init__(self, batch: DraftBatch) -> None:
         self._batch = batch
-        self._places = len(batch.counts)
+        self._places = len(batch.state.counts)
         self._free = list(range(self._places))[::-1]
         self._rows = np.empty(0, dtype=np.int64)  # the places of the last step
         self._recognise = TypedLoop(_recognise)
@@ -64,7 +64,7 @@ class Requests:
         """
         rows = Rows(*np.zeros((len(Rows._fields), len(added)), dtype=np.int64))
         batch = self._batch
-        changed = self._recognise(self._rows, tokens, lengths, added, batch.texts, batch.counts, rows)
+        changed = self._recognise(self._rows, tokens, lengths, added, batch.state.texts, batch.state.counts, rows)
         self.have_left = False
         if changed:
             self._find(rows, tokens, lengths - added, added)
@@ -74,7 +74,7 @@ class Requests:
 
     def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
         """Find requests that moved or come back; the longest text that a row goes on from is its own."""
-        texts, drafted = self._batch.texts, self._batch.counts
+        texts, drafted = self._batch.state.texts, self._batch.state.counts
         present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
         gone = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
         gone.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
@@ -96,7 +96,7 @@ class Requests:
         most = self._places - int(np.count_nonzero(added))
         while len(self.absent) > max(most, 0):
             place = self.absent.pop(0)
-            self._batch.texts.lengths[place] = 0
+            self._batch.state.texts.lengths[place] = 0
             self._free.append(place)
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             rows.places[row], rows.begun[row] = self._free.pop(), 1
