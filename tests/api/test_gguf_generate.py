@@ -78,7 +78,11 @@ def test_rows_of_different_lengths(model: Any, rows: int) -> None:
     options |= {"eos_token_id": 7, "pad_token_id": 0}
     expected = build("llama").generate(ids, **options)
     assert model.generate(ids, **options).tolist() == expected.tolist()
-    for config in (LookaheadConfig(step_budget=60), LookaheadConfig(preset="paper", window_size=5, ngram_size=3)):
+    for config in (
+        LookaheadConfig(preset="autoregressive"),
+        LookaheadConfig(step_budget=60),
+        LookaheadConfig(preset="paper", window_size=5, ngram_size=3),
+    ):
         assert lookahead.generate(model, ids, lookahead_config=config, **options).tolist() == expected.tolist()
 
 

@@ -18,7 +18,7 @@ from lookahead.serving import Engine
 
 pytest.importorskip("llama_cpp", reason=REASON)
 
-from lookahead.backends.llama_cpp import model as checks
+from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")

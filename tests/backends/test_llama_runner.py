@@ -11,7 +11,7 @@ from model_zoo import build
 
 pytest.importorskip("llama_cpp", reason=REASON)
 
-from lookahead.backends.llama_cpp import model as checks
+from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.runner import LlamaRunner

@@ -180,13 +180,13 @@ class LlamaContext:
             self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))
         return self._logits[:reads]
 
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
+    def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let sequence `target` share the cells of `source` at positions from `start` to before `end`, -1 for all."""
         self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
 
-    def remove(self, sequence: int, start: int, end: int) -> None:
-        """Take cells at positions from `start` to before `end` (-1 for all) from a sequence, -1 for all of them."""
-        self._library.llama_memory_seq_rm(self._memory, sequence, start, end)
+    def remove(self, sequence: int, start: int = -1) -> None:
+        """Take the cells at positions from `start` on from a sequence, -1 for all."""
+        self._library.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
     def bytes_of(self, sequence: int) -> int:
         """Bytes of the keys and values of a sequence."""
@@ -207,7 +207,7 @@ class LlamaContext:
     def keep(self, text: Sequence[int]) -> None:
         """Forget all but the first sequence, which holds `text`."""
         for sequence in range(1, self.sequences):
-            self.remove(sequence, -1, -1)
+            self.remove(sequence)
         self.text = list(text)
 
     def clear(self) -> None:

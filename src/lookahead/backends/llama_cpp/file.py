@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from lookahead.backends.llama_cpp.context import LlamaContext, binding, error_lines
-from lookahead.errors import InvalidArgumentError, UnsupportedModelError
+from lookahead.errors import InvalidArgumentError
 
-_NONE = -1  # LLAMA_TOKEN_NULL
+_NO_TOKEN = -1  # LLAMA_TOKEN_NULL
 
 
 class Vocabulary:
@@ -24,29 +24,27 @@ class Vocabulary:
 
     Args:
         handle: llama.cpp's vocabulary; valid as long as its model.
+
+    Attributes:
+        bos: The token that begins a text, if there is one.
+        eos: The token that ends a text, likewise.
+        pad: The token that fills up rows, likewise.
+        adds_bos: Whether texts begin with `bos`.
+        adds_eos: Whether texts end with `eos`.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._library = binding()
+        self._library = library = binding()
+        tokens = (
+            int(ask(handle)) for ask in (library.llama_vocab_bos, library.llama_vocab_eos, library.llama_vocab_pad)
+        )
+        self.bos, self.eos, self.pad = (None if token == _NO_TOKEN else token for token in tokens)
+        self.adds_bos = bool(library.llama_vocab_get_add_bos(handle))
+        self.adds_eos = bool(library.llama_vocab_get_add_eos(handle))
 
     def __len__(self) -> int:
         return int(self._library.llama_vocab_n_tokens(self._handle))
-
-    @property
-    def bos(self) -> int | None:
-        """The token that begins a text."""
-        return self._special(self._library.llama_vocab_bos)
-
-    @property
-    def eos(self) -> int | None:
-        """The token that ends a text."""
-        return self._special(self._library.llama_vocab_eos)
-
-    @property
-    def pad(self) -> int | None:
-        """The token that fills up rows."""
-        return self._special(self._library.llama_vocab_pad)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -58,34 +56,16 @@ class Vocabulary:
         """Tokens that are no text, such as the beginning of a turn."""
         return [token for token in range(len(self)) if self._library.llama_vocab_is_control(self._handle, token)]
 
-    @property
-    def adds_bos(self) -> bool:
-        """Whether texts begin with `bos`."""
-        return bool(self._library.llama_vocab_get_add_bos(self._handle))
-
-    @property
-    def adds_eos(self) -> bool:
-        """Whether texts end with `eos`."""
-        return bool(self._library.llama_vocab_get_add_eos(self._handle))
-
     def name(self, token: int) -> str:
         """The token as the file has it, such as `Ġthe`."""
         return str(self._library.llama_vocab_get_text(self._handle, token).decode(errors="replace"))
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`.
-
-        Args:
-            text: Any text.
-            add_special: Add what the file says that texts begin and end with.
-            parse_special: Read the names of special tokens in the text as these tokens.
-        """
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Names of special tokens in it are read as these tokens, and none are added."""
         content = text.encode()
         room = len(content) + 8  # a token has at least a byte, or is one that was added
         tokens = (ctypes.c_int32 * room)()
-        count = self._library.llama_tokenize(
-            self._handle, content, len(content), tokens, room, add_special, parse_special
-        )
+        count = self._library.llama_tokenize(self._handle, content, len(content), tokens, room, False, True)
         if count < 0:
             raise ValueError(f"text of {len(content)} bytes has {-count} tokens")
         return list(tokens[:count])
@@ -102,10 +82,6 @@ class Vocabulary:
             if count >= 0:
                 return content.raw[:count].decode(errors="replace")
             room = -count
-
-    def _special(self, ask: Any) -> int | None:
-        token = int(ask(self._handle))
-        return None if token == _NONE else token
 
 
 _LONGEST_VALUE = 1 << 20
@@ -140,98 +116,44 @@ class LlamaModel:
         threads, fast_kv: As given.
         gpu_layers: Layers on a GPU; -1 for all.
         vocabulary: Its tokens.
+        chat_template: Its chat template, in Jinja, if there is one.
+        name: What the file says that it is, such as `llama 7B Q4_K - Medium`.
+        parameters: How many weights it has.
+        width: Size of the hidden state.
+        trained_context: Tokens of the longest text it was made for.
+        last_length: Text length at which the model can read no further token, if there is one: the end of a position
+            table.
+        has_states: Whether layers keep a running state, which cannot take back a token: the model is run on chains.
 
     Raises:
         InvalidArgumentError: The file is not there, or llama.cpp cannot load it.
-        UnsupportedModelError: It is a model that cannot be run on token trees.
     """
 
     def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
         self.path, self.threads, self.fast_kv, self.gpu_layers = path, threads, fast_kv, n_gpu_layers
-        self._library = binding()
         self._free: list[LlamaContext] = []
         self._lock = Lock()
-        self.owner = ModelOwner(self._load(n_gpu_layers))
-        self.handle = self.owner.handle
-        self._check_kind()
-        self.vocabulary = Vocabulary(self._library.llama_model_get_vocab(self.handle))
-
-    def _load(self, n_gpu_layers: int) -> Any:
-        if not self.path.is_file():
-            raise InvalidArgumentError(f"path={str(self.path)!r} is no file; give the path of a GGUF file")
-        parameters = self._library.llama_model_default_params()
-        parameters.n_gpu_layers = n_gpu_layers
-        # Quantised weights that are packed for AMX crash in the builds that are about.
-        parameters.use_extra_bufts = b"AMX_INT8 = 1" not in self._library.llama_print_system_info()
-        with error_lines() as lines:
-            handle = self._library.llama_model_load_from_file(str(self.path).encode(), parameters)
-        if not handle:
-            reason = lines[0] if lines else "it gives no reason"
-            raise InvalidArgumentError(f"path={str(self.path)!r} cannot be loaded by llama.cpp: {reason}")
-        return handle
-
-    def _check_kind(self) -> None:
-        library = self._library
-        kinds: dict[str, Callable[[Any], bool]] = {
-            "has an encoder": library.llama_model_has_encoder,
-            "is a diffusion model": library.llama_model_is_diffusion,
-        }
-        for what, applies in kinds.items():
-            if applies(self.handle):
-                raise UnsupportedModelError(
-                    f"path={str(self.path)!r}: the model {what}, so it cannot be run on token trees. Use llama.cpp's "
-                    "own decoding"
-                )
-
-    @cached_property
-    def has_states(self) -> bool:
-        """Whether layers keep a running state, which cannot take back a token: the model is run on chains."""
-        library = self._library
-        return bool(library.llama_model_is_recurrent(self.handle) or library.llama_model_is_hybrid(self.handle))
-
-    @property
-    def name(self) -> str:
-        """What the file says that it is, such as `llama 7B Q4_K - Medium`."""
-        content = ctypes.create_string_buffer(256)
-        self._library.llama_model_desc(self.handle, content, len(content))
-        return content.value.decode(errors="replace")
+        library = binding()
+        self.owner = ModelOwner(_load(path, n_gpu_layers))
+        self.handle = handle = self.owner.handle
+        self.vocabulary = Vocabulary(library.llama_model_get_vocab(handle))
+        content = ctypes.create_string_buffer(_LONGEST_VALUE)
+        found = library.llama_model_meta_val_str(handle, b"tokenizer.chat_template", content, len(content))
+        self.chat_template = content.value.decode(errors="replace") if found >= 0 else None
+        library.llama_model_desc(handle, content, len(content))
+        self.name = content.value.decode(errors="replace")
+        self.parameters = int(library.llama_model_n_params(handle))
+        self.width = int(library.llama_model_n_embd(handle))
+        self.trained_context = int(library.llama_model_n_ctx_train(handle))
+        ends = library.llama_model_rope_type(handle) == _NO_ROPE
+        self.last_length = self.trained_context if ends else None
+        self.has_states = bool(library.llama_model_is_recurrent(handle) or library.llama_model_is_hybrid(handle))
 
     @property
     def number_type(self) -> str:
         """The types of its weights, such as `float32` or `Q4_K - Medium`."""
         kind = self.name.split(maxsplit=2)[-1]
         return {"all F32": "float32", "F16": "float16"}.get(kind, kind)
-
-    @property
-    def trained_context(self) -> int:
-        """Tokens of the longest text it was made for."""
-        return int(self._library.llama_model_n_ctx_train(self.handle))
-
-    @property
-    def last_length(self) -> int | None:
-        """Text length at which the model can read no further token, if there is one: the end of a position table."""
-        return self.trained_context if self._library.llama_model_rope_type(self.handle) == _NO_ROPE else None
-
-    @property
-    def parameters(self) -> int:
-        """How many weights it has."""
-        return int(self._library.llama_model_n_params(self.handle))
-
-    @property
-    def width(self) -> int:
-        """Size of the hidden state."""
-        return int(self._library.llama_model_n_embd(self.handle))
-
-    def metadata(self, key: str) -> str | None:
-        """What the file says under `key`; `None` if it says nothing."""
-        content = ctypes.create_string_buffer(_LONGEST_VALUE)
-        length = self._library.llama_model_meta_val_str(self.handle, key.encode(), content, len(content))
-        return content.value.decode(errors="replace") if length >= 0 else None
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its chat template, in Jinja."""
-        return self.metadata("tokenizer.chat_template")
 
     @cached_property
     def token_bytes(self) -> int:
@@ -282,3 +204,19 @@ class LlamaModel:
             context.clear()
         with self._lock:
             self._free = [context]
+
+
+def _load(path: Path, n_gpu_layers: int) -> Any:
+    if not path.is_file():
+        raise InvalidArgumentError(f"path={str(path)!r} is no file; give the path of a GGUF file")
+    library = binding()
+    parameters = library.llama_model_default_params()
+    parameters.n_gpu_layers = n_gpu_layers
+    # Quantised weights that are packed for AMX crash in the builds that are about.
+    parameters.use_extra_bufts = b"AMX_INT8 = 1" not in library.llama_print_system_info()
+    with error_lines() as lines:
+        handle = library.llama_model_load_from_file(str(path).encode(), parameters)
+    if not handle:
+        reason = lines[0] if lines else "it gives no reason"
+        raise InvalidArgumentError(f"path={str(path)!r} cannot be loaded by llama.cpp: {reason}")
+    return handle

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from lookahead.backends.llama_cpp.checks import check_model, refuse_cache
 from lookahead.backends.llama_cpp.file import LlamaModel, Vocabulary
-from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRunner, PlainReader
-from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.backends.llama_cpp.runner import PlainReader
+from lookahead.errors import InvalidArgumentError
 
 
 def load_gguf(
@@ -51,55 +49,6 @@ def load_gguf(
     llama = LlamaModel(Path(path).expanduser(), n_gpu_layers, threads, fast_kv)
     check_model(llama)
     return GGUFModel(llama)
-
-
-TOLERANCE = 0.25
-"""How far logits may be from plain decoding's, in standard deviations of the logits. Rounding moves those of weights
-with four bits by less than a tenth of this; a token that is seen or missed wrongly moves them by about one."""
-
-_PROMPT, _LENGTH, _DEPTH, _DECOYS = 6, 19, 3, 1
-_LEAVES = _DEPTH * _DECOYS + 1
-
-
-def check_model(model: LlamaModel) -> None:
-    """Check that drafts and what is kept of them give the logits of plain decoding.
-
-    | question | how it is tried | what is refused |
-    | --- | --- | --- |
-    | Do trees give what single tokens give? | a random text, read along trees with wrong branches | the model |
-    | Do chains, of a model with running states? | the same along chains, of which every other one is rejected in part |
-    the model |
-
-    Raises:
-        UnsupportedModelError: They do not; the message says by how much they differ.
-    """
-    what = "chains of tokens" if model.has_states else "token trees"
-    worst = largest_difference(model)
-    if not worst <= TOLERANCE:
-        raise UnsupportedModelError(
-            f"path={str(model.path)!r}: the model does not give on {what} what it gives token by token, with this "
-            f"build of llama.cpp: logits differ by {worst:.2g} standard deviations. Use llama.cpp's own decoding"
-        )
-
-
-def largest_difference(model: LlamaModel) -> float:
-    """The largest difference between a logit of a draft and plain decoding's, in standard deviations of the logits."""
-    vocabulary = model.vocabulary
-    usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
-    text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
-    context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
-    if model.has_states:
-        draft = chains(random.Random(0), _DEPTH)
-    else:
-        draft = among_decoys(_DEPTH + 1, _DECOYS, len(vocabulary), usable.tolist())
-    found = []
-    for drafts in (nothing, draft):
-        context.clear()
-        runner = LlamaChainRunner(context) if model.has_states else LlamaRunner(context, 1)
-        found += follow(runner, [text], _PROMPT, drafts)
-    model.release(context)
-    plain, drafted = found
-    return difference([drafted], [plain]) / float(plain.std())
 
 
 class GGUFConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -201,8 +150,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             UnsupportedArgumentError: There is a cache.
         """
-        if past_key_values is not None:
-            raise no_cache()
+        refuse_cache(past_key_values)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         texts = [row[mine.bool()].tolist() for row, mine in zip(input_ids, mask, strict=True)]
         with self._lock:
@@ -218,14 +166,6 @@ class _Embeddings(torch.nn.Module):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.num_embeddings = tokens
-
-
-def no_cache() -> UnsupportedArgumentError:
-    """The error for a call that brings a cache."""
-    return UnsupportedArgumentError(
-        "past_key_values is not supported for a GGUF model, whose keys and values are llama.cpp's; give the whole text "
-        "without it"
-    )
 
 
 class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
@@ -262,7 +202,7 @@ class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
         """The names of the tokens of `text`."""
-        return [self._names[token] for token in self._vocabulary.encode(text, add_special=False)]
+        return [self._names[token] for token in self._vocabulary.encode(text)]
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None

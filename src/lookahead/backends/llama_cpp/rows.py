@@ -15,6 +15,8 @@ from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from lookahead.errors import InvalidArgumentError
 
+ID_BYTES = np.dtype(np.int32).itemsize
+
 
 @dataclass(frozen=True)
 class Branches:
@@ -59,17 +61,17 @@ class LlamaRow(TextRow):
         pool: Where its ids come from; they go back when nothing refers to the row any more.
 
     Attributes:
-        ids: The sequence ids, `[ids]` int32, in memory that stays where it is between a step and its commit.
-        address: Where that is.
+        ids: The sequence ids, in a list that is always the same.
+        address: Where they are as int32, in memory that stays where it is between a step and its commit.
     """
 
     def __init__(self, pool: SequenceIds) -> None:
         self._pool = pool
-        self._lent: list[int] = []  # what `ids` holds, for whoever takes it back
+        self.ids: list[int] = []
         self.set_ids([])
         self.length = 0
         self._apart: NDArray[np.uint8] | None = None
-        weakref.finalize(self, pool.returned.append, self._lent)
+        weakref.finalize(self, pool.returned.append, self.ids)
 
     def copy_start(self, other: LlamaRow, tokens: int) -> None:
         """Begin with the first `tokens` tokens of another row, which has them, and share its cells.
@@ -77,11 +79,11 @@ class LlamaRow(TextRow):
         If it was set apart, they take cells of their own; where these are not to be had, this row stays empty.
         """
         self._pool.give([self], [1])
-        context, mine = self._pool.context, int(self.ids[0])
+        context, sequence = self._pool.context, self.ids[0]
         if other._apart is None:
-            context.copy(int(other.ids[0]), mine, 0, tokens)
-        elif context.load(other._apart, mine):
-            context.remove(mine, tokens, -1)
+            context.copy(other.ids[0], sequence, 0, tokens)
+        elif context.load(other._apart, sequence):
+            context.remove(sequence, tokens)
         else:
             return
         self.length = tokens
@@ -91,20 +93,20 @@ class LlamaRow(TextRow):
 
         From now on the row is good for `copy_start` of others.
         """
-        self._apart = self._pool.context.save(int(self.ids[0]))
+        self._apart = self._pool.context.save(self.ids[0])
         self._pool.take_back(self)
 
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
-        for sequence in self._lent:
-            self._pool.context.remove(sequence, tokens, -1)
+        for sequence in self.ids:
+            self._pool.context.remove(sequence, tokens)
         self.length = tokens
 
     def set_ids(self, ids: Sequence[int]) -> None:
         """Hold the text in these sequences from now on."""
-        self._lent[:] = ids
-        self.ids = np.array(ids, dtype=np.int32)
-        self.address = self.ids.ctypes.data
+        self.ids[:] = ids
+        self._memory = np.array(ids, dtype=np.int32)
+        self.address = self._memory.ctypes.data
 
 
 class SequenceIds:
@@ -130,7 +132,8 @@ class SequenceIds:
         Raises:
             InvalidArgumentError: There are not as many.
         """
-        self.collect()
+        while self.returned:
+            self._free(self.returned.popleft())
         for row, count in zip(rows, counts, strict=True):
             missing = count - len(row.ids)
             if missing <= 0:
@@ -140,41 +143,29 @@ class SequenceIds:
             taken, self._spare = self._spare[:missing], self._spare[missing:]
             if row.length:
                 for sequence in taken:
-                    self.context.copy(int(row.ids[0]), sequence, -1, -1)
-            row.set_ids([*row.ids.tolist(), *taken])
+                    self.context.copy(row.ids[0], sequence)
+            row.set_ids([*row.ids, *taken])
             self._holders.add(row)
 
-    def collect(self) -> None:
-        """Free the cells of rows that are gone."""
-        while self.returned:
-            self._take_back(self.returned.popleft())
-
-    def take_back(self, row: LlamaRow) -> None:
-        """Take all ids of a row, and free its cells."""
-        self._take_back(row.ids.tolist())
-        row.set_ids([])
-
-    def trim(self, row: LlamaRow) -> None:
-        """Leave a row its first id alone."""
-        ids = row.ids.tolist()
-        self._take_back(ids[1:])
-        row.set_ids(ids[:1])
+    def take_back(self, row: LlamaRow, left: int = 0) -> None:
+        """Take all ids of a row but the first `left`, and free their cells."""
+        if len(row.ids) > left:
+            self._free(row.ids[left:])
+            row.set_ids(row.ids[:left])
 
     def _reclaim(self, missing: int, wanted: dict[LlamaRow, int]) -> None:
         """Take ids back that hold a text besides others and are not `wanted`, until so many are spare."""
-        unused = {row: len(row.ids) - max(wanted.get(row, 1), 1) for row in list(self._holders)}
-        for row in sorted(unused, key=lambda row: -unused[row]):
-            if unused[row] > 0 and len(self._spare) < missing:
-                ids = row.ids.tolist()
-                self._take_back(ids[-unused[row] :])
-                row.set_ids(ids[: -unused[row]])
+        needed = {row: max(wanted.get(row, 1), 1) for row in list(self._holders)}
+        for row in sorted(needed, key=lambda row: needed[row] - len(row.ids)):
+            if len(self._spare) < missing:
+                self.take_back(row, needed[row])
         if len(self._spare) < missing:
             raise InvalidArgumentError(
                 f"the trees of a step have {sum(wanted.values())} leaves, but llama.cpp has {self.context.sequences} "
                 "sequences; choose a smaller step_budget, or fewer rows"
             )
 
-    def _take_back(self, ids: Sequence[int]) -> None:
+    def _free(self, ids: Sequence[int]) -> None:
         for sequence in ids:
-            self.context.remove(sequence, -1, -1)
+            self.context.remove(sequence)
             self._spare.append(sequence)

@@ -14,9 +14,8 @@ from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
-from lookahead.backends.llama_cpp.rows import Branches, LlamaRow, SequenceIds, branches
+from lookahead.backends.llama_cpp.rows import ID_BYTES, Branches, LlamaRow, SequenceIds, branches
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import InvalidArgumentError
 
 LONGEST_DRAFTED_PREFILL = 32
 """Pending tokens up to which a step may also draft. A longer prompt is read alone, as plain decoding reads it."""
@@ -36,19 +35,12 @@ class LlamaRunner(Runner):
     row's ids hold the row's text.
 
     Args:
-        context: Where keys and values are; empty.
+        context: Where keys and values are; empty. It has a sequence id for each row at least.
         rows: Rows of text.
         last_length: Text length at which the model can read no further token, if there is one.
-
-    Raises:
-        InvalidArgumentError: There are more rows than sequence ids.
     """
 
     def __init__(self, context: LlamaContext, rows: int, last_length: int | None = None) -> None:
-        if rows > context.sequences:
-            raise InvalidArgumentError(
-                f"input_ids has {rows} rows, but llama.cpp has {MOST_SEQUENCES} sequences; call generate with fewer"
-            )
         super().__init__()
         self.llama_context = context
         self.context = self.last_length = last_length
@@ -64,9 +56,7 @@ class LlamaRunner(Runner):
 
     def resume(self, text: Sequence[int]) -> int:
         """Let the first row begin with what the context holds of `text`; returns how many tokens these are."""
-        cached, most = self.llama_context.text, len(text) - 1  # the last token is always computed, to see what follows
-        pairs = enumerate(zip(cached, text[:most], strict=False))
-        common = next((place for place, (old, new) in pairs if old != new), min(len(cached), most))
+        common = common_start(self.llama_context.text, text[:-1])  # the last token is computed, to see what follows
         if common:
             self._ids.give(self.rows[:1], [1])
             self.rows[0].crop(common)
@@ -94,14 +84,14 @@ class LlamaRunner(Runner):
         self._plain_steps = self._plain_steps + 1 if all(len(tree) == 1 for tree in trees) else 0
         if self._plain_steps == RESTS:
             for row in self.rows:
-                self._ids.trim(row)
+                self._ids.take_back(row, left=1)
         self._sent = [None if tree is self._idle else branches(tree) for tree in trees]
         self._ids.give(self.rows, [0 if sent is None else sent.leaves for sent in self._sent])
         count = 0
-        nodes = []
-        for row, sent in zip(self.rows, self._sent, strict=True):
-            nodes.append(_NO_NODES if sent is None else sent.layout.order[sent.layout.read_slots])
+        nodes = [_NO_NODES] * len(trees)
+        for place, (row, sent) in enumerate(zip(self.rows, self._sent, strict=True)):
             if sent is not None:
+                nodes[place] = sent.layout.order[sent.layout.read_slots]
                 self._place(row, sent, count)
                 count += len(sent.layout.order)
         logits = torch.from_numpy(self.llama_context.run(count))
@@ -121,7 +111,7 @@ class LlamaRunner(Runner):
         batch.positions[place] = row.length + layout.depths
         batch.reads[place] = 0
         batch.reads[start + layout.read_slots] = 1
-        batch.sequences[place] = row.address + row.ids.itemsize * below.first
+        batch.sequences[place] = row.address + ID_BYTES * below.first
         batch.counts[place] = below.last - below.first + 1
         # Decided text belongs to all ids, whether or not this tree uses them.
         batch.counts[start : start + layout.pending] = len(row.ids)
@@ -132,15 +122,14 @@ class LlamaRunner(Runner):
         row.length = end
         if len(path) == pending == len(below.layout.order):
             return
-        ids = row.ids.tolist()
-        keep = int(below.first[below.layout.slots[path[-1]]]) if path else 0
+        keep = row.ids[int(below.first[below.layout.slots[path[-1]]]) if path else 0]
         # Of ids beyond the tree's leaves, decided text alone.
-        for leaf in range(below.leaves if len(path) >= pending else len(ids)):
-            self.llama_context.remove(ids[leaf], end if leaf == keep else decided, -1)
+        for sequence in row.ids[: below.leaves] if len(path) >= pending else row.ids:
+            self.llama_context.remove(sequence, end if sequence == keep else decided)
         if end > decided:
-            for leaf in range(len(ids)):
-                if leaf != keep:
-                    self.llama_context.copy(ids[keep], ids[leaf], decided, end)
+            for sequence in row.ids:
+                if sequence != keep:
+                    self.llama_context.copy(keep, sequence, decided, end)
 
 
 _TEXT, _SAVED = 0, 1
@@ -197,8 +186,8 @@ class LlamaChainRunner(LlamaRunner):
             self._copy(_SAVED, _TEXT)
 
     def _copy(self, source: int, target: int) -> None:
-        self.llama_context.remove(target, -1, -1)
-        self.llama_context.copy(source, target, -1, -1)
+        self.llama_context.remove(target)
+        self.llama_context.copy(source, target)
 
 
 class LlamaRowsRunner(LlamaRunner):
@@ -208,28 +197,19 @@ class LlamaRowsRunner(LlamaRunner):
         llama: The model.
         model: What stands for it in transformers' interface.
         cells: Tokens whose keys and values are held at most.
-        max_rows: Most rows of a step.
-
-    Attributes:
-        most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all leaves.
-        cells: Tokens whose keys and values are held at most.
+        max_rows: Most rows of a step; no more than there are sequence ids.
 
     Raises:
-        InvalidArgumentError: There are not enough sequence ids for the rows, or no memory for the cells.
+        InvalidArgumentError: There is no memory for the cells.
     """
 
     keeps_apart = True
 
     def __init__(self, llama: LlamaModel, model: Any, cells: int, max_rows: int) -> None:
-        if max_rows > MOST_SEQUENCES:
-            raise InvalidArgumentError(
-                f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
-            )
         super().__init__(llama.acquire(cells, MOST_SEQUENCES), 0, llama.last_length)
         weakref.finalize(self, llama.release, self.llama_context)
         self.model = model
-        self.most_nodes = MOST_SEQUENCES // max_rows + 1
-        self.cells = self.llama_context.cells
+        self.most_nodes = MOST_SEQUENCES // max_rows + 1  # a sequence id for each leaf
         self._bytes = llama.token_bytes
 
     def token_bytes(self) -> int:
@@ -249,29 +229,29 @@ class PlainReader:
     """
 
     def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
-        self._cells = 2 * _cells(texts) + _ROOM
+        self._cells = 2 * sum(map(len, texts)) + _ROOM
         self._runner = LlamaRunner(model.acquire(self._cells, len(texts)), len(texts), model.last_length)
         self._has_states = model.has_states
         self._texts: list[list[int]] = [[] for _ in texts]
 
     def fits(self, texts: Sequence[Sequence[int]]) -> bool:
         """Whether there is room for `texts`."""
-        return len(texts) == len(self._texts) and _cells(texts) <= self._cells
+        return len(texts) == len(self._texts) and sum(map(len, texts)) <= self._cells
 
     def read(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after the last token of each text, `[rows, vocabulary]` float32."""
-        for row, text in enumerate(texts):
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, self._texts[row], strict=False)))
-            same = min(same, len(text) - 1)
-            if self._has_states and same < self._runner.rows[row].length:
-                same = 0  # a state cannot take back a token
-            self._runner.rows[row].crop(same)
-            self._texts[row] = list(text)
-        trees: list[TokenTree] = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]
+        for place, (row, text) in enumerate(zip(self._runner.rows, texts, strict=True)):
+            common = common_start(self._texts[place], text[:-1])
+            # A state cannot take back a token.
+            row.crop(0 if self._has_states and common < row.length else common)
+            self._texts[place] = list(text)
+        trees = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]
         results = self._runner.forward(trees)
         self._runner.commit([range(len(tree)) for tree in trees])
         return torch.cat([result.logits_after(tree.root) for result, tree in zip(results, trees, strict=True)])
 
 
-def _cells(texts: Sequence[Sequence[int]]) -> int:
-    return sum(len(text) for text in texts)
+def common_start(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -8,16 +8,15 @@ import torch
 from transformers import GenerationConfig
 
 from lookahead.backends.base import Call, Prompts, Session
+from lookahead.backends.llama_cpp.checks import check_call, check_rows
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
-from lookahead.backends.llama_cpp.model import GGUFModel, no_cache
+from lookahead.backends.llama_cpp.model import GGUFModel
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
 from lookahead.backends.machine import free_bytes, step_clock
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 _LEAVES_ON_CPU = 64
 """Leaves of a step, over all rows, where the clock decides."""
-
 
 _SHARE = 2
 """Part of the free memory that the cells of llama.cpp take at most where nothing is said about it."""
@@ -61,13 +60,8 @@ class GGUFSession(Session):
         llama.cpp takes room for running texts at once, so that there is a number of bytes even where none was given;
         finished ones have a share of their own.
         """
-        check_settings(config)
         llama = self._model.llama
-        if llama.has_states:
-            raise UnsupportedModelError(
-                f"path={str(llama.path)!r}: the model has layers with a running state, and is run on chains of tokens, "
-                "one text at a time, which an Engine does not; use lookahead.generate"
-            )
+        check_rows(llama, config, max_rows)
         most = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
         prefix_bytes = min(prefix_bytes, most // _KEPT_SHARE)
         most -= prefix_bytes
@@ -97,20 +91,19 @@ class GGUFCall(Call):
     def __init__(
         self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
-        _check(model, prompts, config)
-        chains, most = model.llama.has_states, most_nodes(model, config, prompts.rows)
-        nodes = min(config.max_nodes, most)
+        self._model = llama = model.llama
+        check_call(llama, prompts, config)
         self.clock = gguf_clock(model)
-        hidden = min(prompts.padding)
-        cells = prompts.rows * (generation_config.max_length - hidden + nodes)
-        self._model = model.llama
-        self._keeps = model.keeps_text and prompts.rows == 1
-        sequences = 2 if chains else min(MOST_SEQUENCES, max(prompts.rows * (nodes - 1), 1))
-        self._context = model.llama.acquire(cells, sequences, resumes=self._keeps)
-        last = model.llama.last_length
-        self.runner = (
-            LlamaChainRunner(self._context, last) if chains else LlamaRunner(self._context, prompts.rows, last)
-        )
+        rows, most = prompts.rows, most_nodes(model, config, prompts.rows)
+        nodes = min(config.max_nodes, most)
+        cells = rows * (generation_config.max_length - min(prompts.padding) + nodes)
+        sequences = 2 if llama.has_states else min(MOST_SEQUENCES, rows * max(nodes - 1, 1))
+        self._keeps = model.keeps_text and rows == 1
+        self._context = context = llama.acquire(cells, sequences, resumes=self._keeps)
+        if llama.has_states:
+            self.runner = LlamaChainRunner(context, llama.last_length)
+        else:
+            self.runner = LlamaRunner(context, rows, llama.last_length)
         self.runner.most_nodes = most
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
@@ -138,42 +131,3 @@ def most_nodes(model: GGUFModel, config: LookaheadConfig, rows: int) -> int:
     if config.chooses_nodes and model.llama.gpu_layers == 0:
         ids = min(ids, max(_LEAVES_ON_CPU, 2 * rows))
     return ids // rows + 1
-
-
-def check_settings(config: LookaheadConfig) -> None:
-    """Refuse settings that are about models of transformers.
-
-    Raises:
-        InvalidArgumentError: There is one.
-    """
-    if config.pack_weights or config.invariant or config.engine not in ("auto", "dynamic"):
-        what = f"pack_weights={config.pack_weights!r}" if config.pack_weights else f"engine={config.engine!r}"
-        what = "invariant=True" if config.invariant and not config.pack_weights else what
-        raise InvalidArgumentError(f"{what} is about models of transformers, but this is a GGUF model; leave it out")
-
-
-def _check(model: GGUFModel, prompts: Prompts, config: LookaheadConfig) -> None:
-    last = model.llama.last_length
-    if prompts.cache is not None:
-        raise no_cache()
-    check_settings(config)
-    if prompts.rows > MOST_SEQUENCES:
-        raise InvalidArgumentError(
-            f"input_ids has {prompts.rows} rows, but llama.cpp has {MOST_SEQUENCES} sequences; call generate with fewer"
-        )
-    if model.llama.has_states and prompts.rows > 1:
-        raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows, but this model has layers with a running state, and is run on chains "
-            "of tokens, one text at a time; call generate once for each row"
-        )
-    if last is not None and prompts.longest >= last:
-        raise InvalidArgumentError(
-            f"input_ids is a prompt of {prompts.longest} tokens, but the model's context holds {last}; shorten it"
-        )
-    # Methods whose trees have a fixed shape need the room that it takes.
-    leaves = prompts.rows * (config.max_nodes - 1)
-    if leaves > MOST_SEQUENCES and config.preset in ("paper", "jacobi"):
-        raise InvalidArgumentError(
-            f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each of {prompts.rows} rows, but "
-            f"llama.cpp has {MOST_SEQUENCES} sequences; choose smaller sizes, or fewer rows"
-        )

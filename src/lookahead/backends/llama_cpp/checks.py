@@ -1,0 +1,159 @@
+"""What is asked of a GGUF model, and of what is to be run on it.
+
+| question | how it is tried | what is refused |
+| --- | --- | --- |
+| Can it be loaded? | llama.cpp loads it: `file.LlamaModel` | the file |
+| Is it of a kind that can work? | llama.cpp says so: `check_model` | the model |
+| Do trees give what single tokens give? | a random text, along trees with wrong branches: `check_model` | the model |
+| Do chains, of a model with running states? | the same along chains, some of them rejected in part | the model |
+| Are the settings about llama.cpp? | `check_settings` | `pack_weights`, `invariant`, `engine` |
+| Can the rows of a call be run? | `check_call` | caches, too many rows or nodes, too long prompts |
+| Can rows come and go? | `check_rows` | too many rows; models with running states |
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from lookahead.backends.base import Prompts
+from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, binding
+from lookahead.backends.llama_cpp.file import LlamaModel
+from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRunner
+from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+
+TOLERANCE = 0.25
+"""How far logits may be from plain decoding's, in standard deviations of the logits. Rounding moves those of weights
+with four bits by less than a tenth of this; a token that is seen or missed wrongly moves them by about one."""
+
+_PROMPT, _LENGTH, _DEPTH, _DECOYS = 6, 19, 3, 1
+_LEAVES = _DEPTH * _DECOYS + 1
+
+
+def check_model(model: LlamaModel) -> None:
+    """Check that drafts and what is kept of them give the logits of plain decoding.
+
+    Raises:
+        UnsupportedModelError: They do not; the message says why.
+    """
+    name, library = f"path={str(model.path)!r}: the model", binding()
+    for applies, what in (
+        (library.llama_model_has_encoder, "has an encoder"),
+        (library.llama_model_is_diffusion, "is a diffusion model"),
+    ):
+        if applies(model.handle):
+            raise UnsupportedModelError(
+                f"{name} {what}, so it cannot be run on token trees. Use llama.cpp's own decoding"
+            )
+    worst = largest_difference(model)
+    if not worst <= TOLERANCE:
+        raise UnsupportedModelError(
+            f"{name} does not give on {'chains of tokens' if model.has_states else 'token trees'} what it gives token "
+            f"by token, with this build of llama.cpp: logits differ by {worst:.2g} standard deviations. Use "
+            "llama.cpp's own decoding"
+        )
+
+
+def largest_difference(model: LlamaModel) -> float:
+    """The largest difference between a logit of a draft and plain decoding's, in standard deviations of the logits."""
+    vocabulary = model.vocabulary
+    usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
+    text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
+    context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
+    if model.has_states:
+        draft = chains(random.Random(0), _DEPTH)
+    else:
+        draft = among_decoys(_DEPTH + 1, _DECOYS, len(vocabulary), usable.tolist())
+    found = []
+    for drafts in (nothing, draft):
+        context.clear()
+        runner = LlamaChainRunner(context) if model.has_states else LlamaRunner(context, 1)
+        found += follow(runner, [text], _PROMPT, drafts)
+    model.release(context)
+    plain, drafted = found
+    return difference([drafted], [plain]) / float(plain.std())
+
+
+def check_settings(config: LookaheadConfig) -> None:
+    """Refuse settings that are about models of transformers.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for name, is_set in (
+        ("pack_weights", config.pack_weights),
+        ("invariant", config.invariant),
+        ("engine", config.engine not in ("auto", "dynamic")),
+    ):
+        if is_set:
+            raise InvalidArgumentError(
+                f"{name}={getattr(config, name)!r} is about models of transformers, but this is a GGUF model; leave it "
+                "out"
+            )
+
+
+def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> None:
+    """Refuse a call that llama.cpp cannot run.
+
+    Raises:
+        InvalidArgumentError: There are more rows or nodes than sequences, or a prompt is too long.
+        UnsupportedArgumentError: There is a cache, or there are several rows of a model with running states.
+    """
+    check_settings(config)
+    refuse_cache(prompts.cache)
+    if prompts.rows > MOST_SEQUENCES:
+        raise InvalidArgumentError(
+            f"input_ids has {prompts.rows} rows, but llama.cpp has {MOST_SEQUENCES} sequences; call generate with fewer"
+        )
+    if model.has_states and prompts.rows > 1:
+        raise UnsupportedArgumentError(
+            f"input_ids has {prompts.rows} rows, but this model has layers with a running state, and is run on chains "
+            "of tokens, one text at a time; call generate once for each row"
+        )
+    if model.last_length is not None and prompts.longest >= model.last_length:
+        raise InvalidArgumentError(
+            f"input_ids is a prompt of {prompts.longest} tokens, but the model's context holds {model.last_length}; "
+            "shorten it"
+        )
+    # Methods whose trees have a fixed shape need the room that it takes.
+    leaves = prompts.rows * (config.max_nodes - 1)
+    if leaves > MOST_SEQUENCES and config.preset in ("paper", "jacobi"):
+        raise InvalidArgumentError(
+            f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each of {prompts.rows} rows, but "
+            f"llama.cpp has {MOST_SEQUENCES} sequences; choose smaller sizes, or fewer rows"
+        )
+
+
+def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> None:
+    """Refuse what rows that come and go cannot be run with.
+
+    Raises:
+        InvalidArgumentError: There are more rows than sequences.
+        UnsupportedModelError: The model has running states.
+    """
+    check_settings(config)
+    if model.has_states:
+        raise UnsupportedModelError(
+            f"path={str(model.path)!r}: the model has layers with a running state, and is run on chains of tokens, "
+            "one text at a time, which an Engine does not; use lookahead.generate"
+        )
+    if max_rows > MOST_SEQUENCES:
+        raise InvalidArgumentError(
+            f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
+        )
+
+
+def refuse_cache(cache: object) -> None:
+    """Refuse a cache that a call brings.
+
+    Raises:
+        UnsupportedArgumentError: There is one.
+    """
+    if cache is not None:
+        raise UnsupportedArgumentError(
+            "past_key_values is not supported for a GGUF model, whose keys and values are llama.cpp's; give the whole "
+            "text without it"
+        )
