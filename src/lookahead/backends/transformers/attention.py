@@ -147,10 +147,10 @@ def invariant_attention(
     group = heads // shared
     rows = query.reshape(batch, shared, group, nodes, size).transpose(2, 3)
     output = torch.empty(batch, shared, nodes, group, width)
-    arrays = [states.float().contiguous().view(-1).numpy() for states in (rows, key, value, output)]
+    arrays = tuple(states.float().contiguous().view(-1).numpy() for states in (rows, key, value, output))
     sizes = (shared, group, nodes, keys, size, width)
     numbers = (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0))
-    about = (*arrays, sizes, np.ascontiguousarray(mask[:, 0].numpy()), numbers)
+    about = (arrays, sizes, np.ascontiguousarray(mask[:, 0].numpy()), numbers)
     units = batch * shared
     threads = min(torch.get_num_threads(), units, batch * heads * nodes * keys // _LEAST_WORK + 1)
     run = partial(attend, *about)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
-from lookahead.core.compiled import compiled
+from lookahead.core.compiled import compiled, inner
 
 # By name, as neither has types.
 _ir: Any = import_module("llvmlite.ir")
@@ -109,66 +109,58 @@ _exp = compiled(_exp)
 _bend = compiled(_bend)
 
 
-def _add_rows(
-    factors: Any, at: Any, count: Any, rows: Any, first: Any, width: Any, sums: Any, to: Any, many: Any
-) -> Any:
-    """Add `count` rows, `width` apart, with their factors to the `many` sums from `to` on, one row after another."""
+def _add_rows(factors: Any, rows: Any, sums: Any, count: Any, many: Any) -> Any:
+    """Add `count` rows with their factors to `many` sums, one row after another.
+
+    Each of `factors`, `rows` and `sums` is an array, where it begins there, and how far apart things are in it: factors
+    of different sums, rows, and sums of different factors, of which `_add_rows_to_four` has four.
+    """
+    (of_factors, at, _), (of_rows, first, width), (of_sums, to, _) = factors, rows, sums
     whole = count - count % 4
     for i in range(0, whole, 4):
         a, r = at + i, first + i * width
-        a0, a1, a2, a3 = get(factors, a), get(factors, a + 1), get(factors, a + 2), get(factors, a + 3)
+        a0, a1, a2, a3 = get(of_factors, a), get(of_factors, a + 1), get(of_factors, a + 2), get(of_factors, a + 3)
         for j in range(many):
-            total = fma(a1, get(rows, r + width + j), fma(a0, get(rows, r + j), get(sums, to + j)))
-            total = fma(a3, get(rows, r + 3 * width + j), fma(a2, get(rows, r + 2 * width + j), total))
-            put(sums, to + j, total)
+            total = fma(a1, get(of_rows, r + width + j), fma(a0, get(of_rows, r + j), get(of_sums, to + j)))
+            total = fma(a3, get(of_rows, r + 3 * width + j), fma(a2, get(of_rows, r + 2 * width + j), total))
+            put(of_sums, to + j, total)
     for i in range(whole, count):
-        a0, r = get(factors, at + i), first + i * width
+        a0, r = get(of_factors, at + i), first + i * width
         for j in range(many):
-            put(sums, to + j, fma(a0, get(rows, r + j), get(sums, to + j)))
+            put(of_sums, to + j, fma(a0, get(of_rows, r + j), get(of_sums, to + j)))
 
 
-_add_rows = compiled(_add_rows)
+_add_rows = inner(_add_rows)
 
 
-def _add_rows_to_four(
-    factors: Any,
-    at: Any,
-    gap: Any,
-    count: Any,
-    rows: Any,
-    first: Any,
-    width: Any,
-    sums: Any,
-    to: Any,
-    step: Any,
-    many: Any,
-) -> Any:
-    """The same four times, in half the time; the factors of one lie `gap` behind those of another, and sums `step`."""
+def _add_rows_to_four(factors: Any, rows: Any, sums: Any, count: Any, many: Any) -> Any:
+    """The same four times, in half the time."""
+    (of_factors, at, gap), (of_rows, first, width), (of_sums, to, step) = factors, rows, sums
     whole = count - count % 4
     for i in range(0, whole, 4):
         a, r = at + i, first + i * width
         b, d, e = a + gap, a + 2 * gap, a + 3 * gap
-        a0, a1, a2, a3 = get(factors, a), get(factors, a + 1), get(factors, a + 2), get(factors, a + 3)
-        b0, b1, b2, b3 = get(factors, b), get(factors, b + 1), get(factors, b + 2), get(factors, b + 3)
-        d0, d1, d2, d3 = get(factors, d), get(factors, d + 1), get(factors, d + 2), get(factors, d + 3)
-        e0, e1, e2, e3 = get(factors, e), get(factors, e + 1), get(factors, e + 2), get(factors, e + 3)
+        a0, a1, a2, a3 = get(of_factors, a), get(of_factors, a + 1), get(of_factors, a + 2), get(of_factors, a + 3)
+        b0, b1, b2, b3 = get(of_factors, b), get(of_factors, b + 1), get(of_factors, b + 2), get(of_factors, b + 3)
+        d0, d1, d2, d3 = get(of_factors, d), get(of_factors, d + 1), get(of_factors, d + 2), get(of_factors, d + 3)
+        e0, e1, e2, e3 = get(of_factors, e), get(of_factors, e + 1), get(of_factors, e + 2), get(of_factors, e + 3)
         for j in range(many):
-            r0, r1 = get(rows, r + j), get(rows, r + width + j)
-            r2, r3 = get(rows, r + 2 * width + j), get(rows, r + 3 * width + j)
+            r0, r1 = get(of_rows, r + j), get(of_rows, r + width + j)
+            r2, r3 = get(of_rows, r + 2 * width + j), get(of_rows, r + 3 * width + j)
             s = to + j
-            put(sums, s, fma(a3, r3, fma(a2, r2, fma(a1, r1, fma(a0, r0, get(sums, s))))))
+            put(of_sums, s, fma(a3, r3, fma(a2, r2, fma(a1, r1, fma(a0, r0, get(of_sums, s))))))
             s += step
-            put(sums, s, fma(b3, r3, fma(b2, r2, fma(b1, r1, fma(b0, r0, get(sums, s))))))
+            put(of_sums, s, fma(b3, r3, fma(b2, r2, fma(b1, r1, fma(b0, r0, get(of_sums, s))))))
             s += step
-            put(sums, s, fma(d3, r3, fma(d2, r2, fma(d1, r1, fma(d0, r0, get(sums, s))))))
+            put(of_sums, s, fma(d3, r3, fma(d2, r2, fma(d1, r1, fma(d0, r0, get(of_sums, s))))))
             s += step
-            put(sums, s, fma(e3, r3, fma(e2, r2, fma(e1, r1, fma(e0, r0, get(sums, s))))))
+            put(of_sums, s, fma(e3, r3, fma(e2, r2, fma(e1, r1, fma(e0, r0, get(of_sums, s))))))
     for which in range(4 if whole < count else 0):
-        rest = at + which * gap + whole
-        _add_rows(factors, rest, count - whole, rows, first + whole * width, width, sums, to + which * step, many)
+        rest, below = (of_factors, at + which * gap + whole, gap), (of_rows, first + whole * width, width)
+        _add_rows(rest, below, (of_sums, to + which * step, step), count - whole, many)
 
 
-_add_rows_to_four = compiled(_add_rows_to_four)
+_add_rows_to_four = inner(_add_rows_to_four)
 
 
 def _find_runs(packed: Any, runs: Any) -> Any:
@@ -254,52 +246,55 @@ _turn = compiled(_turn)
 _soften = compiled(_soften)
 
 
-def _score(
-    queries: Any, at: Any, size: Any, turned: Any, block: Any, runs: Any, weights: Any, row: Any, room: Any
-) -> Any:
-    """Add the products of a row, or four of them, with the keys of a block to its scores, which lie by place."""
+def _score(queries: Any, turned: Any, weights: Any, block: Any, runs: Any) -> Any:
+    """Add the products of a row, or four of them, with the keys of a block to its scores, which lie by place.
+
+    Each array comes with where the row's part of it begins, and how far behind that of the next row does; so below.
+    """
+    size = queries[2]
+    of_weights, to, room = weights
     for run in range(len(runs)):
         low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
-        first, to = block * (size - 1) * BLOCK + low, row * room + runs[run, _PLACE] + low - runs[run, _START]
+        keys = turned, block * (size - 1) * BLOCK + low, BLOCK
+        scores = of_weights, to + runs[run, _PLACE] + low - runs[run, _START], room
         if low < high and runs[run, _ROWS] == 4:
-            _add_rows_to_four(queries, at, size, size, turned, first, BLOCK, weights, to, room, high - low)
+            _add_rows_to_four(queries, keys, scores, size, high - low)
         elif low < high and runs[run, _ROWS] == 1:
-            _add_rows(queries, at, size, turned, first, BLOCK, weights, to, high - low)
+            _add_rows(queries, keys, scores, size, high - low)
 
 
-def _sum(
-    weights: Any, row: Any, room: Any, values: Any, start: Any, block: Any, runs: Any, sums: Any, width: Any
-) -> Any:
+def _sum(weights: Any, values: Any, sums: Any, block: Any, runs: Any) -> Any:
     """Add the values of a block, with their weights, to the sums of a row, or of four of them."""
+    of_weights, at, room = weights
+    of_values, start, width = values
     for run in range(len(runs)):
         low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
-        first, at = (start + low) * width, row * room + runs[run, _PLACE] + low - runs[run, _START]
+        factors = of_weights, at + runs[run, _PLACE] + low - runs[run, _START], room
+        rows = of_values, start + low * width, width
         if low < high and runs[run, _ROWS] == 4:
-            _add_rows_to_four(weights, at, room, high - low, values, first, width, sums, row * width, width, width)
+            _add_rows_to_four(factors, rows, sums, high - low, width)
         elif low < high and runs[run, _ROWS] == 1:
-            _add_rows(weights, at, high - low, values, first, width, sums, row * width, width)
+            _add_rows(factors, rows, sums, high - low, width)
 
 
-_score = compiled(_score)
-_sum = compiled(_sum)
+_score = inner(_score)
+_sum = inner(_sum)
 
 
-def _attend(
-    queries: Any, keys: Any, values: Any, output: Any, sizes: Any, packed: Any, numbers: Any, units: Any
-) -> Any:
-    """The attention of some heads; `attention.py` alone calls it. All arrays but the mask are flat, of float32.
+def _attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
+    """The attention of some heads; `attention.py` alone calls it.
 
     Args:
-        queries: `[batch, heads of keys, rows, size]`: rows are the query heads of a head of keys, node after node.
-        keys: `[batch, heads of keys, keys, size]`.
-        values: `[batch, heads of keys, keys, value size]`.
-        output: `[batch, heads of keys, rows, value size]`.
+        states: Flat arrays of float32: queries `[batch, heads of keys, rows, size]`, where rows are the query heads of
+            a head of keys, node after node; keys `[batch, heads of keys, keys, size]`; values `[batch, heads of keys,
+            keys, value size]`; and the output `[batch, heads of keys, rows, value size]`.
         sizes: heads of keys, query heads of each, nodes, keys, size, value size.
         packed: `[batch, nodes, 3 + words]` int32, see `tree_attention.packed_mask`; of the last nodes of a pass alone,
             in layers that nobody asks about the others. Each node sees itself at least.
         numbers: What scores are multiplied by, and what they are bent to stay below (0 for nothing), float32.
         units: Which heads of keys of which rows of the batch, counted through: first and end.
     """
+    queries, keys, values, output = states
     shared, group, nodes, count, size, width = sizes
     blocks = -(-count // BLOCK)
     room = (blocks + 1) * BLOCK
@@ -323,15 +318,16 @@ def _attend(
             _mark_fours(runs, counts, many)
             for block in range(blocks):
                 for row in range(many):
-                    at, mine = (start + row) * size, runs[row, : counts[row]]
-                    _score(queries, at, size, turned, block, mine, weights, row, room)
+                    query, scores = (queries, (start + row) * size, size), (weights, row * room, room)
+                    _score(query, turned, scores, block, runs[row, : counts[row]])
             for row in range(many):
                 last = runs[row, counts[row] - 1]
                 seen = last[_PLACE] + last[_STOP] - last[_START]
                 totals[row] = _soften(weights, row * room, seen, numbers[0], numbers[1], lanes)
             for block in range(blocks):
                 for row in range(many):
-                    _sum(weights, row, room, values, unit * count, block, runs[row, : counts[row]], sums, width)
+                    factors, rows = (weights, row * room, room), (values, unit * count * width, width)
+                    _sum(factors, rows, (sums, row * width, width), block, runs[row, : counts[row]])
             for row in range(many):
                 for c in range(width):
                     put(output, (start + row) * width + c, get(sums, row * width + c) / totals[row])
