@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import findings
-from lookahead.backends.transformers.checks import clones
+from lookahead.backends.transformers import comparisons, findings
 from lookahead.backends.transformers.invariant import modules
 from lookahead.backends.transformers.invariant.modules import MOST, RowRule
 
@@ -25,7 +24,7 @@ class Tries:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts = {"find_rule": 0, "check_invariance": 0}
-        for module, name, found in ((modules, "find_rule", RowRule(2, MOST)), (clones, "check_invariance", True)):
+        for module, name, found in ((modules, "find_rule", RowRule(2, MOST)), (comparisons, "check_invariance", True)):
             patch.setattr(module, name, self._counting(name, found))
 
     def _counting(self, name: str, found: object) -> Any:
@@ -68,9 +67,9 @@ def test_a_second_process_tries_nothing(tries: Tries) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"setting": {}, "found": [2, 128]}'])
-def test_files_that_are_something_else_are_written_anew(tries: Tries, content: str) -> None:
+def test_files_that_are_something_else_are_written_anew(tries: Tries, content: str, tmp_path: Path) -> None:
     first, _ = tries.of_a_new_process()
-    files = sorted(findings.folder().iterdir())
+    files = sorted(tmp_path.rglob("*.json"))
     assert len(files) == first["find_rule"] + 1
     whole = [file.read_text() for file in files]
     for file in files:
@@ -79,9 +78,9 @@ def test_files_that_are_something_else_are_written_anew(tries: Tries, content: s
     assert [file.read_text() for file in files] == whole
 
 
-def test_rules_that_there_are_not_are_not_believed(tries: Tries) -> None:
+def test_rules_that_there_are_not_are_not_believed(tries: Tries, tmp_path: Path) -> None:
     first, _ = tries.of_a_new_process()
-    for file in findings.folder().iterdir():
+    for file in tmp_path.rglob("*.json"):
         file.write_text(file.read_text().replace('"found": [2, 128]', '"found": [0, 0]'))
     assert tries.of_a_new_process()[0]["find_rule"] == first["find_rule"]
 
@@ -96,7 +95,7 @@ def test_where_nothing_can_be_kept_it_is_found_again(tries: Tries, monkeypatch: 
     def refuse(*_: Any) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(findings, "write_about", refuse)
+    monkeypatch.setattr(findings, "_write", refuse)
     first, _ = tries.of_a_new_process()
     assert tries.of_a_new_process()[0] == first
 

@@ -121,11 +121,13 @@ def test_times_are_taken_anew_for_another_processor(clock: Clock, monkeypatch: p
     assert clock.runs == 2
 
 
-def test_times_are_taken_anew_for_other_shapes_and_after_a_file_that_cannot_be_read(clock: Clock) -> None:
+def test_times_are_taken_anew_for_other_shapes_and_after_a_file_that_cannot_be_read(
+    clock: Clock, tmp_path: Path
+) -> None:
     engine_model(llama(), pack_weights=True)
     engine_model(llama(hidden_size=32), pack_weights=True)
     assert clock.runs == 2
-    for file in findings.folder().iterdir():
+    for file in tmp_path.rglob("*.json"):
         file.write_text("{", encoding="utf-8")
     engine_model(llama(), pack_weights=True)
     assert clock.runs == 3

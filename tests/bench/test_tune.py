@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import lookahead.cli.tune as cli_tune
-from lookahead import InvalidArgumentError
+from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.transformers.findings import cost_file, describe_setting, load_costs
 from lookahead.bench.tuning import (
     BRANCH,
@@ -60,7 +60,7 @@ def test_tune_prints_a_table_and_stores_the_curve(
     (file,) = folder.iterdir()
     assert f"stored in {file}" in err
 
-    setting = describe_setting(demo[0], {"pack_weights": False})
+    setting = describe_setting(demo[0], LookaheadConfig())
     costs = load_costs(setting)
     assert costs is not None, "the decoder finds it under the same setting"
     assert 0 < costs.seconds(1) < 1

@@ -128,7 +128,7 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
     """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
     curve = StepCosts.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
     monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
-    store_costs(describe_setting(model, {"pack_weights": False}), curve, {})
+    store_costs(describe_setting(model, LookaheadConfig()), curve, {})
     monkeypatch.setattr(StepCosts, "observe", lambda *_, **plain: None)  # or this machine would be learned
     nodes = run(model).statistics.nodes_per_step
     assert least <= max(nodes) <= most

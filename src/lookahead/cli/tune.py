@@ -14,7 +14,6 @@ from rich.table import Table
 from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.findings import (
     describe_setting,
-    engine_setting,
     store_costs,
 )
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, measure, timings
@@ -46,7 +45,7 @@ def run(settings: TuneSettings) -> int:
             consoles.notes.print("interrupted; nothing is stored")
             return process.INTERRUPTED
     cost = measured.costs()
-    setting = describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.pack_weights)))
+    setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
     stored: Path | None = None
     if settings.store:
         details = {"measured": measured.to_dict(), "date": date.today().isoformat()}

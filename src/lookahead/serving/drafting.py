@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.findings import describe_setting, engine_setting, load_costs, model_identity
+from lookahead.backends.transformers.findings import describe_setting, load_costs, model_identity
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
@@ -130,7 +130,7 @@ def draft_pace(
     state = state_of(model)
     with state.lock:
         if setting not in state.costs:
-            state.costs[setting] = load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
+            state.costs[setting] = load_costs(describe_setting(model, config)) or StepCosts()
         if key not in state.paces:
             state.paces[key] = Pace(state.costs[setting], rows)
         return state.paces[key]

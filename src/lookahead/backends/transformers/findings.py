@@ -41,18 +41,13 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 """What a configuration says that is no part of which model it is."""
 
 
-def cache_folder(name: str) -> Path:
-    """A folder in the user's cache directory."""
-    return user_cache() / "lookahead-decoding" / name
-
-
-def file_about(folder: Path, setting: Mapping[str, Any]) -> Path:
-    """The file in `folder` for a setting of plain values, whether or not there is one yet."""
+def _file(kind: str, setting: Mapping[str, Any]) -> Path:
+    """The file about a setting of plain values, whether or not there is one yet."""
     text = json.dumps(setting, sort_keys=True)
-    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+    return user_cache() / "lookahead-decoding" / kind / f"{_short_hash(text)}.json"
 
 
-def read_about(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
+def _read(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     """What a file holds.
 
     Raises:
@@ -65,7 +60,7 @@ def read_about(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def write_about(path: Path, setting: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+def _write(path: Path, setting: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Put `content` in place of what the file held: all of it or, if that fails, nothing.
 
     Raises:
@@ -80,7 +75,7 @@ def recall(about: Mapping[str, Any]) -> Any:
     """What was found on a machine like this one about plain values; `None` if nothing was, or it cannot be read."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError, ValueError):
-        return read_about(file_about(folder(), setting), setting).get("found")
+        return _read(_file("findings", setting), setting).get("found")
     return None
 
 
@@ -88,12 +83,7 @@ def remember(about: Mapping[str, Any], found: Any) -> None:
     """Store a finding, where that is possible; otherwise it is found again."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError):
-        write_about(file_about(folder(), setting), setting, {"found": found})
-
-
-def folder() -> Path:
-    """The folder of the findings."""
-    return cache_folder("findings")
+        _write(_file("findings", setting), setting, {"found": found})
 
 
 def architecture(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -122,26 +112,32 @@ def _machine() -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "processor": device_name(torch.device("cpu")),
-        "instructions": _instructions(),
+        "instructions": _processor()[1],
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "mkldnn": bool(getattr(torch.backends.mkldnn, "enabled", True)),
         "precision": torch.get_float32_matmul_precision(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_DISPATCH)},
-        "versions": versions(),
+        "versions": _versions(),
     }
 
 
 @cache
-def _instructions() -> str:
-    """A name for the set of instructions and the model of this processor, where the system says."""
+def _processor() -> tuple[str, str]:
+    """The name of this processor, and one for its set of instructions and its model, where the system says."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
+        lines = []
     first = lines[: lines.index("") if "" in lines else None]
+    names = [line.split(":", 1)[1].strip() for line in first if line.startswith("model name")]
     keys = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "cache size", "CPU ")
-    return hashlib.sha256("\n".join(line for line in first if line.startswith(keys)).encode()).hexdigest()[:20]
+    instructions = "\n".join(line for line in first if line.startswith(keys))
+    return names[0] if names else platform.processor() or platform.machine(), _short_hash(instructions)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def model_identity(model: PreTrainedModel) -> str:
@@ -162,7 +158,7 @@ def model_identity(model: PreTrainedModel) -> str:
     return f"{type(model).__name__}-{digest.hexdigest()[:24]}"
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Versions that decide what is computed, and how fast."""
     return {"lookahead": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -171,14 +167,7 @@ def device_name(device: torch.device) -> str:
     """The name of the processor behind `device`; two GPUs of the same make are the same."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return device.type if device.type != "cpu" else _processor()[0]
 
 
 _SIZES = (
@@ -203,7 +192,7 @@ _SIZES = (
 
 def cost_file(setting: Mapping[str, Any]) -> Path:
     """The file of the costs for a setting (see `describe_setting`), whether or not there is one yet."""
-    return file_about(cache_folder("cost"), setting)
+    return _file("cost", setting)
 
 
 def load_costs(setting: Mapping[str, Any]) -> StepCosts | None:
@@ -211,7 +200,7 @@ def load_costs(setting: Mapping[str, Any]) -> StepCosts | None:
     is ignored, with a warning that names it."""
     path = cost_file(setting)
     try:
-        return StepCosts.from_dict(read_about(path, setting)["cost"])
+        return StepCosts.from_dict(_read(path, setting)["cost"])
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:
@@ -235,41 +224,36 @@ def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[s
         OSError: The folder cannot be made or written to.
     """
     path = cost_file(setting)
-    write_about(path, setting, {"cost": costs.to_dict(), "details": dict(details)})
+    _write(path, setting, {"cost": costs.to_dict(), "details": dict(details)})
     return path
 
 
-def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[str, Any]:
     """All that the time of a step depends on but its nodes and context, as plain values: the key of a stored curve.
 
     Args:
         model: The model, on its device.
-        engine: See `engine_setting`.
+        config: Of which the options count that change how fast its engine is.
     """
-    config = model.config.get_text_config(decoder=True)
+    engine: dict[str, Any] = {"pack_weights": config.pack_weights}
+    if config.engine not in ("auto", "dynamic"):
+        engine["engine"] = config.engine
+    if config.invariant:
+        engine["invariant"] = True
+    text_config = model.config.get_text_config(decoder=True)
     weights = list(model.parameters())
     return {
         "model": {
             "class": type(model).__name__,
             # as a dict: some configurations refuse to name a size that differs between layers
-            **{name: value for name, value in config.to_dict().items() if name in _SIZES and value is not None},
+            **{name: value for name, value in text_config.to_dict().items() if name in _SIZES and value is not None},
             "parameters": sum(weight.numel() for weight in weights),
             "bytes": sum(weight.numel() * weight.element_size() for weight in weights),
         },
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": getattr(config, "_attn_implementation", None),
+        "attention": getattr(text_config, "_attn_implementation", None),
         "device": device_name(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else None,
-        "engine": dict(engine or {}),
-        "versions": versions(),
+        "engine": engine,
+        "versions": _versions(),
     }
-
-
-def engine_setting(config: LookaheadConfig) -> dict[str, Any]:
-    """The options of the engine that change how fast it is, by name."""
-    setting: dict[str, Any] = {"pack_weights": config.pack_weights}
-    if config.engine not in ("auto", "dynamic"):
-        setting["engine"] = config.engine
-    if config.invariant:
-        setting["invariant"] = True
-    return setting
