@@ -41,7 +41,7 @@ import lookahead  # noqa: E402
 from fuzz.families import CannotBuild, build, image_families  # noqa: E402
 from fuzz.images import image_prompt  # noqa: E402
 from fuzz.variant import Variant  # noqa: E402
-from lookahead.backends.transformers.checks.models import runs_on_chains  # noqa: E402
+from lookahead.backends.transformers.checks import runs_on_chains  # noqa: E402
 from lookahead.errors import LookaheadError  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "models.jsonl"

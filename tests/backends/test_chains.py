@@ -13,8 +13,8 @@ from fuzz.families import build
 from fuzz.variant import Variant
 from lookahead import Engine, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.chain_cache import SavedState, has_running_state
-from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import runs_on_chains
+from lookahead.backends.transformers.checks import runs_on_chains
+from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.runner import ChainRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.trials import follow, nothing

@@ -29,8 +29,8 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import check_model
+from lookahead.backends.transformers.checks import check_model
+from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build
@@ -365,7 +365,7 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
 
 
 def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
-    kept = import_module("lookahead.backends.transformers.checks.kinds")
+    kept = import_module("lookahead.backends.transformers.equivalence")
     checks = []
     for size in range(kept._KEPT + 2):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 8 + size}))

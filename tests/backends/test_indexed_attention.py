@@ -13,7 +13,7 @@ import lookahead
 from fuzz.families import INDEXED, build
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
-from lookahead.backends.transformers.checks.models import runs_on_chains
+from lookahead.backends.transformers.checks import runs_on_chains
 from lookahead.backends.transformers.tree_cache import TreeCache
 
 PICKED = 40

@@ -17,8 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers import comparisons
 from lookahead.backends.transformers.attention import invariant_attention
-from lookahead.backends.transformers.checks import clones
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.invariant import modules
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
@@ -370,5 +370,5 @@ def test_the_check_accepts_the_clone_and_refuses_the_plain_model() -> None:
     """Along a text, whatever its passes, logits come in the order of its tokens."""
     model = in_type("demo", torch.bfloat16)
     clone = engine_model(model, invariant=True)
-    assert clones.check_invariance(clone)
-    assert not clones.check_invariance(model)
+    assert comparisons.check_invariance(clone)
+    assert not comparisons.check_invariance(model)

@@ -14,7 +14,7 @@ from transformers import (
 
 import lookahead
 from lookahead import InvalidArgumentError, UnsupportedModelError
-from lookahead.backends.transformers.checks.models import check_model
+from lookahead.backends.transformers.checks import check_model
 from lookahead.backends.transformers.runner import ModelRunner
 from model_zoo import ARCHITECTURES, build
 

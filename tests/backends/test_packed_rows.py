@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.engine_model import packed_clone, rows_runner
+from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence

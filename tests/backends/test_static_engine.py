@@ -27,7 +27,7 @@ from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
 from lookahead.backends import machine
 from lookahead.backends.transformers import graph_recorder, model_state, session, static_engine
-from lookahead.backends.transformers.checks.clones import check_logits
+from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
 from lookahead.backends.transformers.layouts import Step

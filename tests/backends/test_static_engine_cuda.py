@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers.attention import TREE_ATTENTION
-from lookahead.backends.transformers.checks.clones import check_logits
+from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of

@@ -21,7 +21,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers import static_engine
 from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.attention import TREE_ATTENTION, dense_attention, register
-from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, check_invariance, check_logits
+from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.graph_recorder import NoRecorder
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from lookahead.backends.base import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
-from lookahead.backends.transformers.checks.models import check_adapters
+from lookahead.backends.transformers.checks import check_adapters
 from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.refusals import (

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers.checks.texts import check_length
+from lookahead.backends.transformers.checks import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace

@@ -17,16 +17,11 @@ from lookahead.backends.transformers.attention import (
     TREE_ATTENTION,
     register,
 )
-from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
-from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import (
-    check_model,
-    checked_setting,
-    what_is_in_the_way,
-)
+from lookahead.backends.transformers.checks import check_invariant, check_model, check_packing, checked_setting
+from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
+from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.shared_clone import (
     DIFFERS,
@@ -54,9 +49,9 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
     """
     check_model(model)
     if pack_weights:
-        _check_packing(model)
+        check_packing(model)
     if invariant:
-        _check_invariant(model)
+        check_invariant(model)
         attention: str | None = INVARIANT if model.device.type == "cpu" else BY_POSITION
     else:
         attention = _attention_for_trees(model)
@@ -92,15 +87,6 @@ def _attention_for_trees(model: PreTrainedModel) -> str | None:
     return FOLDED_SDPA if folds else None
 
 
-def _check_packing(model: PreTrainedModel) -> None:
-    check_packing()
-    if model.device.type != "cpu":
-        raise UnsupportedArgumentError(
-            f"pack_weights=True is for models on the CPU; this {type(model).__name__} is on {model.device}: use "
-            "pack_weights=False"
-        )
-
-
 def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
     """Whether steps have fixed shapes: with a static `LookaheadConfig.engine`, and on CUDA with "auto", or where passes
     are invariant, which they are by that alone.
@@ -114,14 +100,6 @@ def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
             "engine='static', or invariant=False"
         )
     return engine in ("static", "compiled") or (model.device.type == "cuda" and (engine == "auto" or invariant))
-
-
-def _check_invariant(model: PreTrainedModel) -> None:
-    reason = what_is_in_the_way(model)
-    if reason is not None:
-        raise UnsupportedArgumentError(
-            f"invariant=True is not possible for this {type(model).__name__}: {reason}; use invariant=False"
-        )
 
 
 def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:

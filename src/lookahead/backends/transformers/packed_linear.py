@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import recall, remember
 from lookahead.backends.transformers.snapshots import fingerprint
-from lookahead.errors import UnsupportedArgumentError
 
 _ROWS = 16
 """Rows that the order is chosen for; it serves other numbers of rows as well."""
@@ -93,18 +92,6 @@ def packed_product(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
     """`[..., in_features]` to `[..., out_features]`, by what `pack` made."""
     output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
     return output
-
-
-def check_packing() -> None:
-    """Raise an `UnsupportedArgumentError` if this build of torch cannot pack weights."""
-    operators = torch.ops.mkldnn
-    if not (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(operators, "_reorder_linear_weight")
-    ):
-        raise UnsupportedArgumentError(
-            "pack_weights=True needs a build of torch with oneDNN, which this one is not; use pack_weights=False"
-        )
 
 
 def can_pack(module: torch.nn.Module) -> bool:

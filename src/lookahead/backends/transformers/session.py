@@ -12,10 +12,9 @@ from transformers.cache_utils import Cache
 from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache, source_of_row
-from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
-from lookahead.backends.transformers.checks.texts import check_texts
+from lookahead.backends.transformers.checks import check_chain_settings, check_texts, runs_on_chains, runs_rows
 from lookahead.backends.transformers.engine_model import engine_model, packed_clone, rows_runner, runs_static
+from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
@@ -71,7 +70,7 @@ class TransformersSession(Session):
         """What runs rows that come and go, any number of them."""
         on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
         if on_chains:
-            _check_settings(self._model, config)
+            check_chain_settings(self._model, config)
             ends = equivalence(self._model).holds("positions_end")
             engine = chain_engine(self._model) if drafts else None
             return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
@@ -193,7 +192,7 @@ class ChainCall(Call):
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
-        _check_settings(model, config)
+        check_chain_settings(model, config)
         if prompts.cache is not None:
             check_states(model, prompts.cache)
         sources = [source_of_row(prompts.source, row, prompts.rows) for row in range(prompts.rows)]
@@ -219,12 +218,3 @@ class ChainCall(Call):
     def release(self, keep_cache: bool) -> Cache | None:
         """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""
         return self._rows[0].content if keep_cache else None
-
-
-def _check_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
-    name = type(model).__name__
-    for setting in ("pack_weights", "invariant"):
-        if value := getattr(config, setting):
-            raise UnsupportedArgumentError(
-                f"{setting}={value!r} is not possible for {name}, which keeps a running state; use {setting}=False"
-            )

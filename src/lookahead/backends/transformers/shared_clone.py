@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.chain_cache import is_forgetful
-from lookahead.backends.transformers.checks.clones import goes_on_rightly
+from lookahead.backends.transformers.comparisons import goes_on_rightly
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import (

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.machine import PausingClock
-from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits, reads_rows_alike
+from lookahead.backends.transformers.comparisons import CHECK_LENGTH, agree, check_logits, reads_rows_alike
 from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
-from lookahead.backends.transformers.checks.clones import trial_runner
+from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import of_config

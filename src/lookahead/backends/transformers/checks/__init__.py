@@ -1,1 +1,0 @@
-"""What is asked of a model before it is used: of its kind, of itself, and of the clones that stand for it."""
