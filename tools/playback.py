@@ -15,12 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.sequence import SequenceState
-from lookahead.core.statistics import Statistics
-from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
+
+try:
+    from lookahead.core.step import Batch, decode
+except ModuleNotFoundError:  # the name that it had in 0.1, which `worth` compares with
+    from lookahead.core.decoder import Batch, decode
 
 if TYPE_CHECKING:
     from lookahead.core.protocols import NodeOutputs
+    from lookahead.core.statistics import Statistics
 
 Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The likeliest tokens after a node, likeliest first, and their probabilities; `[listed]` both."""
