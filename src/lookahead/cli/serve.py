@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from lookahead.backends.loading import LoadedModel, with_adapter
+from lookahead.backends.loading import with_adapter
 from lookahead.backends.machine import free_bytes
 from lookahead.cli import process
 from lookahead.cli.inputs import adapter_folders, read_api_keys
@@ -54,7 +54,15 @@ def run(settings: ServeSettings) -> int:
         models = []
         for name, loaded in all_loaded.items():
             config = settings.config if loaded is main else _of_adapter(settings.config, name)
-            engine = _engine(settings, config, loaded, room)
+            engine = Engine(
+                loaded.model,
+                config,
+                max_rows=settings.max_rows,
+                kv_bytes=room,
+                prefix_bytes=PREFIX_BYTES if settings.kv_bytes is None else None,
+                prompt_tokens=settings.prompt_tokens,
+                prefix_cache=settings.prefix_cache,
+            )
             if (taken := engine.statistics.graphs).count:
                 captured = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
                 consoles.notes.print(captured, style="dim")
@@ -70,18 +78,6 @@ def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
         return config
     path = Path(config.memory)
     return replace(config, memory=path.with_name(f"{path.stem}-{name}{path.suffix}"))
-
-
-def _engine(settings: ServeSettings, config: LookaheadConfig, loaded: LoadedModel, room: int | None) -> Engine:
-    return Engine(
-        loaded.model,
-        config,
-        max_rows=settings.max_rows,
-        kv_bytes=room,
-        prefix_bytes=PREFIX_BYTES if settings.kv_bytes is None else None,
-        prompt_tokens=settings.prompt_tokens,
-        prefix_cache=settings.prefix_cache,
-    )
 
 
 def _longest_text(engine: Engine) -> int:

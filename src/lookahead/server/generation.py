@@ -58,7 +58,7 @@ class Answer:
 
     def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
         self.plan, self.index, self._tell = plan, index, tell
-        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops, plan.dropped)
+        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.request.stop, plan.dropped)
         self._watcher = TreeWatcher()
         self._read = 0  # tokens that were told
         processors, config = plan.steer(self._watcher)

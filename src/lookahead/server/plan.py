@@ -45,40 +45,37 @@ class Plan:
     """One prompt of a request, checked.
 
     Attributes:
+        request: The request.
         prompt: Its token ids.
         arguments: Of `Engine.submit`, besides those that each answer has by itself.
         seed: Of the first answer; that of each further one is one larger.
-        stops: Texts that end an answer.
-        penalties: For presence and for frequency, of tokens that the answer has.
         config: How to draft.
         ends: Tokens that end an answer.
         grammar: What matches answers to their grammar, at its beginning, if they follow one.
         dropped: Special tokens that are no part of the text, all of them if `None`.
-        watches: Whether the tree of each step is kept.
     """
 
+    request: ChoicesRequest
     prompt: list[int]
     arguments: dict[str, Any]
     seed: int
-    stops: list[str]
-    penalties: tuple[float, float]
     config: LookaheadConfig
     ends: frozenset[int]
     grammar: LLMatcher | None
     dropped: frozenset[int] | None
-    watches: bool
 
     def steer(self, watcher: TreeWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
         """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
-        processors, config = LogitsProcessorList(), self.config
-        if any(self.penalties):
-            processors.append(OccurrencePenalty(*self.penalties, len(self.prompt)))
+        processors, config, asked = LogitsProcessorList(), self.config, self.request
+        if asked.presence_penalty or asked.frequency_penalty:
+            penalty = OccurrencePenalty(asked.presence_penalty, asked.frequency_penalty, len(self.prompt))
+            processors.append(penalty)
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar.deep_copy(), len(self.prompt)))
         if self.grammar is not None and config.preset == "auto":
             drafted = self.grammar.deep_copy()
             config = replace(config, sources=(*config.sources, lambda: GrammarSource(drafted)))
-        return processors, replace(config, trace=watcher) if self.watches else config
+        return processors, replace(config, trace=watcher) if asked.lookahead.steps else config
 
 
 def make_plan(
@@ -121,18 +118,8 @@ def make_plan(
         arguments["sequence_bias"] = [[[token], value] for token, value in _bias(request, served.vocabulary)]
     if request.repetition_penalty is not None:
         arguments["repetition_penalty"] = request.repetition_penalty
-    return Plan(
-        prompt=tokens,
-        arguments=arguments,
-        seed=secrets.randbits(62) if request.seed is None else request.seed,
-        stops=request.stop,
-        penalties=(request.presence_penalty, request.frequency_penalty),
-        config=config,
-        ends=ends,
-        grammar=grammar,
-        dropped=_dropped(served, request),
-        watches=request.lookahead.steps,
-    )
+    seed = secrets.randbits(62) if request.seed is None else request.seed
+    return Plan(request, tokens, arguments, seed, config, ends, grammar, _dropped(served, request))
 
 
 def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LLMatcher | None:

@@ -207,6 +207,10 @@ def _extend(message: Message, item: InputItem) -> None:
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_ITEM_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+_PART_FIELDS: dict[str, dict[str, Any]] = {"message": {"annotations": [], "logprobs": []}, "reasoning": {}}
+_EVENT_FIELDS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
+"""What text of an answer has besides, and reasoning: its item, the part in it, and events about that."""
 
 
 class ResponsesForm(Form):
@@ -257,20 +261,17 @@ class ResponsesForm(Form):
                 if not self._items or self._items[-1]["type"] != kind:
                     events += [*self._close("completed"), *self._open(kind)]
                 self._items[-1]["content"][0]["text"] += text
-                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-                events.append(self._event(f"response.{_PARTS[kind]}.delta", **self._place, delta=text, **more))
+                fields = self._place | {"delta": text} | _EVENT_FIELDS[kind]
+                events.append(self._event(f"response.{_PARTS[kind]}.delta", **fields))
         return events
 
     def _open(self, kind: str) -> list[dict[str, Any]]:
         """Begin an item of text."""
         item: dict[str, Any] = {"type": kind, "id": _identifier(kind), "status": "in_progress", "content": []}
-        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-        item |= more
+        item |= _ITEM_FIELDS[kind]
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
-        part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
-        if kind == "message":
-            part |= {"annotations": [], "logprobs": []}
+        part: dict[str, Any] = {"type": _PARTS[kind], "text": "", **_PART_FIELDS[kind]}
         item["content"] = [part]
         return [added, self._event("response.content_part.added", **self._place, part=dict(part))]
 
@@ -281,9 +282,9 @@ class ResponsesForm(Form):
         item = self._items[-1]
         item["status"] = status
         part: dict[str, Any] = item["content"][0]
-        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        fields = self._place | {"text": part["text"]} | _EVENT_FIELDS[item["type"]]
         return [
-            self._event(f"response.{part['type']}.done", **self._place, text=part["text"], **more),
+            self._event(f"response.{part['type']}.done", **fields),
             self._event("response.content_part.done", **self._place, part=part),
             self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
         ]
