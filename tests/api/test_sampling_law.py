@@ -21,8 +21,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, NGramPool
+from lookahead.core.step import Walk, follow
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import Walk, follow
 from paper_sampling import NextDistribution, verify_by_rejection
 
 VOCABULARY = 5

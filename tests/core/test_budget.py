@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lookahead.core.budget import FixedBudget
+from lookahead.core.protocols import FixedBudget
 from lookahead.errors import InvalidArgumentError
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 HERE = (
-    "from pathlib import Path\nfrom lookahead.core import kept_loops\n\n"
+    "from pathlib import Path\nfrom lookahead.core import compiled as kept_loops\n\n"
     "kept_loops._PACKAGE = Path(__file__).parent\nfor kept in (kept_loops._stamp, kept_loops.loops_folder):\n"
     "    kept.cache_clear()\nkept_loops._cache_class.cache_clear()\n"
 )

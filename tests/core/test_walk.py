@@ -6,8 +6,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.core.step import follow
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import follow
 
 
 def tree_with(*paths: list[int]) -> TokenTree:

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.step import Batch, decode
+from lookahead.core.step import Batch, decode, follow
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
 from lookahead.errors import InvalidArgumentError

@@ -12,8 +12,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.core.budget import FixedBudget
-from lookahead.core.protocols import StepResult
+from lookahead.core.protocols import FixedBudget, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
 from lookahead.drafting.auto.sources import CheckedSource

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import Send
 from lookahead.core.compiled import compiled
+from lookahead.core.protocols import Send
 from lookahead.core.step_costs import PLAIN, SURPRISE, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import Send
 from lookahead.core.pace import Pace, compile_pace
+from lookahead.core.protocols import Send
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree

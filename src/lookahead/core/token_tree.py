@@ -178,11 +178,13 @@ class TokenTree:
     def child(self, node: int, token: int) -> int | None:
         """The candidate under `node` that holds `token`, if there is one."""
         child = node
-        while token in self.tokens[child + 1 :]:  # trees are small: an index of them would take longer to make
-            child = self.tokens.index(token, child + 1)
-            if self.parents[child] == node and self.kinds[child] is NodeKind.CANDIDATE:
-                return child
-        return None
+        try:
+            while True:  # trees are small: an index of them would take longer to make
+                child = self.tokens.index(token, child + 1)
+                if self.parents[child] == node and self.kinds[child] is NodeKind.CANDIDATE:
+                    return child
+        except ValueError:  # no further one has this token
+            return None
 
     def _add(self, token: int, parent: int, kind: NodeKind, needs_logits: bool) -> int:
         self.tokens.append(token)

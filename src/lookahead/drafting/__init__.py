@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
-from lookahead.core.budget import StepBudget
 from lookahead.core.pace import Pace, PacedRow
-from lookahead.core.protocols import Drafter, NoDrafter, StepResult
+from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.core.budget import FixedBudget
+from lookahead.core.protocols import FixedBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import OLD_SHARE, NGramMemory

@@ -18,9 +18,8 @@ import torch
 
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.sampler import TextSequence
-from lookahead.core.step import Batch, select_token, verify
+from lookahead.core.step import Batch, Walk, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
-from lookahead.core.walk import Walk
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.runner import ParallelRunner
 

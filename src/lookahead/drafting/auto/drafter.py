@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import FixedBudget, StepBudget
-from lookahead.core.protocols import StepResult
+from lookahead.core.protocols import FixedBudget, StepBudget, StepResult
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
