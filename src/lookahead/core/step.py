@@ -6,7 +6,7 @@ processor or a listener of its own, ends that sequence alone (`SequenceState.err
 
 Verification is a walk down the tree along the tokens that the sampler selects. Drafts are deterministic, so accepting a
 drafted token exactly when the sampler selects it gives the distribution of the paper's Algorithms 3 and 4. Tokens are
-selected one after another, each once and in order, as plain decoding does, so the same random state gives the same ones.
+selected one after another, each once and in order, as plain decoding does: the same random state gives the same ones.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ STORE_PATIENCE = 5.0
 """Seconds that a rank waits for the store to take what it says last."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heartbeat:
     """What a rank says of itself.
 
@@ -59,10 +59,7 @@ class Monitor:
         # A client of its own, where torch can make one: else a query of the main thread waits for this one's.
         self._store: Store = store.clone() if hasattr(store, "clone") else store
         self.rank, self._size = rank, size
-        self._count = 0  # of heartbeats written; the other fields are set by the main thread
-        self._exchanges = 0
-        self._left = self._blamed = False
-        self._failure = ""
+        self._own = Heartbeat()  # the next one to send: the thread counts, the main thread sets the other fields
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
         self._heard = [0] * size  # how many of its own this rank had sent when it read the last new one of each
         self._awake = threading.Event()
@@ -75,18 +72,18 @@ class Monitor:
 
     def entered(self) -> None:
         """Count an exchange."""
-        self._exchanges += 1
+        self._own.exchanges += 1
 
     def fail(self, failure: str, blamed: bool) -> None:
         """Announce that this rank joins no further exchange, as soon as the store accepts it."""
-        if not self._failure:
-            self._blamed = blamed
-            self._failure = failure
+        if not self._own.failure:
+            self._own.blamed = blamed
+            self._own.failure = failure
             self._flush()
 
     def leave(self) -> None:
         """Announce that this rank has finished, and stop its heartbeat."""
-        self._left = True
+        self._own.left = True
         self._flush()
         self._stopped.set()
         self._awake.set()
@@ -113,20 +110,20 @@ class Monitor:
 
     def silent(self) -> list[int]:
         """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
-        return [rank for rank, _ in self._other_ranks() if self._count - self._heard[rank] >= ROUNDS]
+        return [rank for rank, _ in self._other_ranks() if self._own.count - self._heard[rank] >= ROUNDS]
 
     def late(self) -> list[int]:
         """Ranks that have not come to the exchange that this one is in."""
-        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._exchanges]
+        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._own.exchanges]
 
     def _other_ranks(self) -> list[tuple[int, Heartbeat]]:
         return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self.rank]
 
     def _flush(self) -> None:
         """Wait briefly for the thread to write pending announcements to the store."""
-        count = self._count + 2  # one heartbeat may be on its way
+        count = self._own.count + 2  # one heartbeat may be on its way
         end = monotonic() + STORE_PATIENCE
-        while self._count < count and monotonic() < end and self._thread.is_alive():
+        while self._own.count < count and monotonic() < end and self._thread.is_alive():
             self._awake.set()
             self._stopped.wait(0.01)
 
@@ -142,16 +139,15 @@ class Monitor:
             self._answered = monotonic()
 
     def _send_heartbeat(self) -> None:
-        heartbeat = Heartbeat(self._count, self._exchanges, self._left, self._failure, self._blamed)
-        self._store.set(self._key(self.rank), json.dumps(asdict(heartbeat)))
-        self._count += 1
+        self._store.set(self._key(self.rank), json.dumps(asdict(self._own)))
+        self._own.count += 1
 
     def _read(self) -> None:
         texts = self._store.multi_get([self._key(rank) for rank in range(self._size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         for rank, heartbeat in enumerate(heartbeats):
             if heartbeat.count != self._heartbeats[rank].count:
-                self._heard[rank] = self._count
+                self._heard[rank] = self._own.count
         self._heartbeats = heartbeats
 
     def _key(self, rank: int) -> str:

@@ -30,19 +30,6 @@ class Split:
     held: list[list[int]]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """What goes to one rank.
-
-    Attributes:
-        above: The nodes between the root and `nodes`, which the rank has to run as well.
-        nodes: Nodes that are in no other piece.
-    """
-
-    above: list[int]
-    nodes: list[int]
-
-
 def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = True) -> Split:
     """Split `tree` so that the largest load is small, in nodes.
 
@@ -72,91 +59,78 @@ def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = T
     return _split(tree, best)
 
 
-def _branches(tree: TokenTree, most: int) -> list[_Piece]:
-    """The candidates, those of each child of the root together, cut where there are more than `most`; largest first."""
+def _branches(tree: TokenTree, most: int) -> list[set[int]]:
+    """The candidates, those of each child of the root together, cut where there are more than `most`; largest first.
+
+    Each piece has the nodes between the root and its own as well, which a rank that takes it has to run.
+    """
     children: dict[int, list[int]] = {}
     for node in range(tree.root + 1, len(tree)):
         if tree.kinds[node] is NodeKind.CANDIDATE:
             children.setdefault(tree.parents[node], []).append(node)
     pieces = []
-    waiting = [_Piece([], _subtree(top, children)) for top in reversed(children.get(tree.root, []))]
+    waiting: list[tuple[list[int], int]] = [([], top) for top in reversed(children.get(tree.root, []))]
     while waiting:
-        piece = waiting.pop()
-        cut = _cut(piece, children) if len(piece.nodes) > most else []
-        if cut:
-            waiting.extend(reversed(cut))
+        above, top = waiting.pop()
+        nodes = [top]
+        for node in nodes:  # grows as it goes
+            nodes.extend(children.get(node, ()))
+        chain = [top]
+        while len(below := children.get(chain[-1], [])) == 1:
+            chain += below
+        if below and len(nodes) > most:  # cut it where it branches
+            waiting.extend(([*above, *chain], child) for child in reversed(below))
         else:
-            pieces.append(piece)
-    return sorted(pieces, key=lambda piece: -len(piece.nodes))
+            pieces.append({*above, *nodes})
+    return sorted(pieces, key=len, reverse=True)
 
 
-def _subtree(top: int, children: dict[int, list[int]]) -> list[int]:
-    nodes = [top]
-    for node in nodes:  # grows as it goes
-        nodes.extend(children.get(node, ()))
-    return nodes
-
-
-def _cut(piece: _Piece, children: dict[int, list[int]]) -> list[_Piece]:
-    """The branches below the first node of `piece` that has several children; empty if it is a chain."""
-    above, node = list(piece.above), piece.nodes[0]
-    while True:
-        above.append(node)
-        below = children.get(node, [])
-        if len(below) != 1:
-            return [_Piece(above, _subtree(child, children)) for child in below]
-        node = below[0]
-
-
-def _columns(tree: TokenTree) -> list[list[int]]:
+def _columns(tree: TokenTree) -> list[set[int]]:
     """The window nodes that are read, last one first, each with all its ancestors below the root.
 
     One that is an ancestor of another comes with that. Neighbours have most of the trunk in common, so that a rank
     which takes them in turn runs it once.
     """
-    chains: list[list[int]] = []
+    columns: list[set[int]] = []
     seen: set[int] = set()
     for node in range(len(tree) - 1, tree.root, -1):
         if tree.kinds[node] is not NodeKind.WINDOW or not tree.needs_logits[node] or node in seen:
             continue
-        chain = []
+        column = set()
         above = node
         while above > tree.root:
-            chain.append(above)
+            column.add(above)
             above = tree.parents[above]
-        seen.update(chain)
-        chains.append(chain)
-    return chains
+        seen |= column
+        columns.append(column)
+    return columns
 
 
-def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[int], most: int) -> list[set[int]] | None:
+def _deal(
+    branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], most: int
+) -> list[set[int]] | None:
     """Assign columns and branches so that no rank runs more than `most` nodes; `None` if none was found.
 
     Returns:
         The nodes below the root that each rank runs.
     """
     held: list[set[int]] = [set() for _ in pending]
-    room = [most - load for load in pending]
+
+    def takes(rank: int, piece: set[int]) -> bool:
+        new = piece - held[rank]
+        if pending[rank] + len(held[rank]) + len(new) > most:
+            return False
+        held[rank] |= new
+        return True
+
     rank = len(pending) - 1
-    for chain in columns:
-        while True:
-            running = held[rank]
-            new = [node for node in chain if node not in running] if running else chain
-            if len(new) <= room[rank]:
-                break
-            rank -= 1
-            if rank < 0:
+    for column in columns:
+        while not takes(rank, column):
+            if rank == 0:
                 return None
-        held[rank].update(new)
-        room[rank] -= len(new)
+            rank -= 1
     for branch in branches:
-        for rank, left in enumerate(room):
-            above = [node for node in branch.above if node not in held[rank]]
-            if len(above) + len(branch.nodes) <= left:
-                held[rank].update(above, branch.nodes)
-                room[rank] -= len(above) + len(branch.nodes)
-                break
-        else:
+        if not any(takes(rank, branch) for rank in range(len(pending))):
             return None
     return held
 
