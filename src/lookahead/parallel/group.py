@@ -27,7 +27,6 @@ from lookahead.parallel import check_memory
 from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state, versions
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
-from lookahead.parallel.verification import SharedVerification, walks_alone
 
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
@@ -175,9 +174,10 @@ class RanksCall(Call):
 
     def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
         """What runs the trees of `batch` on all ranks, which then walk them together."""
-        alone = walks_alone(batch, asks_others)
-        runner = ParallelRunner(self.runner, self._exchange, whole_branches=not alone)
-        batch.verify = SharedVerification(runner, self._exchange, alone)
+        needs_logits = any(sequence.sampler.needs_logits for sequence in batch.sequences)
+        # Ranks may disagree on what other criteria say, a time limit for example.
+        runner = ParallelRunner(self.runner, self._exchange, alone=not asks_others and not needs_logits)
+        batch.verify = runner.verify
         return runner
 
     def restore(self, error: BaseException) -> None:

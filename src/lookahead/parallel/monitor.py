@@ -59,7 +59,7 @@ class Monitor:
         # A client of its own, where torch can make one: else a query of the main thread waits for this one's.
         self._store: Store = store.clone() if hasattr(store, "clone") else store
         self.rank, self._size = rank, size
-        self._own = Heartbeat()  # the next one to send: the thread counts, the main thread sets the other fields
+        self._next = Heartbeat()  # the next one to send: the thread counts, the main thread sets the other fields
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
         self._heard = [0] * size  # how many of its own this rank had sent when it read the last new one of each
         self._awake = threading.Event()
@@ -72,18 +72,18 @@ class Monitor:
 
     def entered(self) -> None:
         """Count an exchange."""
-        self._own.exchanges += 1
+        self._next.exchanges += 1
 
     def fail(self, failure: str, blamed: bool) -> None:
         """Announce that this rank joins no further exchange, as soon as the store accepts it."""
-        if not self._own.failure:
-            self._own.blamed = blamed
-            self._own.failure = failure
+        if not self._next.failure:
+            self._next.blamed = blamed
+            self._next.failure = failure
             self._flush()
 
     def leave(self) -> None:
         """Announce that this rank has finished, and stop its heartbeat."""
-        self._own.left = True
+        self._next.left = True
         self._flush()
         self._stopped.set()
         self._awake.set()
@@ -110,20 +110,20 @@ class Monitor:
 
     def silent(self) -> list[int]:
         """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
-        return [rank for rank, _ in self._other_ranks() if self._own.count - self._heard[rank] >= ROUNDS]
+        return [rank for rank, _ in self._other_ranks() if self._next.count - self._heard[rank] >= ROUNDS]
 
     def late(self) -> list[int]:
         """Ranks that have not come to the exchange that this one is in."""
-        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._own.exchanges]
+        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._next.exchanges]
 
     def _other_ranks(self) -> list[tuple[int, Heartbeat]]:
         return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self.rank]
 
     def _flush(self) -> None:
         """Wait briefly for the thread to write pending announcements to the store."""
-        count = self._own.count + 2  # one heartbeat may be on its way
+        count = self._next.count + 2  # one heartbeat may be on its way
         end = monotonic() + STORE_PATIENCE
-        while self._own.count < count and monotonic() < end and self._thread.is_alive():
+        while self._next.count < count and monotonic() < end and self._thread.is_alive():
             self._awake.set()
             self._stopped.wait(0.01)
 
@@ -139,15 +139,15 @@ class Monitor:
             self._answered = monotonic()
 
     def _send_heartbeat(self) -> None:
-        self._store.set(self._key(self.rank), json.dumps(asdict(self._own)))
-        self._own.count += 1
+        self._store.set(self._key(self.rank), json.dumps(asdict(self._next)))
+        self._next.count += 1
 
     def _read(self) -> None:
         texts = self._store.multi_get([self._key(rank) for rank in range(self._size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         for rank, heartbeat in enumerate(heartbeats):
             if heartbeat.count != self._heartbeats[rank].count:
-                self._heard[rank] = self._own.count
+                self._heard[rank] = self._next.count
         self._heartbeats = heartbeats
 
     def _key(self, rank: int) -> str:

@@ -1,21 +1,30 @@
-"""Runs this rank's part of each tree, and puts together what all ranks found.
+"""Runs this rank's part of each tree, puts together what all ranks found, and walks the trees with them.
 
 What the decoder sees is the tree that one process would send. Each rank runs its own part of it, on its own cache. A
 rank that did not run an accepted run of tokens has a shorter cache than others, and its next tree begins with more
 pending tokens; nothing of that is ever sent between ranks.
+
+For greedy decoding of raw logits, every rank walks by itself, over predictions that are the same everywhere. Otherwise
+a token is selected by the rank that has the logits: rank 0 selects the one after the root, and the rank that runs the
+branch it leads into continues to the end of the walk. The selected tokens are sent to the other ranks, which repeat the
+selection: stateful processors and criteria see every token, in order, and the random state advances by as many samples.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.forward_result import ForwardResult, Listed
 from lookahead.backends.transformers.runner import ModelRunner
+from lookahead.backends.transformers.sampler import TextSequence
+from lookahead.core.step import Walk, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
@@ -23,23 +32,37 @@ from lookahead.parallel.split import Split, split_tree
 
 Codes = NDArray[np.int32]
 
+_NOTHING = -1
+"""What a message holds behind its tokens; a token is sent as twice its id, plus 1 if the text is complete."""
+
+
+@dataclass
+class _Row:
+    """A walk in progress."""
+
+    number: int
+    sequence: TextSequence
+    result: ForwardResult
+    walk: Walk
+
 
 class ParallelRunner:
     """One batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
 
-    `forward` leaves the predictions of other ranks' nodes open; `share` fills them in.
+    `forward` leaves the predictions of other ranks' nodes open; `verify` fills them in.
 
     Args:
         local: The model of this rank.
         exchange: Communication with the other ranks.
-        whole_branches: Run no branch of candidates on several ranks.
+        alone: Whether every rank can select tokens from predictions alone, without logits. Otherwise no branch of
+            candidates is run on several ranks.
     """
 
-    def __init__(self, local: ModelRunner, exchange: Exchange, whole_branches: bool) -> None:
+    def __init__(self, local: ModelRunner, exchange: Exchange, alone: bool) -> None:
         self.rank = exchange.rank
         self._local = local
         self._exchange = exchange
-        self._whole_branches = whole_branches
+        self._alone = alone
         # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
         self._lengths: list[int] = [row.length for row in local.rows]
         self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
@@ -89,7 +112,7 @@ class ParallelRunner:
         """Run this rank's parts of `trees`.
 
         Returns:
-            Results for the whole trees, of which the logits, and until `share` everything else, are there only
+            Results for the whole trees, of which the logits, and until `verify` everything else, are there only
             after the nodes that this rank answers for, and after the root.
         """
         self._trees = list(trees)
@@ -100,7 +123,7 @@ class ParallelRunner:
                 local_tree = self.idle_tree()
                 split = split_tree(tree, [1] * self._exchange.size)
             else:
-                split = split_tree(tree, self._pending(row, tree), self._whole_branches)
+                split = split_tree(tree, self._pending(row, tree), whole_branches=not self._alone)
             self._splits.append(split)
             self._places.append(_grow(local_tree, tree, split, self.rank))
             local_trees.append(local_tree)
@@ -111,38 +134,31 @@ class ParallelRunner:
         ]
         return self._results
 
-    def share(self, note: Codes) -> list[Codes]:
-        """Tell the other ranks what this one predicts, and `note`; take in what they predict.
+    def verify(
+        self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]
+    ) -> list[Walk | None]:
+        """Walk the trees of all sequences, as `lookahead.core.step.verify`; the same walks on every rank.
 
-        Args:
-            note: Of the same length on every rank.
-
-        Returns:
-            The notes of all ranks.
+        Tokens are selected row after row, as in one process, since all rows sample from one random state. A rank
+        continues from row to row while the walks stay in its own branches. So one sequence takes at most two exchanges,
+        and a batch one more for each walk that leads to another rank than the walk before it.
 
         Raises:
             ParallelError: A rank does not come, or has drafted something else.
         """
-        size = self._exchange.size
-        answers = [
-            [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
-        ]  # [ranks][rows], nodes
-        most = max(sum(map(len, rows)) for rows in answers)
-        received = self._exchange.gather(self._packed(answers[self.rank], most, note))
-        head = 4 * (1 + len(note))
-        for rank, message in enumerate(received):
-            if message[:head].view(np.int32)[0] != self._checksum():
-                self._disagree(rank)
-            self._take(answers[rank], message[head:].view(self._said))
-        return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
-
-    def tell(self, note: Codes) -> list[Codes]:
-        """As `share`, with nothing but the notes."""
-        return [message.view(np.int32) for message in self._exchange.gather(note.view(np.uint8))]
-
-    def owner(self, row: int, node: int) -> int:
-        """The rank that has the logits after `node` of the tree of `row`."""
-        return int(self._splits[row].owners[node])
+        if self._alone:
+            self._share(np.empty(0, dtype=np.int32))
+            return verify(sequences, trees, outputs)
+        walks = [None if sequence.finished else Walk(tree) for sequence, tree in zip(sequences, trees, strict=True)]
+        parts = zip(sequences, outputs, walks, strict=True)
+        self._walk(
+            [
+                _Row(number, sequence, result, walk)
+                for number, (sequence, result, walk) in enumerate(parts)
+                if walk is not None
+            ]
+        )
+        return walks
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
@@ -183,6 +199,80 @@ class ParallelRunner:
         self._local.forward(trees)
         self._local.commit([range(last - first) if place == row else [] for place in range(len(trees))])
         self._cached[self.rank][row] = self._lengths[row]
+
+    def _share(self, note: Codes) -> list[Codes]:
+        """Tell the other ranks what this one predicts, and `note`; take in what they predict.
+
+        Args:
+            note: Of the same length on every rank.
+
+        Returns:
+            The notes of all ranks.
+        """
+        size = self._exchange.size
+        answers = [
+            [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
+        ]  # [ranks][rows], nodes
+        most = max(sum(map(len, rows)) for rows in answers)
+        received = self._exchange.gather(self._packed(answers[self.rank], most, note))
+        head = 4 * (1 + len(note))
+        for rank, message in enumerate(received):
+            if message[:head].view(np.int32)[0] != self._checksum():
+                self._disagree(rank)
+            self._take(answers[rank], message[head:].view(self._said))
+        return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
+
+    def _walk(self, rows: list[_Row]) -> None:
+        room = sum(_most_tokens(row.walk.tree) for row in rows)
+        keeps = any(row.sequence.sampler.keeps for row in rows)
+        walker, shared = 0, False
+        while not shared or not all(row.walk.done for row in rows):
+            message = np.full(room, _NOTHING, dtype=np.int32)
+            logits: list[torch.Tensor] = []
+            if self.rank == walker:
+                codes = self._select(rows, logits)
+                message[: len(codes)] = codes
+            if shared:
+                received = self._exchange.gather(message.view(np.uint8))[walker].view(np.int32)
+            else:
+                received, shared = self._share(message)[walker], True
+            codes = received[received != _NOTHING].tolist()
+            given = self._broadcast_logits(logits, codes, rows, walker) if keeps else None
+            if self.rank != walker:
+                _repeat(rows, codes, given)
+            ahead = next((row for row in rows if not row.walk.done), None)
+            if ahead is not None:
+                walker = self._owner(ahead)
+
+    def _select(self, rows: list[_Row], logits: list[torch.Tensor]) -> list[int]:
+        """Select tokens while this rank has the logits; returns their codes for the other ranks."""
+        codes: list[int] = []
+        for row in rows:
+            sequence = row.sequence
+            while not row.walk.done:
+                if row.walk.node != row.walk.tree.root and self._owner(row) != self.rank:
+                    return codes
+                token = select_token(sequence, row.result, row.walk.node)
+                if sequence.sampler.keeps:
+                    logits.append(row.result.logits_after(row.walk.node))
+                row.walk.take(token, sequence.append(token))
+                codes.append(2 * token + row.walk.stopped)
+        return codes
+
+    def _broadcast_logits(
+        self, logits: list[torch.Tensor], codes: list[int], rows: list[_Row], walker: int
+    ) -> torch.Tensor | None:
+        """The logits `[tokens, vocabulary]` that the tokens were selected from, for a caller who wants them."""
+        if not codes:
+            return None
+        mine = self.rank == walker
+        given = torch.cat(logits).cpu() if mine else torch.empty(len(codes), rows[0].result.logits.shape[-1])
+        self._exchange.broadcast(given, walker)
+        return given
+
+    def _owner(self, row: _Row) -> int:
+        """The rank that has the logits after the node that a walk has come to."""
+        return int(self._splits[row.number].owners[row.walk.node])
 
     def _packed(self, nodes: list[NDArray[np.int64]], most: int, note: Codes) -> Bytes:
         """One message: checksum, note, and what is said of each of `nodes`, of which `most` have room."""
@@ -262,3 +352,27 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     top_ids[nodes], chances[nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
     return ForwardResult(result.logits, rows, Listed(top_ids, chances, predictions), result.borrowed)
+
+
+def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> None:
+    """Repeat the steps of the rank that selected these tokens."""
+    unfinished = iter([row for row in rows if not row.walk.done])
+    row = next(unfinished)
+    for place, code in enumerate(codes):
+        if row.walk.done:
+            row = next(unfinished)
+        token, stopped = code >> 1, bool(code & 1)
+        sampler = row.sequence.sampler
+        if sampler.needs_logits:
+            # The token sampled here is discarded, but processors see the text, and the random state advances by an
+            # amount that depends on the vocabulary size alone.
+            logits = torch.zeros(row.result.logits.shape[-1]) if given is None else given[place]
+            sampler.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
+        row.sequence.append(token)
+        row.walk.take(token, stopped)
+
+
+def _most_tokens(tree: TokenTree) -> int:
+    """Most tokens that a walk of `tree` may select."""
+    kinds = zip(tree.depths, tree.kinds, strict=True)
+    return 1 + max((depth for depth, kind in kinds if kind is NodeKind.CANDIDATE), default=tree.root) - tree.root
