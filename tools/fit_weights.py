@@ -34,9 +34,11 @@ import lookahead
 sys.path += [str(Path(__file__).parents[1] / "benchmarks")]
 from cases import encoder_of, read_cases, tokenizer_of
 from lookahead.config import LookaheadConfig
+from lookahead.core.compiled import compiled
 from lookahead.core.protocols import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.ngrams import Entries, look_up
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
@@ -90,27 +92,32 @@ class RecordingDrafter(AutoDrafter):
         super().observe(result)
 
 
+@compiled
+def _look_up(context: NDArray[np.int64], entries: Entries, slots: NDArray[np.int64]) -> int:
+    return look_up(context, len(context), entries, slots)
+
+
 def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
     """What the memory and matches named after a node of a draft: tokens, what was said of each in the columns of the
     weights, `[tokens, columns]`, and the length of the longest known context."""
-    ngrams, nodes, node = batch.memory.ngrams, batch.state.trees[place], row
+    memory, nodes, node = batch.memory, batch.state.trees[place], row
     path = []
     while node > 0:
         path.append(int(nodes["token"][node]))
         node = int(nodes["parent"][node])
     text = batch.state.texts.tokens[place, : batch.state.texts.lengths[place]]
-    path += text[::-1][: ngrams.orders].tolist()
-    slots = ngrams.slots(path[: ngrams.orders])
-    length = len(slots)
+    path += text[::-1][: memory.orders].tolist()
+    slots = np.zeros(memory.orders, dtype=np.int64)
+    length = _look_up(np.array(path[: memory.orders]), memory.entries, slots)
     columns: dict[int, NDArray[np.float64]] = {}
-    empty = np.zeros(1 + ngrams.orders + len(MATCHES))
-    empty[1 : 1 + length] = ngrams.entries.heads["floor"][np.arange(length), slots]
+    empty = np.zeros(1 + memory.orders + len(MATCHES))
+    empty[1 : 1 + length] = memory.entries.heads["floor"][np.arange(length), slots[:length]]
     for order in range(length):
-        for follower in ngrams.entries.followers[order, slots[order]]:
+        for follower in memory.entries.followers[order, slots[order]]:
             if follower["token"] >= 0:
                 columns.setdefault(int(follower["token"]), empty.copy())[1 + order] = follower["log"]
     for occurrence in batch.room.followed[row, : nodes["matches"][row]]:
-        of_token = columns.setdefault(int(text[occurrence["place"]]), empty.copy())[1 + ngrams.orders :]
+        of_token = columns.setdefault(int(text[occurrence["place"]]), empty.copy())[1 + memory.orders :]
         kind = int(np.searchsorted(MATCH_CLASSES, occurrence["length"], side="right")) - 1
         kind = max(kind, int(of_token.argmax()) if of_token.any() else 0)
         of_token[:] = np.arange(len(MATCHES)) == kind
@@ -219,7 +226,7 @@ def main() -> int:
         parts.append(Part(replay_file(path, across, options)))
     memory = text_memory() if options.recordings else DraftMemory()
     fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights)]
-    for column, name in enumerate(feature_names(memory.ngrams.orders)):
+    for column, name in enumerate(feature_names(memory.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
     return 0
 

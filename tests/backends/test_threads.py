@@ -67,10 +67,10 @@ def test_threads_may_share_a_memory(model: PreTrainedModel, tmp_path: Path, scop
     assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
     if scope == "file":
         memory = DraftMemory.load(path, model_identity(model))
-        assert min(memory.ngrams.statistics()["entries"]) > 0
+        assert min(memory.statistics()["entries"]) > 0
         # What every call learned is there: each has asked what follows its prompt. A full set may have forgotten one.
-        contexts = torch.cat(texts)[:, -memory.ngrams.orders :].flip(1).numpy()
-        found, _, _ = lookup(memory.ngrams, contexts)
+        contexts = torch.cat(texts)[:, -memory.orders :].flip(1).numpy()
+        found, _, _ = lookup(memory, contexts)
         assert (~found[:, -1]).sum() <= 2
         assert [file.name for file in tmp_path.iterdir() if file.suffix != ".lock"] == [path.name]
 

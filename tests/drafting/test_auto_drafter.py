@@ -17,7 +17,7 @@ from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode, follow
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
@@ -83,7 +83,7 @@ def _top_tokens(*seed: int) -> tuple[list[int], list[float]]:
 
 
 def drafter_of(budget: int, **settings: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget, **settings)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(3, 256, TOP_K), budget, **settings)  # type: ignore[arg-type]
 
 
 def plain(chain: Chain, count: int) -> list[int]:
@@ -104,7 +104,7 @@ def plain(chain: Chain, count: int) -> list[int]:
 def test_texts_are_the_same_and_bounds_are_kept(
     budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None
 ) -> None:
-    memory = DraftMemory(NGramMemory(3, 64, TOP_K))
+    memory = DraftMemory(3, 64, TOP_K)
     chain = Chain(AutoDrafter(memory, budget, warm_up=warm_up), prompt, seed, positions)
     expected = plain(chain, 130)
     while len(chain.text) < min(80, positions or 80):
@@ -117,7 +117,7 @@ def test_texts_are_the_same_and_bounds_are_kept(
 
 
 def test_it_takes_fewer_steps_as_it_learns() -> None:
-    memory = DraftMemory(NGramMemory(3, 4096, TOP_K))
+    memory = DraftMemory(3, 4096, TOP_K)
     steps = []
     for _ in range(2):
         chain = Chain(AutoDrafter(memory, 16), [1, 2, 3])
@@ -142,11 +142,10 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
 
 
 def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
-    ngrams = NGramMemory(2, 64, 2, old_share=0.0)
-    memory = DraftMemory(ngrams)
-    insert(ngrams, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
-    insert(ngrams, np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
-    insert(ngrams, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    memory = DraftMemory(2, 64, 2, old_share=0.0)
+    insert(memory, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    insert(memory, np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
+    insert(memory, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     drafter = AutoDrafter(memory, 4, explore=False)
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
@@ -194,7 +193,7 @@ def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
     tree = TokenTree([1, 2])
     shares = np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
     drafter.observe(StepResult(tree, np.array([-1, 3]), [], [3], np.array([[-1, -1], [3, 4]]), shares))
-    assert lookup(drafter.memory.ngrams, np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
+    assert lookup(drafter.memory, np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
 
 
 class Stingy:
@@ -218,7 +217,7 @@ class Stingy:
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     budget = Stingy()
-    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget)
+    drafter = AutoDrafter(DraftMemory(3, 256, TOP_K), budget)
     chain = Chain(drafter, [1, 2, 3])
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
@@ -234,7 +233,7 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
 def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
     def offered(least: float) -> list[float]:
         budget = Stingy()
-        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget), [1, 2, 3])
+        chain = Chain(AutoDrafter(DraftMemory(3, 256, TOP_K), budget), [1, 2, 3])
         for _ in range(8):
             chain.step()
         budget.least = least
@@ -290,7 +289,7 @@ def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
     expected = plain(chain, 250)
     sent = [len(chain.step()) for _ in range(30)]
     assert chain.text == expected[: len(chain.text)]
-    assert drafter.memory.ngrams.statistics()["entries"] == [0]
+    assert drafter.memory.statistics()["entries"] == [0]
     assert max(sent) > 1
 
 

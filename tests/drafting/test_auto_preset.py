@@ -80,7 +80,7 @@ def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTraine
     for row, text in enumerate(texts):
         lookahead.generate((model, other)[row % 2], text, lookahead_config=config, max_new_tokens=4, do_sample=False)
     kept = DraftMemory.load(path, model_identity(model))
-    assert lookup(kept.ngrams, torch.cat(texts).flip(1).numpy())[0].all()
+    assert lookup(kept, torch.cat(texts).flip(1).numpy())[0].all()
 
 
 def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:

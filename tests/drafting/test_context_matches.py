@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, RUNS, SEARCHED, find_matches
 from lookahead.errors import InvalidArgumentError
@@ -35,7 +35,7 @@ class Text:
     """One text in a batch."""
 
     def __init__(self, tokens: list[int], reach: int = 2 * BUCKETS) -> None:
-        self.batch = DraftBatch(DraftMemory(NGramMemory(1, 4, 1)), 1, reach=reach)
+        self.batch = DraftBatch(DraftMemory(1, 4, 1), 1, reach=reach)
         self.batch.begin(0, tokens)
 
     def extend(self, tokens: list[int]) -> None:

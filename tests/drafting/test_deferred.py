@@ -36,7 +36,7 @@ def test_nothing_is_made_while_drafting_backs_off_and_the_text_is_known_when_it_
     budget.backs_off = False
     drafter.propose(tree := TokenTree([2]))
     assert tree.tokens == [2, 3, 9, 1], "as in the prompt, after the same two tokens"
-    assert drafter.top_k == memory.ngrams.top_k
+    assert drafter.top_k == memory.top_k
 
 
 def test_a_call_that_backs_off_gives_the_same_text() -> None:

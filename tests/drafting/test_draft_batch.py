@@ -14,7 +14,6 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.learning import SHOWN, Step
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.search import WANTED
 from lookahead.drafting.text_only import text_memory
 from ngram_access import insert, lookup
@@ -26,7 +25,7 @@ Told = tuple[np.ndarray, np.ndarray]
 
 
 def small_memory(capacity: int = 256) -> DraftMemory:
-    return DraftMemory(NGramMemory(ORDERS, capacity, TOP_K))
+    return DraftMemory(ORDERS, capacity, TOP_K)
 
 
 class Model:
@@ -150,7 +149,7 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
         for text, result in zip(texts, results, strict=True):
             text += result.tokens
     assert len({id(drafter.together) for drafter in together}) == 1
-    assert memory.ngrams.clock == 4, "one call for all rows"
+    assert memory.clock == 4, "one call for all rows"
 
 
 def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
@@ -170,7 +169,7 @@ def context(path: list[int]) -> list[int]:
 def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
     random, model = np.random.default_rng(0), Model(5)
     paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096))
-    expected = NGramMemory(ORDERS, 4096, TOP_K)
+    expected = DraftMemory(ORDERS, 4096, TOP_K)
     for _ in range(8):
         drafts = paths.propose()
         found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
@@ -182,9 +181,7 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
         for tokens, ids_of_row, shares_of_row in told:
             insert(expected, np.array([tokens]), ids_of_row[None], shares_of_row[None])
     asked = random.integers(0, VOCABULARY, (300, ORDERS))
-    for found_there, expected_there in zip(
-        lookup(paths.batch.memory.ngrams, asked), lookup(expected, asked), strict=True
-    ):
+    for found_there, expected_there in zip(lookup(paths.batch.memory, asked), lookup(expected, asked), strict=True):
         np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
 
 
@@ -202,7 +199,7 @@ def test_a_foreign_draft_teaches_nothing() -> None:
     (draft,) = paths.propose()
     told = Model(0).verify([1, 2], draft)[1]
     assert paths.learn([[draft[0] + 1, 7]], [told]) == 0
-    assert paths.batch.memory.ngrams.statistics()["entries"] == [0] * ORDERS
+    assert paths.batch.memory.statistics()["entries"] == [0] * ORDERS
     assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
 
 

@@ -14,7 +14,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.core.protocols import FixedBudget, StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
+from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
 from lookahead.drafting.auto.sources import CheckedSource
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
@@ -106,7 +106,7 @@ def first_draft(drafter: AutoDrafter, text: int) -> tuple[TokenTree, float]:
 
 @pytest.mark.parametrize("comes_true", [False, True])
 def test_a_source_is_believed_as_often_as_it_came_true(comes_true: bool) -> None:
-    memory = DraftMemory(NGramMemory(2, 64, 2))
+    memory = DraftMemory(2, 64, 2)
     source = CheckedSource(Fixed(TokenPaths([1], [-1], [0.6])))
     drafter = AutoDrafter(memory, 2, explore=False, sources=[source])
     drafter.start([5])
@@ -116,10 +116,10 @@ def test_a_source_is_believed_as_often_as_it_came_true(comes_true: bool) -> None
         # what has been in the text before would be drafted as well
         ids = np.array([[1 if comes_true else 10 + step], [1 if comes_true else -1]])[: len(tree)]
         shares = np.full(ids.shape, 0.9, dtype=np.float32)
-        memory.ngrams.clear()
+        memory.clear()
         path = [1] if comes_true else []
         drafter.observe(StepResult(tree, ids[:, 0], path, [int(ids[0, 0])] * (1 + len(path)), ids, shares))
-        memory.ngrams.clear()
+        memory.clear()
         tree, last = first_draft(drafter, int(ids[0, 0]))
     assert (last > 0.8) if comes_true else (last < 0.3)
     drafter.start([5])
@@ -139,7 +139,7 @@ class Forbidding(Fixed):
 
 def test_forbidden_drafts_are_replaced_by_others() -> None:
     paths = TokenPaths([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0.9, 0.9, 0.8, 0.9, 0.9])
-    memory = DraftMemory(NGramMemory(2, 64, 2))
+    memory = DraftMemory(2, 64, 2)
     drafter = AutoDrafter(memory, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
     drafter.start([7])
     tree = TokenTree([7])

@@ -11,13 +11,13 @@ from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.core.step import follow
 from lookahead.core.token_tree import Noise, TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 
 VOCABULARY, TOP_K = 12, 6
 
 
 def drafter_of(budget: int, **settings: bool) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(NGramMemory(2, 256, TOP_K)), budget, **settings)
+    return AutoDrafter(DraftMemory(2, 256, TOP_K), budget, **settings)
 
 
 class SampledChain:

@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import WAYS
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError
 from ngram_access import insert, lookup
 
 MODEL = "a model"
-ORDERS = NGramMemory().orders
+ORDERS = DraftMemory().orders
 
 
 def teach(memory: DraftMemory, token: int, following: int, probability: float = 0.5) -> None:
     """One lesson: after `token`, and after the same token again and again, comes `following`."""
-    context = np.full((1, memory.ngrams.orders), token)
-    insert(memory.ngrams, context, np.array([[following]]), np.array([[probability]], dtype=np.float32))
+    context = np.full((1, memory.orders), token)
+    insert(memory, context, np.array([[following]]), np.array([[probability]], dtype=np.float32))
 
 
 def known(memory: DraftMemory, token: int) -> int | None:
     """What the longest context of `token` is followed by; `None` if it is not known."""
-    found, ids, _ = lookup(memory.ngrams, np.full((1, memory.ngrams.orders), token))
+    found, ids, _ = lookup(memory, np.full((1, memory.orders), token))
     return int(ids[0, -1, 0]) if found[0, -1] else None
 
 
@@ -96,11 +96,11 @@ def test_a_save_that_brings_nothing_new_writes_nothing(path: Path) -> None:
 
 
 def copied(memory: DraftMemory) -> DraftMemory:
-    return DraftMemory(NGramMemory.from_arrays(memory.ngrams.to_arrays()))
+    return DraftMemory.from_arrays(memory.to_arrays())
 
 
 def test_of_one_context_the_newest_lesson_stays() -> None:
-    memories = [DraftMemory(NGramMemory(2, 64, 1)) for _ in range(2)]
+    memories = [DraftMemory(2, 64, 1) for _ in range(2)]
     for memory in memories:
         teach(memory, 1, 10)
     base = copied(memories[0])
@@ -117,12 +117,12 @@ def test_of_one_context_the_newest_lesson_stays() -> None:
 
 
 def test_merging_keeps_the_newest_of_a_full_set() -> None:
-    one, two = (DraftMemory(NGramMemory(1, WAYS, 1)) for _ in range(2))
+    one, two = (DraftMemory(1, WAYS, 1) for _ in range(2))
     for token in range(WAYS):
         teach(one, token, token)
         teach(two, 10 + token, token)
     one.merge(two)
-    assert sum(one.ngrams.statistics()["entries"]) == WAYS
+    assert sum(one.statistics()["entries"]) == WAYS
     assert known(one, WAYS - 1) is not None
     assert known(one, 10 + WAYS - 1) is not None
     assert known(one, 0) is known(one, 10) is None
@@ -131,7 +131,7 @@ def test_merging_keeps_the_newest_of_a_full_set() -> None:
 def test_merging_agrees_with_a_dictionary() -> None:
     """As long as nothing has to make room, all contexts of both are there, with the predictions of one of them."""
     rng = np.random.default_rng(0)
-    memories = [DraftMemory(NGramMemory(2, 4096, 2)) for _ in range(2)]
+    memories = [DraftMemory(2, 4096, 2) for _ in range(2)]
     told: list[dict[int, int]] = [{}, {}]
     for _ in range(300):
         side, token, following = int(rng.integers(2)), int(rng.integers(60)), int(rng.integers(500))
@@ -144,13 +144,13 @@ def test_merging_agrees_with_a_dictionary() -> None:
         assert (known(one, token) in options) if options else known(one, token) is None
     copy = copied(one)
     copy.merge(two)
-    assert all(np.array_equal(array, copy.ngrams.to_arrays()[name]) for name, array in one.ngrams.to_arrays().items())
+    assert all(np.array_equal(array, copy.to_arrays()[name]) for name, array in one.to_arrays().items())
 
 
 def test_memories_of_other_sizes_are_not_merged() -> None:
-    memory = DraftMemory(NGramMemory(2, 64, 1))
+    memory = DraftMemory(2, 64, 1)
     with pytest.raises(InvalidArgumentError, match="orders=3"):
-        memory.merge(DraftMemory(NGramMemory(3, 64, 1)))
+        memory.merge(DraftMemory(3, 64, 1))
 
 
 def test_leftovers_of_a_killed_save_are_removed(path: Path) -> None:
@@ -276,11 +276,11 @@ def test_the_longest_name_is_no_trouble(tmp_path: Path) -> None:
 
 def content(**changes: NDArray[Any] | None) -> bytes:
     """A small saved memory, some arrays replaced or left out."""
-    memory = DraftMemory(NGramMemory(2, 64, 2))
+    memory = DraftMemory(2, 64, 2)
     for token in range(5):
         teach(memory, token, token)
     arrays: dict[str, Any] = {"format": np.array(2), "model": np.array(MODEL)}
-    arrays |= memory.ngrams.to_arrays() | changes
+    arrays |= memory.to_arrays() | changes
     stream = io.BytesIO()
     np.savez_compressed(stream, **{name: array for name, array in arrays.items() if array is not None})
     return stream.getvalue()
@@ -335,8 +335,8 @@ def test_a_byte_changed_anywhere_is_refused_or_of_no_account(path: Path) -> None
         except InvalidArgumentError:
             check_refused(path, bytes(changed))
         else:  # such as the time at which it was packed
-            for name, array in expected.ngrams.to_arrays().items():
-                assert np.array_equal(loaded.ngrams.to_arrays()[name], array)
+            for name, array in expected.to_arrays().items():
+                assert np.array_equal(loaded.to_arrays()[name], array)
 
 
 def test_other_content_is_refused(path: Path) -> None:

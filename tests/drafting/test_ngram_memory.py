@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import WAYS
 from lookahead.errors import InvalidArgumentError
 from ngram_access import insert, lookup
@@ -54,7 +54,7 @@ class Dictionary:
         return best, [mixed[token] for token in best]
 
 
-def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np.int64]) -> None:
+def check_equal(memory: DraftMemory, reference: Dictionary, contexts: NDArray[np.int64]) -> None:
     known, ids, probabilities = lookup(memory, contexts)
     for row, context in enumerate(contexts.tolist()):
         for length in range(1, ORDERS + 1):
@@ -72,7 +72,7 @@ def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np
     old_share=st.sampled_from([0.0, 0.3]),
 )
 def test_the_memory_agrees_with_a_dictionary(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
-    rng, memory = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K, old_share)
+    rng, memory = np.random.default_rng(seed), DraftMemory(ORDERS, 4096, TOP_K, old_share)
     reference = Dictionary(old_share)
     for batch in batches:
         contexts = np.array(batch, dtype=np.int64).reshape(-1, ORDERS)
@@ -85,7 +85,7 @@ def test_the_memory_agrees_with_a_dictionary(batches: list[list[tuple[int, ...]]
 
 
 def test_the_newest_prediction_counts_and_the_last_of_a_batch() -> None:
-    memory = NGramMemory(1, 64, 2, old_share=0.0)
+    memory = DraftMemory(1, 64, 2, old_share=0.0)
     context = np.array([[7], [7]])
     insert(memory, context, np.array([[1, 2], [3, 4]]), np.array([[0.5, 0.2], [0.6, 0.1]], dtype=np.float32))
     assert lookup(memory, context[:1])[1][0, 0].tolist() == [3, 4]
@@ -95,7 +95,7 @@ def test_the_newest_prediction_counts_and_the_last_of_a_batch() -> None:
 
 
 def test_what_follows_a_single_token_keeps_some_of_what_it_was() -> None:
-    memory = NGramMemory(2, 64, 2, old_share=0.25)
+    memory = DraftMemory(2, 64, 2, old_share=0.25)
     for ids, shares in (([1, 2], [0.8, 0.1]), ([3, 4], [0.6, 0.1])):
         insert(memory, np.array([[7, 9]]), np.array([ids]), np.array([shares], dtype=np.float32))
     _, known, probabilities = lookup(memory, np.array([[7, 9]]))
@@ -106,11 +106,11 @@ def test_what_follows_a_single_token_keeps_some_of_what_it_was() -> None:
 @pytest.mark.parametrize("old_share", [-0.1, 1.0])
 def test_a_share_out_of_range_is_refused(old_share: float) -> None:
     with pytest.raises(InvalidArgumentError, match="old_share"):
-        NGramMemory(old_share=old_share)
+        DraftMemory(old_share=old_share)
 
 
 def test_a_full_set_forgets_its_oldest_context() -> None:
-    memory = NGramMemory(1, WAYS, 1)  # one set
+    memory = DraftMemory(1, WAYS, 1)  # one set
     probability = np.array([[0.5]], dtype=np.float32)
     for token in range(WAYS):
         insert(memory, np.array([[token]]), np.array([[token + 100]]), probability)
@@ -120,7 +120,7 @@ def test_a_full_set_forgets_its_oldest_context() -> None:
 
 
 def test_a_long_stream_takes_no_more_room() -> None:
-    rng, memory = np.random.default_rng(0), NGramMemory(ORDERS, 256, TOP_K)
+    rng, memory = np.random.default_rng(0), DraftMemory(ORDERS, 256, TOP_K)
     size = memory.statistics()["bytes"]
     for _ in range(200):
         insert(memory, rng.integers(0, 10**6, (64, ORDERS)), *predictions(rng, 64))
@@ -130,7 +130,7 @@ def test_a_long_stream_takes_no_more_room() -> None:
 
 
 def test_fewer_predictions_than_it_keeps_leave_gaps() -> None:
-    memory = NGramMemory(1, 64, 4)
+    memory = DraftMemory(1, 64, 4)
     insert(memory, np.array([[1]]), np.array([[9, 8]]), np.array([[0.7, 0.2]], dtype=np.float32))
     _, ids, probabilities = lookup(memory, np.array([[1]]))
     assert ids[0, 0].tolist() == [9, 8, -1, -1]
@@ -140,21 +140,21 @@ def test_fewer_predictions_than_it_keeps_leave_gaps() -> None:
 @pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)])
 def test_sizes_out_of_range_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(InvalidArgumentError):
-        NGramMemory(*sizes)
+        DraftMemory(*sizes)
 
 
 def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
-    rng, kept = np.random.default_rng(1), DraftMemory(NGramMemory(ORDERS, 64, TOP_K))
+    rng, kept = np.random.default_rng(1), DraftMemory(ORDERS, 64, TOP_K)
     contexts = rng.integers(0, 30, (100, ORDERS))
-    insert(kept.ngrams, contexts, *predictions(rng, 100))
+    insert(kept, contexts, *predictions(rng, 100))
     path = tmp_path / "memory.npz"
     kept.save(path, "a model")
     loaded = DraftMemory.load(path, "a model")
     more = rng.integers(0, 30, (50, ORDERS))
     told = predictions(rng, 50)
     for memory in (kept, loaded):
-        insert(memory.ngrams, more, *told)  # and it makes room as before
-    for one, other in zip(lookup(kept.ngrams, contexts), lookup(loaded.ngrams, contexts), strict=True):
+        insert(memory, more, *told)  # and it makes room as before
+    for one, other in zip(lookup(kept, contexts), lookup(loaded, contexts), strict=True):
         assert np.array_equal(one, other)
 
 

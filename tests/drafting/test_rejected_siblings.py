@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 from ngram_access import insert
 
 TOP_K = 4
 
 
 def test_continuations_of_rejected_siblings_are_drafted_after_the_selected_token() -> None:
-    memory = DraftMemory(NGramMemory(2, 64, TOP_K))
-    insert(memory.ngrams, np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
+    memory = DraftMemory(2, 64, TOP_K)
+    insert(memory, np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
     drafter = AutoDrafter(memory, 2, explore=False)
     drafter.start([5])
     tree = TokenTree([5])

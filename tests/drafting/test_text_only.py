@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from lookahead.drafting import NGramMemory, PredictedText
+from lookahead.drafting import DraftMemory, PredictedText
 from lookahead.drafting.text_only import build_text_drafter, text_memory
 from ngram_access import insert, lookup
 from playback import play_text
@@ -19,7 +19,7 @@ LINE = [5, 6, 7, 8, 9, 10, 11, 12]
 @pytest.mark.parametrize("seed", range(3))
 def test_shares_are_running_means_at_each_length(seed: int) -> None:
     random, old = Random(seed), 0.6
-    memory = NGramMemory(3, 4096, 4, old_share=old, observed=True)
+    memory = DraftMemory(3, 4096, 4, old_share=old, observed=True)
     text = [random.randrange(4) for _ in range(60)]
     shares: dict[tuple[int, ...], dict[int, float]] = {}
     for place in range(1, len(text)):
@@ -56,7 +56,7 @@ def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
     texts = [[random.randrange(1000) for _ in range(50)] for _ in range(20)]
     for text in texts:
         play_text([1], text, build_text_drafter(16, memory))
-    statistics = memory.ngrams.statistics()
+    statistics = memory.statistics()
     assert max(statistics["entries"]) <= statistics["capacity"] == 64
     newest, oldest = (play_text([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
     assert newest < oldest

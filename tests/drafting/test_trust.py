@@ -14,7 +14,7 @@ from lookahead import LookaheadConfig
 from lookahead.core.protocols import StepResult
 from lookahead.core.step import follow
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
+from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.learning import SHOWN, UNTRUSTED, Step
 from lookahead.drafting.auto.sources import CheckedSource
@@ -112,7 +112,7 @@ def test_a_source_that_keeps_failing_costs_no_more_than_some_steps(right: bool) 
 
 def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     """The share of the selected tokens that predictions account for, token by token; each step has one node."""
-    batch = DraftBatch(DraftMemory(NGramMemory(2, 64, 3)), 1)
+    batch = DraftBatch(DraftMemory(2, 64, 3), 1)
     batch.begin(0, [1])
     shares = []
     for token, first in zip(tokens, predicted, strict=True):

@@ -1,4 +1,4 @@
-"""Reading and writing an `NGramMemory` from Python, an entry at a time."""
+"""Reading and writing a `DraftMemory` from Python, an entry at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled
-from lookahead.drafting import NGramMemory
-from lookahead.drafting.auto.ngrams import Entries, Writing, write_entry
+from lookahead.drafting import DraftMemory
+from lookahead.drafting.auto.ngrams import Entries, Writing, look_up, write_entry
 
 
 @compiled
@@ -26,8 +26,16 @@ def _write(
         write_entry(contexts[row, :size], ids[row], probabilities[row], clock, entries, writing)
 
 
+@compiled
+def _look_up(context: NDArray[np.int64], entries: Entries, slots: NDArray[np.int64]) -> int:
+    size = 0
+    while size < len(context) and context[size] >= 0:
+        size += 1
+    return look_up(context, size, entries, slots)
+
+
 def insert(
-    memory: NGramMemory, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]
+    memory: DraftMemory, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]
 ) -> None:
     """Keep what is predicted after each context.
 
@@ -41,16 +49,17 @@ def insert(
 
 
 def lookup(
-    memory: NGramMemory, contexts: NDArray[np.int64]
+    memory: DraftMemory, contexts: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
     """Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1 where
     there are no more, and their probabilities, `[contexts, orders, top_k]` both."""
     is_known = np.zeros(contexts.shape, dtype=bool)
     ids = np.full((*contexts.shape, memory.top_k), -1, dtype=np.int32)
     shares = np.zeros(ids.shape, dtype=np.float32)
-    for row, context in enumerate(contexts.tolist()):
-        whole = context[: context.index(-1)] if -1 in context else context
-        for order, slot in enumerate(memory.slots(whole)):
+    slots = np.zeros(memory.orders, dtype=np.int64)
+    for row, context in enumerate(np.ascontiguousarray(contexts)):
+        known = _look_up(context, memory.entries, slots)
+        for order, slot in enumerate(slots[:known].tolist()):
             followers = memory.entries.followers[order, slot]
             is_known[row, order], ids[row, order] = True, followers["token"]
             shares[row, order] = np.where(followers["token"] >= 0, np.exp(followers["log"]), 0)

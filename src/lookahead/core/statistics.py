@@ -80,7 +80,7 @@ class Statistics:
         invariant_rows: Least number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
         engine: The engine that ran: "dynamic", "static" or "compiled"; see `LookaheadConfig.engine`.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
-            (`NGramPool.statistics`) or memory (`NGramMemory.statistics`); counts go on over calls that share it.
+            (`NGramPool.statistics`) or memory (`DraftMemory.statistics`); counts go on over calls that share it.
     """
 
     steps: int = 0

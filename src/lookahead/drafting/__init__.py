@@ -9,7 +9,6 @@ from lookahead.core.pace import Pace, PacedRow
 from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import CheckedSource, Source, TokenPaths
 from lookahead.drafting.checked_drafter import CheckedDrafter
@@ -27,7 +26,6 @@ __all__ = [
     "Drafter",
     "JacobiBlockDrafter",
     "JacobiWindow",
-    "NGramMemory",
     "NGramPool",
     "NoDrafter",
     "PaperDrafter",

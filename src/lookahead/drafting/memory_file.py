@@ -50,7 +50,7 @@ class MemoryFile:
         self._saving = Lock()
         self._read_version = _version(path)  # before it is read, so that what comes in between is read again
         self.memory = new() if self._read_version is None else DraftMemory.load(path, model)
-        self._saved_clock = -1 if self._read_version is None else self.memory.ngrams.clock
+        self._saved_clock = -1 if self._read_version is None else self.memory.clock
 
     def save(self, model: str) -> None:
         """Bring all that was learned so far to the file.
@@ -62,7 +62,7 @@ class MemoryFile:
             OSError: The file cannot be written; it is as it was.
             InvalidArgumentError: The file has become something else, and was left alone.
         """
-        learned = self.memory.ngrams.clock
+        learned = self.memory.clock
         with self._saving:
             if learned <= self._saved_clock and _version(self.path) == self._read_version:
                 return  # another thread's save included it

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lookahead.core.protocols import FixedBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngrams import OLD_SHARE, NGramMemory
+from lookahead.drafting.auto.ngrams import OLD_SHARE
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import Source
 from lookahead.drafting.auto.weights import TEXT_WEIGHTS
@@ -26,7 +26,7 @@ def text_memory(capacity: int = 1 << 15) -> DraftMemory:
     Args:
         capacity: Contexts kept of each length.
     """
-    return DraftMemory(NGramMemory(ORDERS, capacity, old_share=OLD_SHARE, observed=True))
+    return DraftMemory(ORDERS, capacity, old_share=OLD_SHARE, observed=True)
 
 
 def build_text_drafter(

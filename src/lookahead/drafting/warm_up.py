@@ -13,7 +13,6 @@ from lookahead.core.shared_pace import compile_shared_pace
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 
 
@@ -31,7 +30,7 @@ def compile_loops() -> None:
     try:
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
         compile_shared_pace()
-        _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), 8))
+        _draft(AutoDrafter(DraftMemory(16, 2, 4), 8))
     finally:
         if collects:
             gc.enable()
@@ -40,7 +39,7 @@ def compile_loops() -> None:
 @cache
 def compile_source_loops() -> None:
     """The same for those of texts with sources."""
-    _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), 8, sources=[PredictedText([0, 1])]))
+    _draft(AutoDrafter(DraftMemory(16, 2, 4), 8, sources=[PredictedText([0, 1])]))
 
 
 def _draft(drafter: AutoDrafter) -> None:

@@ -108,7 +108,7 @@ class Drafting:
     def release(self) -> None:
         """Let a later call have the arrays of a memory that no other call shares; no text drafts from it any more."""
         if self._memory is not None and self.config.memory == "request":
-            state_of(self._model).spare = self._memory.ngrams
+            state_of(self._model).spare = self._memory
 
 
 def draft_pace(
@@ -147,9 +147,10 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
     with state.lock:
         if config.memory == "request":
             spare, state.spare = state.spare, None
-            if spare is not None:
-                spare.clear()
-            return DraftMemory(spare), None
+            if spare is None:
+                return DraftMemory(), None
+            spare.clear()
+            return spare, None
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
             return state.memory, None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lookahead.backends.transformers.static_steps import StaticSteps
     from lookahead.core.pace import Pace
     from lookahead.core.step_costs import StepCosts
-    from lookahead.drafting import DraftMemory, NGramMemory
+    from lookahead.drafting import DraftMemory
     from lookahead.drafting.memory_file import MemoryFile
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class ModelState:
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
-    spare: NGramMemory | None = None
+    spare: DraftMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     layer_weights: int | None = None
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)

@@ -56,12 +56,12 @@ class DraftBatch:
         reach: int = 2 * BUCKETS,
     ) -> None:
         self.memory = memory
-        ngrams, size = memory.ngrams, nodes + 1
-        self.reads = not ngrams.observed
-        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
+        size = nodes + 1
+        self.reads = not memory.observed
+        at_a_node = memory.orders * memory.top_k + SEARCHED + (1 + sources) * MOST_LISTED
         explores = explores and self.reads and not chains
         self.state = BatchState(
-            ngrams.entries,
+            memory.entries,
             allocate_texts(places, 1, reach),
             np.zeros(places, dtype=HEARD),
             np.zeros((places, size), dtype=np.int64),
@@ -69,7 +69,7 @@ class DraftBatch:
             np.zeros((places, size), dtype=NODE),
             np.full(places, -1, dtype=np.int64),
             memory.weights,
-            np.array((chains, explores, ngrams.observed), dtype=SETTINGS)[()],
+            np.array((chains, explores, memory.observed), dtype=SETTINGS)[()],
         )
         self.state.heard["share"] = 1.0
         self.room = Room(
@@ -77,9 +77,9 @@ class DraftBatch:
             np.zeros(size, dtype=np.int64),
             np.zeros((size, SEARCHED), dtype=OCCURRENCE),
             np.zeros(LONGEST, dtype=np.int64),
-            np.zeros(ngrams.orders, dtype=np.int64),
+            np.zeros(memory.orders, dtype=np.int64),
         )
-        self._desk = Desk(ngrams.writing, np.zeros(ngrams.orders, dtype=np.int64), np.zeros(size, dtype=np.int64))
+        self._desk = Desk(memory.writing, np.zeros(memory.orders, dtype=np.int64), np.zeros(size, dtype=np.int64))
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
 
@@ -201,14 +201,14 @@ class DraftBatch:
             How many drafted tokens were accepted.
         """
         self._make_room(step)
-        clock = self.memory.ngrams.tick() if len(step.ids) else 0
+        clock = self.memory.tick() if len(step.ids) else 0
         accepted, lost = self._learn(step, clock, self.state, self._desk)
         if lost:  # what is predicted in these texts is not what is selected
             for place in step.rows["place"].tolist():
                 of_text = self.state.heard[place]
                 if place >= 0 and of_text["share"] < UNTRUSTED and not of_text["recalled"]:
                     of_text["recalled"] = 1
-                    self._learn_text(place, self.memory.ngrams.capacity)
+                    self._learn_text(place, self.memory.capacity)
         return int(accepted)
 
     def _make_room(self, step: Step) -> None:

@@ -15,7 +15,6 @@ from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.origins import origins_of
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
@@ -65,7 +64,7 @@ class AutoDrafter:
     ) -> None:
         most = budget if isinstance(budget, int) else most
         self.budget: StepBudget = FixedBudget(budget) if isinstance(budget, int) else budget
-        self.memory = DraftMemory(NGramMemory(1, 1, 1)) if memory is None else memory
+        self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self._learns = memory is not None
         self._most = most - 1
         self._read_prompt, self._is_read = warm_up, False  # later pending tokens were read when they were drafted
@@ -91,9 +90,9 @@ class AutoDrafter:
     def top_k(self) -> int:
         """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off, and while
         what the model says is not what is selected."""
-        if self.budget.backs_off or not self._learns or self._is_lost or self.memory.ngrams.observed:
+        if self.budget.backs_off or not self._learns or self._is_lost or self.memory.observed:
             return 0
-        return self.memory.ngrams.top_k
+        return self.memory.top_k
 
     @property
     def _is_lost(self) -> bool:
@@ -209,7 +208,7 @@ class AutoDrafter:
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
         with self.memory.lock:
-            entries = int(np.count_nonzero(self.memory.ngrams.entries.heads["tag"])) if self._learns else None
+            entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self._learns else None
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
                 nodes = self._batch.state.trees[self._place, 1 : self._sent + 1]
@@ -231,7 +230,7 @@ class AutoDrafter:
         # A resting drafter does nothing that can wait.
         certain = result.tree.certain
         is_searched = not self.budget.backs_off and certain <= self._certain
-        if is_searched and self._learns and (result.top_ids.shape[1] or self.memory.ngrams.observed or self._is_lost):
+        if is_searched and self._learns and (result.top_ids.shape[1] or self.memory.observed or self._is_lost):
             self._certain = certain
             return True
         self._late += result.tokens[certain if is_searched else 0 :]
@@ -252,7 +251,7 @@ class AutoDrafter:
         return (self._place, root, count, len(result.tokens)), result.tokens, ids, probabilities
 
     def statistics(self) -> dict[str, Any]:
-        """Of the n-gram memory; see `NGramMemory.statistics`."""
+        """Of the n-gram memory; see `DraftMemory.statistics`."""
         return self.memory.statistics()
 
     def _catch_up(self, batch: DraftBatch) -> None:

@@ -7,16 +7,13 @@ tokens of the path. Token recycling (arXiv 2408.08696) keeps them by the last to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.drafting.auto.texts import MATCH_CLASSES
-from lookahead.errors import InvalidArgumentError
 
 WAYS = 4
 """Entries in a set: the places where one context may be kept."""
@@ -54,7 +51,7 @@ WRITTEN = np.dtype([("token", np.int64), ("share", np.float64), ("log", np.float
 
 
 class Entries(NamedTuple):
-    """The arrays of `NGramMemory`: each context length has its own sets of `WAYS` places.
+    """The arrays of `DraftMemory`: each context length has its own sets of `WAYS` places.
 
     Attributes:
         heads: `ENTRY`s, `[orders, sets * WAYS]`.
@@ -210,205 +207,3 @@ def write_entry(
         for rank in range(top_k):
             followers[rank]["token"] = ids[rank] if rank < wide else -1
             followers[rank]["log"] = writing.room[rank]["log"] + writing.first_log
-
-
-ORDERS, CAPACITY = 4, 1 << 15
-"""Context lengths of a memory, and contexts of each, if nothing else is asked for."""
-
-
-class DamagedFileError(ValueError):
-    """A file is of no use; the message says what it is, but not which file that is."""
-
-
-NO_MEMORY = "is no saved memory"
-
-
-class NGramMemory:
-    """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
-
-    A set-associative hash table for each context length, in arrays of fixed size: a context belongs to one set, which
-    keeps `WAYS` contexts, identified by a 62-bit hash. A context that comes again takes the new prediction
-    (that of a single token keeps `old_share` of the old one); in a full set the one that was written longest ago makes
-    room. An entry takes 16 + 8 * top_k bytes (80 for the usual eight), so the whole memory takes
-    `orders * capacity * 80` bytes, allocated at the beginning; an operating system that fills pages on first use,
-    as Linux does, charges less until then.
-
-    Attributes:
-        entries: The arrays, as compiled loops take them.
-        writing: How they write them.
-        clock: How often something was inserted, here or in what this memory came from; it dates the entries.
-
-    Args:
-        orders: Longest context, in tokens. At least 1.
-        capacity: Contexts kept for each context length; rounded up to a power of two, at least `WAYS`.
-        top_k: Next tokens kept for each context. At least 1.
-        old_share: How far the prediction after a single token keeps what it was before, from 0 to below 1: so short a
-            context comes again in other surroundings.
-        observed: What is inserted are tokens of texts that were seen to follow, not predictions of a model. Contexts
-            of all lengths keep `old_share` of what they were then, and a token that followed once counts `1 -
-            old_share`: so tokens that come often count most, and lately more than long ago.
-
-    Raises:
-        InvalidArgumentError: A size is out of range.
-    """
-
-    def __init__(
-        self,
-        orders: int = ORDERS,
-        capacity: int = CAPACITY,
-        top_k: int = 8,
-        old_share: float = 0.3,
-        observed: bool = False,
-    ) -> None:
-        if not 0 <= old_share < 1:
-            raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
-        for name, value in (("orders", orders), ("capacity", capacity), ("top_k", top_k)):
-            if value < 1:
-                raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least 1")
-        self.orders, self.top_k = orders, top_k
-        self.old_share, self.observed = old_share, observed
-        #: Contexts kept for each context length.
-        self.capacity = WAYS << max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
-        self.entries = Entries(
-            np.zeros((orders, self.capacity), dtype=ENTRY),
-            np.zeros((orders, self.capacity, top_k), dtype=FOLLOWER),
-            np.full((1 + len(MATCH_CLASSES), orders + 1, 2), EVIDENCE_PRIOR),
-        )
-        self.clock = 0
-        blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
-        self.writing = Writing(float(old_share), blended, first_log, np.zeros(2 * top_k, dtype=WRITTEN))
-
-    def clear(self) -> None:
-        """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
-        if self.clock:
-            self.entries.heads.view(np.uint8).fill(0)  # numpy fills records one by one
-            self.clock = 0
-        self.entries.evidence.fill(EVIDENCE_PRIOR)
-
-    def occupy(self) -> None:
-        """Have the system fill all pages now, rather than one by one when they are first written to."""
-        if not self.clock:
-            self.entries.heads.view(np.uint8).fill(0)
-            self.entries.followers.view(np.uint8).fill(0)
-
-    def tick(self) -> int:
-        """The time of what is inserted next."""
-        self.clock += 1
-        return self.clock
-
-    def slots(self, context: Sequence[int]) -> list[int]:
-        """Where the last 1, 2, ... tokens of a path are kept, up to a length that is not; the very last token first."""
-        slots: list[int] = []
-        first = second = 1
-        for heads, token in zip(self.entries.heads, context, strict=False):
-            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
-            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-            begin = (first & (self.capacity // WAYS - 1)) * WAYS
-            found = np.flatnonzero(heads["tag"][begin : begin + WAYS] == (first << 31 | second) + 1)
-            if not len(found):
-                break
-            slots.append(begin + int(found[0]))
-        return slots
-
-    def statistics(self) -> dict[str, Any]:
-        """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""
-        heads, followers, _ = self.entries
-        entries = np.count_nonzero(heads["tag"], axis=1).tolist()
-        return {"entries": entries, "capacity": self.capacity, "bytes": heads.nbytes + followers.nbytes}
-
-    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All that is kept, as arrays by name, for a file."""
-        heads, followers = self.entries.heads.reshape(-1), self.entries.followers.reshape(-1, self.top_k)
-        used = np.flatnonzero(heads["tag"])
-        return {
-            "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self.clock], dtype=np.int64),
-            "ngram_old_share": np.array(self.old_share),
-            "ngram_slots": used.astype(np.int64),
-            "ngram_tags": heads["tag"][used],
-            "ngram_stamps": heads["stamp"][used],
-            "ngram_ids": followers["token"][used],
-            "ngram_logs": followers["log"][used],
-            "ngram_floors": heads["floor"][used],
-            "ngram_evidence": self.entries.evidence.copy(),
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> NGramMemory:
-        """The memory that `to_arrays` gave.
-
-        Raises:
-            DamagedFileError: An array is missing, or they cannot be from there.
-            Exception: There cannot be a memory of these sizes.
-        """
-        orders, capacity, top_k, clock = expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
-        memory = cls(orders, capacity, top_k, float(expect(arrays, "ngram_old_share", np.float64, ())))
-        heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, top_k)
-        slots = expect(arrays, "ngram_slots", np.int64, (None,))
-        count = len(slots)
-        stamps = expect(arrays, "ngram_stamps", np.uint32, (count,))
-        if memory.capacity != capacity or stamps.max(initial=0) > clock or slots.min(initial=0) < 0:
-            raise DamagedFileError(f"{NO_MEMORY}: its arrays do not belong together")
-        memory.clock = clock
-        heads["tag"][slots], heads["stamp"][slots] = expect(arrays, "ngram_tags", np.int64, (count,)), stamps
-        heads["floor"][slots] = expect(arrays, "ngram_floors", np.float32, (count,))
-        followers["token"][slots] = expect(arrays, "ngram_ids", np.int32, (count, top_k))
-        followers["log"][slots] = expect(arrays, "ngram_logs", np.float32, (count, top_k))
-        if "ngram_evidence" in arrays:  # older files have none
-            evidence = expect(arrays, "ngram_evidence", np.float64, memory.entries.evidence.shape)
-            memory.entries.evidence[:] = np.maximum(evidence, EVIDENCE_PRIOR / 2)
-        return memory
-
-    def merge(self, other: NGramMemory) -> None:
-        """Take in the entries of another memory, which stays as it is.
-
-        Of one context the newest entry stays, and in a full set the newest ones.
-
-        Raises:
-            InvalidArgumentError: The sizes differ.
-        """
-        if (self.orders, self.capacity, self.top_k) != (other.orders, other.capacity, other.top_k):
-            raise InvalidArgumentError(
-                f"a memory of orders={other.orders}, capacity={other.capacity}, top_k={other.top_k} cannot be merged "
-                f"into one of orders={self.orders}, capacity={self.capacity}, top_k={self.top_k}; use equal sizes"
-            )
-        self.clock = max(self.clock, other.clock)
-        heads, followers = (
-            np.concatenate([one.reshape(-1, WAYS, *one.shape[2:]), two.reshape(-1, WAYS, *two.shape[2:])], axis=1)
-            for one, two in zip(self.entries[:2], other.entries[:2], strict=True)
-        )  # of each set both sides, `[sets, 2 * ways, ...]`
-        tags, stamps = heads["tag"], np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
-        same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
-        newer = stamps[:, None, WAYS:] > stamps[:, :WAYS, None]
-        stamps[:, :WAYS][(same & newer).any(axis=2)] = -1
-        stamps[:, WAYS:][(same & ~newer).any(axis=1)] = -1
-        tags[stamps < 0] = 0
-        kept = np.sort(np.argsort(-stamps, axis=1, kind="stable")[:, :WAYS], axis=1)
-        self.entries.heads[:] = np.take_along_axis(heads, kept, 1).reshape(self.entries.heads.shape)
-        taken = np.take_along_axis(followers, kept[:, :, None], 1)
-        self.entries.followers[:] = taken.reshape(self.entries.followers.shape)
-        self.entries.evidence[:] = (self.entries.evidence + other.entries.evidence) / 2
-
-
-def expect(
-    arrays: Mapping[str, NDArray[Any]], name: str, dtype: DTypeLike, shape: tuple[int | None, ...]
-) -> NDArray[Any]:
-    """The array called `name`.
-
-    Args:
-        arrays: Where it is.
-        name: What it is called.
-        dtype: Its type; numbers of a floating one must be finite.
-        shape: Its shape; `None` stands for any size.
-
-    Raises:
-        DamagedFileError: It is not there, or another one.
-    """
-    if name not in arrays:
-        raise DamagedFileError(f"{NO_MEMORY}: it lacks the array {name!r}")
-    array = arrays[name]
-    sizes = tuple(size if want is None else want for size, want in zip(array.shape, shape, strict=False))
-    if array.dtype != np.dtype(dtype) or array.ndim != len(shape) or array.shape != sizes:
-        raise DamagedFileError(f"{NO_MEMORY}: its array {name!r} is a {array.dtype} of shape {list(array.shape)}")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise DamagedFileError(f"{NO_MEMORY}: its array {name!r} holds numbers that are not finite")
-    return array

@@ -26,7 +26,6 @@ from lookahead.drafting import text_only
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import SHOWN, Step
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.search import WANTED
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
@@ -225,13 +224,13 @@ class LookaheadProposer:
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
             self._memory = _new_memory() if reads else text_only.text_memory()
-        self._memory.ngrams.occupy()
+        self._memory.occupy()
         self._batch = DraftBatch(self._memory, self._most_drafted, chains=True, places=self._most_requests)
         self._requests = Requests(self._batch)
         self._is_loaded = True
         if reads:
             most_rows = self._most_requests * (1 + self._most_drafted)
-            self._target = TargetPredictions(model, self._vocabulary, self._memory.ngrams.top_k, most_rows)
+            self._target = TargetPredictions(model, self._vocabulary, self._memory.top_k, most_rows)
         if isinstance(model, torch.nn.Module):
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
             self._clock = step_clock(device)
@@ -346,7 +345,7 @@ class LookaheadProposer:
 
 
 def _new_memory() -> DraftMemory:
-    return DraftMemory(NGramMemory(_ORDERS))
+    return DraftMemory(_ORDERS)
 
 
 def _save(file: MemoryFile, model: str) -> None:
