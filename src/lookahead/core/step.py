@@ -12,15 +12,15 @@ selected one after another, each once and in order, as plain decoding does: the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
-from lookahead.core.statistics import Statistics, StepRecord
+from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.watching import Watch
+from lookahead.core.watching import Explanation, WatchedStep, explain
 
 T = TypeVar("T")
 
@@ -158,7 +158,8 @@ def raise_error(sequences: Sequence[SequenceState]) -> None:
 def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
     sequences, mark = batch.sequences, batch.mark
-    watch = Watch.of(sequences, batch.statistics.seconds)
+    is_watched = any(sequence.watcher is not None for sequence in sequences)
+    before = replace(batch.statistics.seconds) if is_watched else Seconds()
     trees = _draft(backend, batch)
     mark("draft")
 
@@ -176,8 +177,8 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     batch.statistics.steps += 1
     mark("commit")
 
-    if watch is not None:
-        watch.ask(sequences, trees)
+    explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
+    if is_watched:
         mark("watch")
 
     results = [_settle(*row) for row in zip(sequences, outputs, walks, strict=True)]
@@ -186,7 +187,7 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
 
     for row, result in enumerate(results):
         if result is not None:
-            _tell(batch, row, result, watch)
+            _tell(batch, row, result, explanations[row], before)
     return DoneStep(trees, results, top_k > 0)
 
 
@@ -282,6 +283,16 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     return [*range(tree.root + 1), *walk.path]
 
 
+_UNWATCHED = Explanation()
+
+
+def _explained(sequence: SequenceState, tree: TokenTree) -> Explanation:
+    """Where the nodes of a sequence's tree come from, if anybody watches it."""
+    if sequence.watcher is None:
+        return _UNWATCHED
+    return sequence.ask_drafter(lambda drafter: explain(drafter, tree), explain(None, tree))
+
+
 def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk | None) -> StepResult | None:
     """What the step showed about a sequence whose text went on."""
     if walk is None:
@@ -301,14 +312,14 @@ def _learn(sequences: Sequence[SequenceState], results: Sequence[StepResult | No
     )
 
 
-def _tell(batch: Batch, row: int, result: StepResult, watch: Watch | None) -> None:
-    """Count the step of one sequence, and tell those who watch or listen."""
+def _tell(batch: Batch, row: int, result: StepResult, explanation: Explanation, before: Seconds) -> None:
+    """Count the step of one sequence, and tell those who watch or listen. `before` are the times before the step."""
     sequence, nodes = batch.sequences[row], len(result.tree) - result.tree.root
     record = StepRecord(sequence.index, sequence.steps, result.tokens, nodes, sequence.finished)
     batch.statistics.record(record)
     try:
-        if watch is not None and sequence.watcher is not None:
-            sequence.watcher(watch.step(row, result, record, batch.statistics.seconds))
+        if sequence.watcher is not None:
+            sequence.watcher(WatchedStep(result, record, explanation, batch.statistics.seconds.since(before)))
         for listener in sequence.listeners:
             listener(record)
     except Exception as error:

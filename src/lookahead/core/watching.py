@@ -6,8 +6,7 @@ Nothing here runs where nobody watches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from lookahead.core.protocols import StepResult
@@ -96,43 +95,3 @@ def explain(drafter: Any, tree: TokenTree) -> Explanation:
 
 def _unexplained(tree: TokenTree, node: int) -> Origin:
     return Origin((WINDOW if tree.kinds[node] is NodeKind.WINDOW else UNNAMED,))
-
-
-class _Watched(Protocol):
-    """A sequence, as far as it matters here."""
-
-    watcher: StepWatcher | None
-
-    def ask_drafter(self, ask: Callable[[Any], Explanation], otherwise: Explanation) -> Explanation:
-        """What `ask` returns for its drafter, or `otherwise` if that raises."""
-
-
-@dataclass
-class Watch:
-    """The watchers of a batch in one step.
-
-    Args:
-        before: Times up to the step.
-    """
-
-    before: Seconds
-    explanations: list[Explanation] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, sequences: Sequence[_Watched], seconds: Seconds) -> Watch | None:
-        """The watchers of the coming step; usually none."""
-        if all(sequence.watcher is None for sequence in sequences):
-            return None
-        return cls(replace(seconds))
-
-    def ask(self, sequences: Sequence[_Watched], trees: Sequence[TokenTree]) -> None:
-        """Ask the drafters of those that are watched, before any of them learns from the step."""
-        for sequence, tree in zip(sequences, trees, strict=True):
-            explanation = Explanation()
-            if sequence.watcher is not None:
-                explanation = sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
-            self.explanations.append(explanation)
-
-    def step(self, row: int, result: StepResult, record: StepRecord, now: Seconds) -> WatchedStep:
-        """The step of a row as watchers see it; `now` are the times after the step."""
-        return WatchedStep(result, record, self.explanations[row], now.since(self.before))

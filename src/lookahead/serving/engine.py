@@ -23,7 +23,7 @@ from lookahead.serving.engine_model import EngineModel
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
 from lookahead.serving.refusals import check_prompt_ids
 from lookahead.serving.request import Request
-from lookahead.serving.scheduler import Scheduler, urgency
+from lookahead.serving.scheduler import PATIENCE, Scheduler
 
 
 class Engine:
@@ -141,9 +141,9 @@ class Engine:
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         with self._changed:
-            place = urgency(priority, self.statistics.steps, self._submitted)
+            urgency = self.statistics.steps - PATIENCE * priority, self._submitted
             self._submitted += 1
-        request.serve(handle, place, on_step)
+        request.serve(handle, urgency, on_step)
         with self._changed:
             self._arrivals.append(request)
             self._changed.notify_all()

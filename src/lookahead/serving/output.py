@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
@@ -55,14 +57,15 @@ def make_output(
         statistics: Counts and times; those of the drafters are added.
         cache: The cache that is returned, if one is.
     """
-    texts = stack_texts(sequences, pad_token)
+    ids = [sequence.ids[0] for sequence in sequences]
+    texts = pad_sequence(ids, batch_first=True, padding_value=pad_token or 0)  # without one, all are of one length
     if not arguments.config.return_dict_in_generate:
         return texts
     statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in sequences]
     fields = {
         "sequences": texts,
-        "scores": stack_collected([sequence.sampler.scores for sequence in sequences]),
-        "logits": stack_collected([sequence.sampler.logits for sequence in sequences]),
+        "scores": _stacked([sequence.sampler.scores for sequence in sequences]),
+        "logits": _stacked([sequence.sampler.logits for sequence in sequences]),
         "past_key_values": cache,
     }
     if not arguments.prompts.source:
@@ -72,41 +75,22 @@ def make_output(
     return output
 
 
-def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:
-    """Stack the texts into one tensor `[batch, tokens]`, padded on the right with `pad_token`."""
-    if len(sequences) == 1:
-        return sequences[0].ids.clone()
-    texts = [sequence.ids[0] for sequence in sequences]
-    longest = max(len(text) for text in texts)
-    if all(len(text) == longest for text in texts):
-        return torch.stack(texts)
-    filled = [torch.nn.functional.pad(text, (0, longest - len(text)), value=pad_token) for text in texts]
-    return torch.stack(filled)
-
-
 def padded_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> list[list[int]]:
     """The texts as plain decoding leaves them in its cache: it goes on with a row that ended, by padding."""
     longest = max(sequence.length for sequence in sequences)
     texts = []
     for sequence in sequences:
-        length = sequence.length
-        missing = longest - length
-        if sequence.last_length is not None:
-            missing = min(missing, sequence.last_length - length)
-        texts.append([*sequence.tokens, *[pad_token or 0] * missing])
+        end = longest if sequence.last_length is None else min(longest, sequence.last_length)
+        texts.append([*sequence.tokens, *[pad_token or 0] * (end - sequence.length)])
     return texts
 
 
-def stack_collected(collected: Sequence[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
+def _stacked(collected: Sequence[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
     """What the samplers of all rows collected, one `[batch, vocabulary]` for each token; zero where a row has ended."""
     rows = [tensors for tensors in collected if tensors is not None]
     if not rows:
         return None
-    blank = torch.zeros_like(rows[0][0])
-    longest = max(len(tensors) for tensors in rows)
-    return tuple(
-        torch.cat([tensors[token] if token < len(tensors) else blank for tensors in rows]) for token in range(longest)
-    )
+    return tuple(map(torch.cat, zip_longest(*rows, fillvalue=torch.zeros_like(rows[0][0]))))
 
 
 class StreamFeeder:

@@ -45,7 +45,8 @@ class Request:
         rule: When it is complete.
         row: Its keys and values, where rows come and go.
         handle: What a caller has of it who submitted it.
-        urgency: See `scheduler.urgency`.
+        urgency: Its place among others, which never changes, the smallest first: the step at which it came, earlier by
+            its priority, and which request it is.
     """
 
     row: TextRow

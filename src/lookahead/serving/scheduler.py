@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,16 +16,7 @@ PATIENCE = 1000
 """Steps that one level of priority is worth: a request waits for those of the next level that came up to so many steps
 after it, and for no later ones. So none waits for ever."""
 
-
-def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
-    """The place of a request among others, which never changes: by priority, then first come, first served.
-
-    Args:
-        priority: A larger one goes first.
-        step: The step at which it came.
-        number: Which request it is.
-    """
-    return step - PATIENCE * priority, number
+_BY_URGENCY = attrgetter("urgency")
 
 
 class Scheduler:
@@ -56,7 +48,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
-        insort(self.waiting, request, key=_urgency)
+        insort(self.waiting, request, key=_BY_URGENCY)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has finished, failed or was cancelled."""
@@ -75,7 +67,7 @@ class Scheduler:
             self._statistics.preempted += 1
             self.add(last)
         while self.waiting and len(self.running) < self._max_rows and self._fits([*self.running, self.waiting[0]]):
-            insort(self.running, self.waiting.pop(0), key=_urgency)
+            insort(self.running, self.waiting.pop(0), key=_BY_URGENCY)
         requests = self._share_out()
         self._room.settle(self.running)
         return requests
@@ -101,7 +93,3 @@ class Scheduler:
                 served.append(request)
                 left -= tokens if pending > 1 else 0
         return served
-
-
-def _urgency(request: Request) -> tuple[int, int]:
-    return request.urgency
