@@ -123,8 +123,8 @@ class Conversation:
         ids: list[int] = prompt.input_ids[0].tolist()
         kept = self._crop(ids)
         options = self._options if self._cache is None else self._options | {"past_key_values": self._cache}
-        recording = Recording()
-        with interruptible() as interruption:
+        recording, interruption = Recording(), Interruption()
+        with process.handling(signal.SIGINT, interruption.on_signal):
             try:
                 criteria = StoppingCriteriaList([interruption])
                 output = decode_with_lookahead(
@@ -224,23 +224,19 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
     def __init__(self) -> None:
         self.asked = False
 
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ask for a stop. A second time nobody waits for it.
+
+        Raises:
+            KeyboardInterrupt: It is the second time.
+        """
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each row ends here, `[rows]`."""
         return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU: nobody waits for a device
-
-
-@contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """Let Ctrl-C ask for a stop. A second one does not wait and raises `KeyboardInterrupt`."""
-    interruption = Interruption()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if interruption.asked:
-            raise KeyboardInterrupt
-        interruption.asked = True
-
-    with process.handling(signal.SIGINT, on_signal):
-        yield interruption
 
 
 Message = Mapping[str, str]

@@ -36,7 +36,7 @@ from lookahead.server.served_model import Prompt, ServedModel, read_images
 from lookahead.server.service import Service
 from lookahead.version import __version__
 
-_OWN_ARGUMENTS = {
+_SET_ELSEWHERE = {
     *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt"),
     *("continue_final_message", "messages"),
@@ -61,7 +61,9 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
                 await asyncio.to_thread(served.engine.close, True)
             service.close()
 
-    failures: dict[Any, Any] = dict.fromkeys((HTTPException, RequestValidationError, LookaheadError, Exception), _tell)
+    failures: dict[Any, Any] = dict.fromkeys(
+        (HTTPException, RequestValidationError, LookaheadError, Exception), _failed
+    )
     app = FastAPI(
         title="lookahead",
         version=__version__,
@@ -99,7 +101,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return {"version": __version__}
 
     @app.get("/load")
-    async def told_load() -> dict[str, int]:
+    async def load() -> dict[str, int]:
         """How much there is to do at the moment."""
         loads = [asdict(served.engine.load) for served in service.models.values()]
         now = {name: sum(load[name] or 0 for load in loads) for name in loads[0]}
@@ -108,7 +110,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return now | ({"kv_limit_bytes": limit} if limit else {})
 
     @app.get("/metrics")
-    async def told_metrics() -> Response:
+    async def metric_counts() -> Response:
         """Counts, for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -197,7 +199,7 @@ async def _images(served: ServedModel, messages: Sequence[Message], settings: Se
 
 def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Image]) -> Prompt:
     options: dict[str, Any] = dict(request.chat_template_kwargs)
-    if taken := sorted(_OWN_ARGUMENTS & set(options)):
+    if taken := sorted(_SET_ELSEWHERE & set(options)):
         raise errors.refused(
             "chat_template_kwargs", f"chat_template_kwargs: {taken[0]} has a field of its own, or none"
         )
@@ -208,7 +210,7 @@ def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Ima
     return served.encode_chat(request.messages, callable_tools(request), options, images)
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     """The answer to a request that failed."""
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         said = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json tells what there is"
