@@ -53,7 +53,10 @@ def compiled(
         makes_arrays: Whether it makes arrays, or calls what does. Those have to be counted, which takes time.
         vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
     """
-    return _compile(function, {"nogil": releases_gil, **_fast(vectorizes)}, makes_arrays)
+    loop = _compile(function, {"nogil": releases_gil, **_fast(vectorizes)}, makes_arrays)
+    if IS_COMPILED:
+        keep_compiled(loop)
+    return loop
 
 
 FIRST = cast(int, np.int64(0))
@@ -75,9 +78,7 @@ def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = F
     options = {"no_cfunc_wrapper": True} | options
     if not makes_arrays and hasattr(import_module("numba.core.cpu").CPUTargetOptions, "_nrt"):
         options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
-    loop = _numba.njit(**options)(function)
-    keep_compiled(loop)
-    return cast(Function, loop)
+    return cast(Function, _numba.njit(**options)(function))
 
 
 class TypedLoop:

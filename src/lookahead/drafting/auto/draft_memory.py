@@ -94,7 +94,8 @@ class DraftMemory:
         self.lock = RLock()
         self.batches: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
-        self.writing = Writing(float(old_share), blended, first_log, np.zeros(2 * top_k, dtype=WRITTEN))
+        room, places = np.zeros(2 * top_k, dtype=WRITTEN), np.zeros((2, orders), dtype=np.int64)
+        self.writing = Writing(float(old_share), blended, first_log, room, *places)
 
     def clear(self) -> None:
         """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""

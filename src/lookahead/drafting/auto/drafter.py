@@ -240,7 +240,8 @@ class AutoDrafter:
         """What a step showed."""
         if self._late:
             self._catch_up(batch)
-        result = result.beyond(self._certain)
+        if self._certain:
+            result = result.beyond(self._certain)
         root = result.tree.root
         count = root + 1 + self._sent
         if batch.reads and result.top_ids.shape[1]:

@@ -74,12 +74,16 @@ class Writing(NamedTuple):
         blended: Entries of contexts of up to so many tokens are blended with what was there.
         first_log: Added to the logarithms of a new entry.
         room: `WRITTEN`s, those of both predictions while they are blended, `[2 * top_k]`.
+        tags: The hash of each context of a path, `[orders]`.
+        slots: Where each is kept, `[orders]`.
     """
 
     old_share: float
     blended: int
     first_log: float
     room: NDArray[Any]
+    tags: NDArray[np.int64]
+    slots: NDArray[np.int64]
 
 
 @inner
@@ -127,7 +131,7 @@ def _blend(
     head: Any, followers: NDArray[Any], wide: int, ids: NDArray[np.int64], floor: np.float32, writing: Writing
 ) -> None:
     """Update a stored prediction as a moving average with weight `old_share` on the old one."""
-    old_share, _, _, room = writing
+    old_share, room = writing.old_share, writing.room
     count = 0
     for rank in range(wide):
         room[count]["token"], room[count]["share"] = ids[rank], (1 - old_share) * exp(float(room[rank]["log"]))
@@ -193,11 +197,13 @@ def write_entry(
         return
     floor = _take_logs(wide, probabilities, writing.room)
     first = second = 1
-    for order in range(len(context)):
+    for order in range(len(context)):  # all places first: so the processor waits for memory once, not for each
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
-        tag = (first << 31 | second) + 1
-        slot = _place_for(tag, (first & (sets - 1)) * WAYS, entries.heads[order])
+        writing.tags[order] = (first << 31 | second) + 1
+        writing.slots[order] = _place_for(writing.tags[order], (first & (sets - 1)) * WAYS, entries.heads[order])
+    for order in range(len(context)):
+        tag, slot = writing.tags[order], writing.slots[order]
         head, followers = entries.heads[order, slot], entries.followers[order, slot]
         head["stamp"] = clock
         if order < writing.blended and writing.old_share > 0 and head["tag"] == tag:
