@@ -21,7 +21,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -241,13 +242,8 @@ def _try_trees(model: PreTrainedModel) -> None:
         "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
         "them, and if it still fails, use model.generate: lookahead decoding cannot run it"
     )
-    try:
-        with torch.no_grad(), preserved_state(model):
-            drafted, plain = reads_trees(model)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} failed on a token tree ({type(error).__name__}: {error}); {advice}"
-        ) from error
+    with _failure_refused(model, f"{name} failed on a token tree", advice):
+        drafted, plain = reads_trees(model)
     if not bool(torch.isfinite(plain).all()):
         raise UnsupportedModelError(f"{name} gives logits that are not finite, in {model.dtype}; {advice}")
     found, allowed = difference([drafted], [plain]), tolerance([plain], model.dtype)
@@ -259,35 +255,37 @@ def _try_trees(model: PreTrainedModel) -> None:
 
 
 def _check_chains(model: PreTrainedModel) -> None:
-    kind, name = equivalence(model), type(model).__name__
-    what = (
-        "is an encoder-decoder"
-        if is_encoder_decoder(model)
-        else "keeps a running state (Mamba-style or linear attention)"
-    )
+    """Refuse a model that reads chains otherwise than single tokens."""
+    kind, name = equivalence(model), f"model={type(model).__name__}"
+    state = "keeps a running state (Mamba-style or linear attention)"
+    what = f"{name} {'is an encoder-decoder' if is_encoder_decoder(model) else state}"
     if not kind.holds("chains"):
         found = (
             "a small copy of it that goes on from its state over several tokens differs from plain decoding"
             if kind.has_miniature
             else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
         )
-        raise UnsupportedModelError(f"model={name} {what}, and {found}. Use model.generate")
-    state = state_of(model)
-    with state.lock:
-        try:
-            # The model itself, whose device may have kernels of its own; a clone that runs chains has been compared.
-            with torch.no_grad(), preserved_state(model):
-                same = chain_engine(model) is not model or goes_on_rightly(model, model)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"model={name} failed on a chain of tokens ({type(error).__name__}: {error}). Use model.generate"
-            ) from error
+        raise UnsupportedModelError(f"{what}, and {found}. Use model.generate")
+    with state_of(model).lock:
+        # The model itself, whose device may have kernels of its own; a clone that runs chains has been compared.
+        with _failure_refused(model, f"{name} failed on a chain of tokens", "use model.generate"):
+            same = chain_engine(model) is not model or goes_on_rightly(model, model)
         if not same:
             raise UnsupportedModelError(
-                f"model={name} {what}, and goes on over several tokens otherwise than one token at a time; call "
-                "model.eval() if it is in training mode, and if it still does, use model.generate"
+                f"{what}, and goes on over several tokens otherwise than one token at a time; call model.eval() if it "
+                "is in training mode, and if it still does, use model.generate"
             )
-        state.checked.add(_on_chains(checked_setting(model)))
+        state_of(model).checked.add(_on_chains(checked_setting(model)))
+
+
+@contextmanager
+def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator[None]:
+    """Passes that leave no trace in `model`; where one fails, the model is refused."""
+    try:
+        with torch.no_grad(), preserved_state(model):
+            yield
+    except Exception as error:
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error}); {advice}") from error
 
 
 def check_packing(model: PreTrainedModel) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.base import Runner
 from lookahead.backends.transformers import attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
@@ -25,7 +26,7 @@ from lookahead.backends.transformers.model_state import of_config
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
 from lookahead.backends.transformers.tree_cache import Row
-from lookahead.backends.trials import chains, difference, follow
+from lookahead.backends.trials import Draft, chains, difference, follow
 from lookahead.core.token_tree import TokenTree
 
 _PROMPT = 6
@@ -49,48 +50,42 @@ class _Comparison:
         model: The miniature.
         seed: Of texts and drafts.
         keeps_state: Whether the model has a running state; without one, the miniature would not be like it.
+
+    Attributes:
+        positions_end: Whether plain decoding failed beyond the context.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int, keeps_state: bool) -> None:
         self._model = model
         self._is_alike = not keeps_state or has_running_state(type(model), model.config)
         self._draws = random.Random(seed)
-        self._ends = False
+        self.positions_end = False
         limit = Limits(model.config)
         self._text = draw_text(_TEXT, seed)[: limit.broken_after]
-        context = limit.context
         try:
             self._expected = plain_logits(model, [self._text], _PROMPT)[0]
         except (IndexError, RuntimeError):  # a table came to its end
-            if context is None:
+            if limit.context is None:
                 raise
-            self._ends = True
-            self._text = self._text[:context]
+            self.positions_end = True
+            self._text = self._text[: limit.context]
             self._expected = plain_logits(model, [self._text], _PROMPT)[0]
         if not bool(torch.isfinite(self._expected).all()):
             raise ArithmeticError("the logits are not finite")
         self._tolerance = _TOLERANCE * float(self._expected.abs().max())
 
-    def positions_end(self) -> bool:
-        """Plain decoding failed beyond the context."""
-        return self._ends
-
     def trees(self) -> bool:
         """Along a text, and behind a prompt of many tokens."""
-        if not self._same(self._along(self._runner(), [self._text]), [self._expected]):
+        if not self._agrees(self._runner(), [self._text], [self._expected]):
             return False
         text = self._text[: _LONG_PROMPT + 10]
         prompt = min(_LONG_PROMPT, len(text) - 4)
-        plain = plain_logits(self._model, [text], prompt)
-        return self._same(self._along(self._runner(), [text], prompt), list(plain))
+        return self._agrees(self._runner(), [text], plain_logits(self._model, [text], prompt), prompt)
 
     def chains(self) -> bool:
         """Along a text, with drafts that are rejected, states that are put back, and pending tokens sent again."""
-        if not self._is_alike:
-            return False
         runner = trial_runner(self._model, chain_engine(self._model))
-        found = follow(runner, [self._text], _PROMPT, chains(self._draws))
-        return self._same(found, [self._expected])
+        return self._is_alike and self._agrees(runner, [self._text], [self._expected], draft=chains(self._draws))
 
     def plain(self) -> bool:
         """Two texts, step by step in turn, one token at a time. A state that is in the model is that of one text."""
@@ -105,17 +100,25 @@ class _Comparison:
         """Two texts of different lengths in one row of tokens, and each alone."""
         attention.register(attention.PACKED_ROWS)
         clone = SharedClone(self._model, attention.PACKED_ROWS, pack_weights=False)
-        runner = RowsRunner(clone.module, self._ends)
+        runner = RowsRunner(clone.module, self.positions_end)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)
 
-    def padding(self) -> bool:
-        """A text behind hidden tokens."""
-        return self._hidden([0, 1, 2])
-
-    def holes(self) -> bool:
-        """A text with a hidden token between others."""
-        return self._hidden([2])
+    def hidden(self, *places: int) -> bool:
+        """A text with hidden tokens in these places."""
+        runner = self._runner(padding=len(places))
+        longest = runner.counts_hidden_after(between=places[0] > 0)  # beyond, such texts are refused
+        text = list(self._text)
+        for place in places:
+            text.insert(place, 3)
+        text = text[:longest]
+        counted = [token for place, token in enumerate(text) if place not in places]
+        prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
+        try:
+            plain = plain_logits(self._model, [text], prompt, [places])
+        except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
+            return False
+        return self._agrees(runner, [counted], plain)
 
     def padded_caches(self) -> bool:
         """The first layer's keys of a text behind padding, and those that plain decoding leaves in its cache."""
@@ -130,39 +133,30 @@ class _Comparison:
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
         padded, plain = (cache.layers[0].keys[0] for cache in (runner.rows[0].cache, output.past_key_values))
-        return self._same([padded[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
+        kept = plain[:, padding : padding + _PROMPT]
+        return difference([padded[:, :_PROMPT]], [kept]) <= self._tolerance
 
     def _runner(self, rows: int = 1, padding: int = 0) -> ModelRunner:
-        runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self._ends)
+        runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self.positions_end)
         runner.rows[0].padding = padding
         return runner
 
-    def _side_by_side(self, runner: ModelRunner | RowsRunner | ChainRunner) -> bool:
+    def _side_by_side(self, runner: Runner) -> bool:
         # Where rows may not be at different places, batches are refused.
         texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
         alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
-        return self._same(self._along(runner, texts), alone)
+        return self._agrees(runner, texts, alone)
 
-    def _hidden(self, places: list[int]) -> bool:
-        runner = self._runner(padding=len(places))
-        between = places[0] > 0
-        longest = runner.counts_hidden_after(between)  # beyond, such texts are refused
-        text = list(self._text)
-        for place in places:
-            text.insert(place, 3)
-        text = text[:longest]
-        counted = [token for place, token in enumerate(text) if place not in places]
-        prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
-        try:
-            plain = plain_logits(self._model, [text], prompt, [places])
-        except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
-            return False
-        return self._same(self._along(runner, [counted]), list(plain))
-
-    def _along(
-        self, runner: ModelRunner | RowsRunner | ChainRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
-    ) -> list[torch.Tensor]:
-        return follow(runner, texts, prompt, self._draft)
+    def _agrees(
+        self,
+        runner: Runner,
+        texts: Sequence[Sequence[int]],
+        plain: Sequence[torch.Tensor] | torch.Tensor,
+        prompt: int = _PROMPT,
+        draft: Draft | None = None,
+    ) -> bool:
+        """Whether drafts along texts give the logits of plain decoding, `[tokens - prompt, vocabulary]` of each."""
+        return difference(follow(runner, texts, prompt, draft or self._draft), list(plain)) <= self._tolerance
 
     def _draft(self, tree: TokenTree, following: Sequence[int]) -> list[int]:
         """Some of the tokens that follow, and wrong ones, so that places in the tree are not its positions."""
@@ -174,12 +168,8 @@ class _Comparison:
             tree.add_candidates(wrong[:1], path[0])
         return path
 
-    def _same(self, logits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-        return difference(logits, expected) <= self._tolerance
 
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about a kind of model.
 
     Attributes:
@@ -201,13 +191,13 @@ QUESTIONS = {
     "plain": Question(_Comparison.plain, unknown=False),  # without drafts? Else an Engine cannot fall back on that.
     "batches": Question(_Comparison.batches),  # several at different places? Else batches are refused.
     "packed_rows": Question(_Comparison.packed_rows),  # one after another? Else they are padded.
-    "padding": Question(_Comparison.padding),  # behind hidden tokens? Else these are refused.
-    "holes": Question(_Comparison.holes),  # with hidden tokens between others? Likewise.
+    "padding": Question(lambda texts: texts.hidden(0, 1, 2)),  # behind hidden tokens? Else these are refused.
+    "holes": Question(lambda texts: texts.hidden(2)),  # with hidden tokens between others? Likewise.
     # Are the keys of a row behind hidden tokens those that plain decoding caches? Where it counts them as positions,
     # RoPE gives equal logits, as it depends on distances alone, but other keys: a cache of them is refused.
     "padded_caches": Question(_Comparison.padded_caches),
     # Does the model fail beyond its context? Else texts may go on there. Weights have no part in it.
-    "positions_end": Question(_Comparison.positions_end, seeds=1),
+    "positions_end": Question(lambda texts: texts.positions_end, seeds=1),
 }
 """The table: what is asked, how it is tried, and what is refused."""
 
@@ -273,7 +263,7 @@ def _look_up(model: PreTrainedModel) -> Equivalence:
     values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     kind = (type(model), values, model.config._attn_implementation)
     with _lock:
-        _known[kind] = _known.pop(kind) if kind in _known else Equivalence(model)
+        _known[kind] = found = _known.pop(kind, None) or Equivalence(model)
         if len(_known) > _KEPT:
             del _known[next(iter(_known))]
-        return _known[kind]
+        return found

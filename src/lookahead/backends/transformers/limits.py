@@ -65,27 +65,28 @@ class Limits:
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
         text_config = config.get_text_config(decoder=True)
         self.first_position = int(config.model_type in _FROM_ONE)
-        contexts = (getattr(text_config, name, None) for name in _CONTEXTS)
-        self.context: int | None = next((size for size in contexts if isinstance(size, int) and size > 0), None)
+        self.context = next(filter(None, (_length(text_config, name) for name in _CONTEXTS)), None)
         ropes = _rope_parameters(text_config)
         # The token that ends such a text has no position to be read at.
         ends = self.context is not None and not any(ropes) and positions_end
-        self.last_length: int | None = self.context + 1 if self.context is not None and ends else None
+        self.last_length = self.context + 1 if self.context is not None and ends else None
         originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
-        self.picks_after = _picks_after(text_config)
-        self._chooses_after = _chooses_after(text_config)
-        if self.picks_after is not None:
-            self._chooses_after = self.picks_after + 1  # a text's last token is not read
-        self._changes = [(kind, end) for kind, end in originals if _changes(kind) and end is not None]
-        self.changes_after: int | None = min((end for _, end in self._changes), default=None)
-        original = next((end for _, end in self._changes or originals), None)
+        self._changes = [
+            (kind, end) for kind, end in originals if end is not None and (kind == "longrope" or "dynamic" in kind)
+        ]
+        self.changes_after = shortest(*(end for _, end in self._changes))
+        original = (self._changes or originals)[0][1]
         drops = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
-        recomputes = drops and TRANSFORMERS >= _MENDED
-        broken = config.model_type in _BROKEN or (drops and not recomputes)
-        self.recompute_at: int | None = original + 1 if recomputes and original is not None else None
-        self.broken_after: int | None = original if broken else None
+        is_mended = TRANSFORMERS >= _MENDED
+        self.recompute_at = original + 1 if drops and is_mended and original is not None else None
+        self.broken_after = original if config.model_type in _BROKEN or (drops and not is_mended) else None
+        picks_by_indexer = INDEXED in (getattr(text_config, "layer_types", None) or ())
+        picks = "index_topk" if picks_by_indexer else _PICKING.get(text_config.model_type, "")
+        self.picks_after = _length(text_config, picks)
+        # A text's last token is not read.
+        self._chooses_after = _compresses_after(text_config) if self.picks_after is None else self.picks_after + 1
         self._period, self._places_end = _scale_period(text_config), _mask_table_end(text_config)
-        self.places_after: int | None = self._places_end if self._period is None else self._period - 1
+        self.places_after = self._places_end if self._period is None else self._period - 1
 
     def deepest(self, root_position: int) -> int | None:
         """Largest position id in a tree whose root is at `root_position`; `None` for any.
@@ -116,9 +117,9 @@ class Limits:
         """Where a kind of RoPE changes, if it does."""
         if "dynamic" in str(rope.get("rope_type")):
             return self.context  # where transformers begins to scale, whatever the settings call original
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
-        return original if isinstance(original, int) else None
+        named = rope.get("original_max_position_embeddings")
+        named = named or getattr(text_config, "original_max_position_embeddings", None) or self.context
+        return named if isinstance(named, int) else None
 
 
 def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
@@ -131,22 +132,16 @@ def shortest(*lengths: int | None) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-def _changes(rope_type: str) -> bool:
-    return rope_type == "longrope" or "dynamic" in rope_type
+def _length(config: PreTrainedConfig, name: str) -> int | None:
+    """A length that a configuration names; `None` if it does not."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
 
 
-def _chooses_after(config: PreTrainedConfig) -> int | None:
+def _compresses_after(config: PreTrainedConfig) -> int | None:
     """Longest text all of whose compressed entries are attended to; `None` for models that do not choose."""
     rate = (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention")
     return None if rate is None else int((config.index_topk + 1) * rate - 1)
-
-
-def _picks_after(config: PreTrainedConfig) -> int | None:
-    """Longest text all of whose keys are attended to; `None` for models whose layers see what their masks show."""
-    by_indexer = INDEXED in (getattr(config, "layer_types", None) or ())
-    name = "index_topk" if by_indexer else _PICKING.get(config.model_type, "")
-    length = getattr(config, name, None)
-    return length if isinstance(length, int) else None
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:
@@ -160,8 +155,7 @@ def _scale_period(config: PreTrainedConfig) -> int | None:
     """Consecutive places for which Llama 4 scales queries by the same factor; `None` for other models."""
     if not getattr(config, "attn_temperature_tuning", False) or all(getattr(config, "no_rope_layers", None) or [1]):
         return None
-    period = getattr(config, "floor_scale", None)
-    return period if isinstance(period, int) else None
+    return _length(config, "floor_scale")
 
 
 def _mask_table_end(config: PreTrainedConfig) -> int | None:
@@ -169,6 +163,5 @@ def _mask_table_end(config: PreTrainedConfig) -> int | None:
     layers = getattr(config, "attention_layers", None)
     if not layers or not hasattr(config, "window_size"):
         return None
-    return int(
-        min(config.window_size, config.max_position_embeddings) if "local" in layers else config.max_position_embeddings
-    )
+    ends = [config.max_position_embeddings, *([config.window_size] if "local" in layers else [])]
+    return int(min(ends))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -28,13 +27,6 @@ class _Part:
     state: torch.Tensor
     waiting: set[int]
     noise: torch.Tensor | None
-
-
-class _Ahead(NamedTuple):
-    """The states of the generator before and after a place that no row has come to was drawn."""
-
-    before: torch.Tensor
-    after: torch.Tensor
 
 
 class SamplingNoise:
@@ -63,12 +55,13 @@ class SamplingNoise:
         self._left: set[int] = set()
         self._parts: dict[tuple[int, int], _Part] = {}  # by place and row
         self._drawn = 0  # places that a row has come to
-        self._ahead: deque[_Ahead] = deque()  # of the places behind those
+        # Of the generator: before each place behind those that was drawn ahead, and after the last of them.
+        self._ahead: deque[torch.Tensor] = deque()
         self.kept_bytes = self.drawn_again = 0
 
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
-        if self._rows == 1 and not self._ahead:
+        if self._rows == 1 and len(self._ahead) < 2:
             return self._draw_rows(1, probabilities)
         place = self._places[row]
         if place == self._drawn:
@@ -108,18 +101,24 @@ class SamplingNoise:
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""
         self._left.add(row)
-        for place in range(self._places[row], self._drawn + len(self._ahead)):
+        for place in range(self._places[row], self._end):
             part = self._parts.pop((place, row))
             part.waiting.discard(row)
             if not part.waiting:
                 self._forget(part)
+
+    @property
+    def _end(self) -> int:
+        """The first place that was not drawn."""
+        return self._drawn + max(len(self._ahead) - 1, 0)
 
     def _begin_place(self, first: int, like: torch.Tensor) -> None:
         """Draw the noise of the next place, to which row `first` has come, unless that was done ahead. Where it is too
         much, keep that of the rows close behind."""
         generator = self._generator_of(like.device)
         if self._is_ahead_of(generator.get_state()):
-            generator.set_state(self._ahead.popleft().after)
+            self._ahead.popleft()
+            generator.set_state(self._ahead[0])
         else:
             self._draw(self._drawn, like)
         for row in sorted(range(self._rows), key=self._places.__getitem__):
@@ -132,27 +131,25 @@ class SamplingNoise:
         """Have the noise of these places, as far as there is room for it, or of the first one."""
         generator = self._generator_of(like.device)
         state = generator.get_state()
-        last = self._ahead[-1].after if self._is_ahead_of(state) else state
-        if self._drawn + len(self._ahead) >= places.stop:
-            return
-        generator.set_state(last)
-        for place in range(self._drawn + len(self._ahead), places.stop):
+        if not self._is_ahead_of(state):
+            self._ahead = deque([state])
+        generator.set_state(self._ahead[-1])
+        for place in range(self._end, places.stop):
             if place > places.start and self.kept_bytes + self._rows * like.nbytes > self._most_bytes:
                 break
-            before = generator.get_state()
             self._draw(place, like)
-            self._ahead.append(_Ahead(before, generator.get_state()))
+            self._ahead.append(generator.get_state())
         generator.set_state(state)
 
     def _is_ahead_of(self, state: torch.Tensor) -> bool:
         """Whether places were drawn from this state of the generator on. If somebody else has drawn since, they are
         forgotten."""
-        if self._ahead and not torch.equal(self._ahead[0].before, state):
-            for place in range(self._drawn, self._drawn + len(self._ahead)):
+        if self._ahead and not torch.equal(self._ahead[0], state):
+            for place in range(self._drawn, self._end):
                 for part in [self._parts.pop((place, row)) for row in range(self._rows) if row not in self._left]:
                     self._forget(part)
             self._ahead.clear()
-        return bool(self._ahead)
+        return len(self._ahead) > 1
 
     def _draw(self, place: int, like: torch.Tensor) -> None:
         """Draw the noise of a place for all rows, from the state that the generator is in."""

@@ -215,10 +215,8 @@ class TextSampler:
             if token >= 0:
                 assert self._noise is not None
                 self._noise.take(self._row, self._foreseen.probabilities[place : place + 1])
-                if self.logits is not None:
-                    self.logits.append(outputs.logits_after(node).clone())
-                if self.scores is not None:
-                    self.scores.append(self._foreseen.scores[place : place + 1].clone())
+                if self.keeps:
+                    self._keep(outputs.logits_after(node), self._foreseen.scores[place : place + 1])
                 return token
         text = None if self._ignores_text else sequence.ids  # which are put together when they are asked for
         return self.choose(text, outputs.logits_after(node).to(sequence.device))
@@ -228,18 +226,18 @@ class TextSampler:
 
         The text may be left out where there is no processor that looks at it.
         """
-        if self.logits is not None:
-            self.logits.append(logits.clone())
-        # processors may write into what they get
-        scores = logits
-        if self._processor is not None:
-            scores = self._process(text, logits)
-        if self.scores is not None:
-            self.scores.append(scores.clone())
+        scores = self._process(text, logits)
+        self._keep(logits, scores)
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
+    def _keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Collect what is wanted of a token."""
+        for collected, values in ((self.logits, logits), (self.scores, scores)):
+            if collected is not None:
+                collected.append(values.clone())
+
     def _process(self, text: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-        """What the processors make of `logits`."""
+        """What the processors make of `logits`, which stay as they are."""
         if not self._ignores_text:
             assert self._processor is not None
             assert text is not None

@@ -32,7 +32,7 @@ DIFFERS = "a clone of it that shares its weights does not compute what it comput
 _PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
 """What stands for a linear layer, by how its weight is packed."""
 
-_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
+_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES, "chunk_size"})
 """Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
 
 
@@ -197,8 +197,8 @@ def _tried(model: PreTrainedModel, attention: str | None, packing: bool | str, t
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
     """Set on `clone` what is set on `module`. Another thread may run it meanwhile: it never has the model's own."""
-    attributes, theirs = vars(clone), vars(module)
-    current = {**theirs, **{name: attributes[name] for name in _ITS_OWN & attributes.keys()}}
+    attributes = vars(clone)
+    current = {**vars(module), **{name: attributes[name] for name in _ITS_OWN & attributes.keys()}}
     current.pop("generate", None)
     if children := module._modules:
         current["_modules"] = {name: None if child is None else clones[id(child)] for name, child in children.items()}
@@ -225,27 +225,16 @@ def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
     Those of Mamba 1 go on from their state over one token alone. In a clone they take tokens one by one, while all
     other layers take them together.
     """
-    forgets = is_forgetful(model)
     has_long_chunks = model.device.type == "cpu" and any(map(_has_long_chunks, model.modules()))
-    if not (forgets or has_long_chunks) or not can_be_cloned(model):
+    if not (is_forgetful(model) or has_long_chunks) or not can_be_cloned(model):
         return model
-    with state_of(model).lock:
-        clone = clone_for(model, None, False, _reads_chains)
-        if not isinstance(clone, SharedClone):
-            return model
-        _shorten(clone.module)
-    return clone.module
+    clone = clone_for(model, None, False, _reads_chains)
+    return clone.module if isinstance(clone, SharedClone) else model
 
 
 def _has_long_chunks(module: torch.nn.Module) -> bool:
     size = getattr(module, "chunk_size", None)
     return isinstance(size, int) and size > _CHUNK and hasattr(module, "A_log")
-
-
-def _shorten(module: torch.nn.Module) -> None:
-    for part in module.modules():
-        if _has_long_chunks(part):
-            part.chunk_size = _CHUNK  # type: ignore[assignment]
 
 
 @cache
@@ -263,13 +252,10 @@ def _one_by_one(kind: Any) -> Any:
 
 def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
     """Whether a clone, made to, reads chains as the model reads single tokens."""
-    sizes = {part: part.chunk_size for part in clone.modules() if _has_long_chunks(part)}
-    _shorten(clone)
     for part in clone.modules():
+        if _has_long_chunks(part):
+            part.chunk_size = _CHUNK
         if is_forgetful(model) and type(part).__name__.endswith("MambaMixer"):
             kind: Any = type(part)
             part.__class__ = _one_by_one(kind)
-    same = goes_on_rightly(model, clone)
-    for part, size in sizes.items():  # else the clone would not look like the model
-        part.chunk_size = size
-    return None if same else "a clone does not go on as it does"
+    return None if goes_on_rightly(model, clone) else "a clone does not go on as it does"

@@ -113,21 +113,6 @@ _UNDIVIDED = 32768
 """Elements up to which torch gives all of a tensor to one thread."""
 
 
-def invariant_kind(module: torch.nn.Module, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class of what stands for `module`, which would be `kind` otherwise."""
-    joined: Any = kind
-    joining: Any = _joined  # classes are hashable, which mypy doubts of those of modules
-    if type(module) in (torch.nn.Linear, Conv1D):
-        joined = joining(_ByRule, kind)
-    elif _is_activation(module):
-        joined = joining(_WholeVectors, kind)
-    elif _are_experts(module):
-        joined = joining(_OneByOne, kind)
-    elif _is_router(module):
-        joined = joining(_InPartsOfOneSize, kind)
-    return joined  # type: ignore[no-any-return]
-
-
 def foreign_product(model: torch.nn.Module) -> str | None:
     """The name of a module with experts or a router in it of a kind that is not known here; `None` if there is none.
 
@@ -302,3 +287,18 @@ class _InPartsOfOneSize:
 
 def _side_by_side(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([output.flatten(1).double() for output in outputs], dim=1)
+
+
+def invariant_kind(module: torch.nn.Module, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of what stands for `module`, which would be `kind` otherwise."""
+    joined: Any = _joined  # classes are hashable, which mypy doubts of those of modules
+    return next((joined(care, kind) for applies, care in _CARE if applies(module)), kind)
+
+
+_CARE: tuple[tuple[Callable[[torch.nn.Module], bool], type], ...] = (
+    (lambda module: type(module) in (torch.nn.Linear, Conv1D), _ByRule),
+    (_is_activation, _WholeVectors),
+    (_are_experts, _OneByOne),
+    (_is_router, _InPartsOfOneSize),
+)
+"""What each kind of module needs so that the bits of its rows do not depend on others."""
