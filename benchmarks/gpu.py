@@ -103,7 +103,7 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
 
     from lookahead.backends.transformers.attention import dense_attention
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-    from lookahead.backends.transformers.tree_attention.packed_mask import pack, unpack
+    from lookahead.backends.transformers.tree_attention.packed_mask import sight, unpack
 
     for context in (512, 4096, 32768):
         for nodes in (1, 16, 64):
@@ -113,7 +113,7 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
                 torch.randn(1, count, length, size, device=device, dtype=torch.bfloat16) for count, length in shapes
             )
             positions = context + np.arange(nodes)[None]
-            mask = pack(np.tri(nodes, dtype=bool)[None], [context], positions).to(device)
+            mask = torch.from_numpy(sight(np.tri(nodes, dtype=bool)[None], [context], positions).packed()).to(device)
             seen = unpack(mask, context + nodes)
             found = tree_attention(query, key, value, mask, size**-0.5).float()
             wanted = dense_attention(query, key, value, seen, size**-0.5).float()

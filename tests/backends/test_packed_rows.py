@@ -11,7 +11,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers.engine_model import packed_clone, rows_runner
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.runner import RowsRunner
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.step import Batch, decode, step
@@ -80,7 +80,7 @@ def packed_model(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_joining_and_leaving_rows_have_the_texts_of_single_rows(name: str) -> None:
     model = build(name)
-    check_rows(model, RowsRunner(packed_model(model)), ARCHITECTURES.index(name))
+    check_rows(model, ModelRunner(packed_model(model)), ARCHITECTURES.index(name))
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
@@ -94,11 +94,11 @@ def test_padded_rows_have_the_texts_of_single_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2_mixed_sliding"])
 def test_rows_with_separate_passes_have_the_texts_of_single_rows(name: str) -> None:
     model = build(name)
-    check_rows(model, RowsRunner(model, packed=False, together=False), seed=4)
+    check_rows(model, ModelRunner(model, together=False), seed=4)
 
 
 @torch.no_grad()
-def check_rows(model: PreTrainedModel, runner: RowsRunner, seed: int) -> None:
+def check_rows(model: PreTrainedModel, runner: ModelRunner, seed: int) -> None:
     """Run a schedule of requests, and hold each against `model.generate`."""
     random = Random(seed)
     requests = [draw(random, index) for index in range(7)]
@@ -137,7 +137,7 @@ def check_rows(model: PreTrainedModel, runner: RowsRunner, seed: int) -> None:
 def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
     model = build(name)
     request = Request(0, [3, 1, 4, 1, 5], 2 * SLIDING_WINDOW + 5, sample=False, nodes=1, chunk=None)
-    runner = RowsRunner(packed_model(model))
+    runner = ModelRunner(packed_model(model))
     runner.rows = [Row()]
     sequence = sequence_of(request, 0)
     decode(runner, batch := Batch([sequence]))
@@ -147,7 +147,7 @@ def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
 
 def test_a_step_moves_nothing_of_rows_that_stay() -> None:
     model = build("llama")
-    runner = RowsRunner(packed_model(model))
+    runner = ModelRunner(packed_model(model))
     stays, leaves, joins = Row(), Row(), Row()
     runner.rows = [leaves, stays]
     runner.forward([TokenTree([5, 9, 3]), TokenTree([7, 8])])
@@ -165,7 +165,7 @@ def test_a_step_sends_no_padding() -> None:
     clone = packed_model(model)
     sent: list[tuple[int, ...]] = []
     hook = clone.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: sent.append(inputs[0].shape))
-    runner = RowsRunner(clone)
+    runner = ModelRunner(clone)
     runner.rows = [Row(), Row(), Row()]
     runner.forward([TokenTree([5] * length) for length in (1, 9, 3)])
     hook.remove()

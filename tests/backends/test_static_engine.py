@@ -29,7 +29,7 @@ from lookahead.backends import machine
 from lookahead.backends.transformers import graph_recorder, model_state, session, static_engine
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
+from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, Outputs, Pass
 from lookahead.backends.transformers.layouts import Step
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
@@ -69,24 +69,19 @@ class TapeRecorder:
 
         return replay
 
-    def forget(self) -> None:
-        """Tapes hold their own memory."""
-
 
 def static_steps(
     model: PreTrainedModel,
     batch: int = 1,
     capacity: int = 128,
     nodes: int = 32,
-    recorder: Recorder | None = None,
     compiler: Any = None,
 ) -> StaticSteps:
     """Steps for `model` as the engine makes them."""
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
-    cache = StaticTreeCache(layer_shapes(check.rows[0].cache), batch, capacity, CPU)
-    return StaticSteps(model, cache, pass_sizes(nodes), recorder or NoRecorder(), compiler)
+    return StaticSteps(model, layer_shapes(check.rows[0].cache), batch, capacity, pass_sizes(nodes), compiler)
 
 
 def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
@@ -147,7 +142,7 @@ def kept_steps(engine: PreTrainedModel) -> StaticSteps:
 def recorded_with(recorder: type) -> Iterator[None]:
     """Calls of `generate` record their passes with `recorder`; nothing that it recorded stays behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_engine, "recorder_for", recorder)
+        patch.setattr(graph_recorder, "recorder_for", recorder)
         patch.setattr(model_state, "_states", weakref.WeakKeyDictionary())
         yield
 
@@ -198,7 +193,7 @@ def test_recorded_passes_write_the_same_text(name: str) -> None:
         assert outcome.matched, outcome.report()
         steps = kept_steps(engine_model(model))
         assert steps._passes._recorder.replays == len(outcome.accepted_lengths)
-        assert steps.recordings <= len(steps.sizes)
+        assert steps.recorded.count <= len(steps.sizes)
 
 
 def test_long_prompts_go_the_dynamic_way(llama: PreTrainedModel) -> None:
@@ -246,17 +241,17 @@ def addresses(steps: StaticSteps) -> list[int]:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
     model = build(name)
-    recorder = TapeRecorder()
-    steps = static_steps(model, batch=2, recorder=recorder)
+    with recorded_with(TapeRecorder):
+        steps = static_steps(model, batch=2)
     runner = ModelRunner(model, 2, steps=steps)
     first = logits_of_steps(runner, batch=2)
-    seen, recordings = addresses(steps), steps.recordings
+    seen, recordings = addresses(steps), steps.recorded.count
     assert recordings == len(steps._passes.inputs)
-    assert recorder.replays == 12
+    assert steps._passes._recorder.replays == 12
     runner = ModelRunner(model, 2, steps=steps)  # the next text
     second = logits_of_steps(runner, batch=2, before_step=lambda: addresses(steps) == seen or pytest.fail("moved"))
     assert addresses(steps) == seen
-    assert steps.recordings == recordings
+    assert steps.recorded.count == recordings
     expected = logits_of_steps(ModelRunner(model, 2), batch=2)
     assert_same(first, expected)
     assert_same(second, expected)
@@ -272,10 +267,10 @@ def test_the_next_call_takes_what_the_last_one_left() -> None:
         return kept_steps(engine_model(model))
 
     steps = decode()
-    seen, recordings = addresses(steps), steps.recordings
+    seen, recordings = addresses(steps), steps.recorded.count
     with torch.inference_mode():
         assert decode() is steps
-    assert (addresses(steps), steps.recordings) == (seen, recordings)
+    assert (addresses(steps), steps.recorded.count) == (seen, recordings)
     assert decode(200) is not steps, "too short for this text"
     steps = decode(200)
     with torch.no_grad():
@@ -308,10 +303,11 @@ def test_memory_goes_when_the_model_goes() -> None:
 
 def test_buffers_grow_with_the_text() -> None:
     model = build("qwen2_mixed_sliding")
-    steps = static_steps(model, capacity=16, nodes=8, recorder=TapeRecorder())
-    assert_same(logits_of_steps(ModelRunner(model, 1, steps=steps)), logits_of_steps(ModelRunner(model, 1)))
+    with recorded_with(TapeRecorder):
+        steps = static_steps(model, capacity=16, nodes=8)
+        assert_same(logits_of_steps(ModelRunner(model, 1, steps=steps)), logits_of_steps(ModelRunner(model, 1)))
     assert steps.cache.capacity >= 32
-    assert steps.recordings > 2, "what was recorded for the smaller cache is of no use"
+    assert steps.recorded.count > 2, "what was recorded for the smaller cache is of no use"
 
 
 # --- padding and garbage ------------------------------------------------------------------------------------
@@ -373,9 +369,9 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
             assert inputs.tokens[row].tolist() == [*layout.tokens, *[0] * (inputs.nodes - own)]
         assert inputs.positions.tolist() == positions.tolist()
         assert inputs.columns.tolist() == [max(lengths) + node for node in range(inputs.nodes)]
-        expected = masks.pack(ancestors, lengths, positions)
+        expected = masks.sights(ancestors, lengths, positions).values()
         for packed, other in zip(inputs.packed_masks, expected, strict=True):
-            assert torch.equal(packed, torch.from_numpy(other))
+            assert torch.equal(packed, torch.from_numpy(other.packed()))
             assert unpack(packed, max(lengths) + inputs.nodes).any(dim=-1).all(), "no row of a softmax is empty"
 
 
@@ -590,7 +586,7 @@ def test_compiled_without_breaks_and_once_for_each_size() -> None:
     steps = static_steps(model, capacity=256, compiler=counter)
     runner = ModelRunner(model, 1, steps=steps)
     assert_same(logits_of_steps(runner, 50), logits_of_steps(ModelRunner(model, 1), 50))
-    assert counter.frame_count == steps.recordings == len(steps._passes.inputs) > 1
+    assert counter.frame_count == steps.recorded.count == len(steps._passes.inputs) > 1
 
 
 @pytest.mark.exact  # the compiler takes ten seconds
@@ -599,7 +595,7 @@ def test_compiled_with_inductor(llama: PreTrainedModel) -> None:
     steps.sizes = (32,)
     runner = ModelRunner(llama, 1, steps=steps)
     assert_same(logits_of_steps(runner), logits_of_steps(ModelRunner(llama, 1)))
-    assert steps.recordings == 1
+    assert steps.recorded.count == 1
 
 
 # --- small things -------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
+from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from model_zoo import ARCHITECTURES, build
@@ -58,9 +57,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
-        recorder = CudaGraphRecorder(torch.device("cuda"))
-        cache = StaticTreeCache(layer_shapes(check.rows[0].cache), 2, 128, model.device)
-        steps = StaticSteps(model, cache, pass_sizes(32), recorder)
+        steps = StaticSteps(model, layer_shapes(check.rows[0].cache), 2, 128, pass_sizes(32))
     for buffer in steps.cache.buffers:
         buffer.fill_(float("nan"))
     expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, 2), batch=2)]
@@ -69,7 +66,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         assert_same([logits.cpu() for logits in got], expected)
         seen = addresses(steps)
     assert addresses(steps) == seen
-    assert steps.recordings == len(steps._passes.inputs)
+    assert steps.recorded.count == len(steps._passes.inputs)
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.attention import dense_attention, tree_attention_forward
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, pack, packed_width, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, packed_width, sight, unpack
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -36,15 +37,22 @@ def test_packed_mask_says_what_each_node_sees(step: Step, room: int) -> None:
     np.testing.assert_array_equal(unpack(packed, keys)[:, 0].numpy(), step.visible(keys))
 
 
+@settings(max_examples=60, deadline=None)
+@given(step=steps(max_nodes=70, max_length=90), dropped=st.integers(0, 5))
+def test_dense_masks_say_the_same(step: Step, dropped: int) -> None:
+    step = replace(step, gap=0)
+    dropped = min(dropped, step.scratch)
+    visible = step.sight().dense(torch.float32, dropped)[:, 0] == 0
+    np.testing.assert_array_equal(visible.numpy(), step.visible(step.scratch + step.nodes)[:, :, dropped:])
+
+
 def test_pack_refuses_what_cannot_be() -> None:
     later = np.ones((1, 2, 2), dtype=np.bool_)
     chain, positions = np.tril(later), np.array([[5, 6]])
     with pytest.raises(InvalidArgumentError, match="parents before their children"):
-        pack(later, [5], positions)
-    with pytest.raises(InvalidArgumentError, match="scratch=4"):
-        pack(chain, [5], positions, scratch=4)
+        sight(later, [5], positions).packed()
     with pytest.raises(InvalidArgumentError, match="do not belong together"):
-        pack(chain, [5, 5], positions)
+        sight(chain, [5, 5], positions)
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,7 +67,7 @@ def test_reference_is_attention_by_its_definition(step: Step, softcap: float | N
 
 def test_interface_refuses_in_clear_words() -> None:
     module, query, key = torch.nn.Module(), torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
-    packed = pack(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]]))
+    packed = torch.from_numpy(sight(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]])).packed())
     with pytest.raises(UnsupportedModelError, match="attention sinks"):
         tree_attention_forward(module, query, key, key, packed, s_aux=torch.zeros(2))
     with pytest.raises(InvalidArgumentError, match=r"\(1, 1, 3, 5\) and torch.int32 is not a packed mask"):
@@ -97,7 +105,7 @@ def test_kernel_in_the_interpreter(marked: str) -> None:
 
 @needs_triton
 def test_compiled_kernel_refuses_the_cpu(llama: PreTrainedModel) -> None:
-    packed = pack(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]]))
+    packed = torch.from_numpy(sight(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]])).packed())
     query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
     with pytest.raises(InvalidArgumentError, match="tensors on cpu, but its kernel runs on CUDA devices only"):
         tree_attention_forward(llama, query, key, key, packed)

@@ -22,14 +22,13 @@ from lookahead.backends.transformers import static_engine
 from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.attention import TREE_ATTENTION, dense_attention, register
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
-from lookahead.backends.transformers.graph_recorder import NoRecorder
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_attention import kernel, running_softmax
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, pack, packed_width, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, packed_width, sight, unpack
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build, in_type
@@ -349,7 +348,9 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
         "sliding_attention": {"window": SLIDING_WINDOW},
         "chunked_attention": {"chunk": SLIDING_WINDOW},
     }
-    masks = {kind: pack(ancestors, lengths, positions, **limit) for kind, limit in limits.items()}
+    masks = {
+        kind: torch.from_numpy(sight(ancestors, lengths, positions, **limit).packed()) for kind, limit in limits.items()
+    }
     kinds = getattr(model.config, "layer_types", None)
     single = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
     return model(
@@ -372,8 +373,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
     torch.testing.assert_close(check_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
     shapes = layer_shapes(dynamic.rows[0].cache)
     for compiler in (None, "eager") if name == "gemma2" else (None,):
-        cache = StaticTreeCache(shapes, 1, CHECK_LENGTH, model.device)
-        steps = StaticSteps(model, cache, (1, 8), NoRecorder(), compiler)
+        steps = StaticSteps(model, shapes, 1, CHECK_LENGTH, (1, 8), compiler)
         for buffer in steps.cache.buffers:
             buffer.fill_(float("nan"))
         torch.testing.assert_close(check_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)

@@ -222,7 +222,7 @@ def test_a_short_text_is_not_worth_a_capture(
         engine = engine_model(model)
         kept = state_of(engine).static_steps
         assert kept is not None
-        assert (kept.recordings > 0) == captures
+        assert (kept.recorded.count > 0) == captures
 
 
 def test_tune_times_graphs_and_no_capture(device: Simulation, there: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.tree_attention.packed_mask import pack
+from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Sight, sight
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,19 @@ class Step:
 
     def packed(self) -> torch.Tensor:
         """The packed mask of the step."""
+        packed = self.sight().packed()
+        packed[..., SCRATCH] = self.scratch
+        return torch.from_numpy(packed)
+
+    def sight(self) -> Sight:
+        """What its nodes see, without a gap."""
         shape = (len(self.lengths), self.nodes)
         ancestors, positions = np.zeros((*shape, self.nodes), dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for row, parents in enumerate(self.parents):
             for node in range(len(parents)):
                 ancestors[row, node, self.path(row, node)] = True
                 positions[row, node] = self.position(row, node)
-        return pack(ancestors, self.lengths, positions, scratch=self.scratch, window=self.window, chunk=self.chunk)
+        return sight(ancestors, self.lengths, positions, self.window, self.chunk)
 
     def visible(self, keys: int) -> NDArray[np.bool_]:
         """Which keys each node may see, pair by pair: `[batch, nodes, keys]`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -74,7 +74,8 @@ class Listed(NamedTuple):
     Attributes:
         ids: The likeliest tokens, likeliest first, `[nodes, top_k]` int64; -1 where nothing was read.
         probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
-        predictions: The likeliest token, `[nodes]` int64; -1 likewise. `None` to find it when asked for.
+        predictions: The likeliest token, `[nodes]` int64; -1 likewise. `None` to find that of each row of logits when
+            it is asked for.
     """
 
     ids: NDArray[np.int64]
@@ -82,7 +83,7 @@ class Listed(NamedTuple):
     predictions: NDArray[np.int64] | None = None
 
 
-_NOTHING = Listed(np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32))
+NOTHING = Listed(np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32))
 
 
 class ForwardResult:
@@ -91,9 +92,9 @@ class ForwardResult:
     Args:
         logits: `[rows, vocabulary]`.
         rows: The row of `logits` for each node that was read.
-        listed: What they say, or what finds it: a pass on another device is waited for when this is first asked for.
+        find: Finds what they say: a pass on another device is waited for when this is first asked for.
         borrowed: Whether the next pass overwrites `logits`.
-        downloads: With what `listed` comes to the host.
+        downloads: With what `find` comes to the host.
 
     Attributes:
         logits: After nodes that were read, float32; in static passes a row for every slot, in the model's number type.
@@ -104,18 +105,17 @@ class ForwardResult:
         self,
         logits: torch.Tensor,
         rows: dict[int, int],
-        listed: Listed | Callable[[], Listed],
+        find: Callable[[], Listed],
         borrowed: bool = False,
         downloads: Downloads | None = None,
     ) -> None:
-        self.logits, self.rows = logits, rows
-        self.borrowed = borrowed
+        self.logits, self.rows, self.borrowed = logits, rows, borrowed
         self.downloads = downloads or Downloads()
-        self._given = listed
+        self._find = find
 
     @cached_property
     def _listed(self) -> Listed:
-        return self._given if isinstance(self._given, Listed) else self._given()
+        return self._find()
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
@@ -130,12 +130,8 @@ class ForwardResult:
     @cached_property
     def predictions(self) -> NDArray[np.int64]:
         """See `NodeOutputs`. A sampled step of plain decoding may not ask."""
-        if self._listed.predictions is not None:
-            return self._listed.predictions
-        likeliest = argmax(self.logits)
-        if len(self.top_ids) == 1:
-            return likeliest
-        return _spread(likeliest[list(self.rows.values())], list(self.rows), len(self.top_ids), -1)
+        found = self._listed.predictions
+        return argmax(self.logits) if found is None else found
 
     def logits_after(self, node: int) -> torch.Tensor:
         """Logits of the token after `node`, `[1, vocabulary]` float32."""
@@ -166,12 +162,12 @@ def forward_results(
         listed: What `pack_likeliest` made of `logits`, with `top_k` or more, where the pass did that.
     """
     is_here = listed is None and logits.device.type == "cpu"
-    if len(lengths) == 1 == lengths[0] == len(logits) and is_here:  # a step of plain decoding
-        return [ForwardResult(logits, {0: 0}, _likeliest(logits, top_k) if top_k else _NOTHING, borrowed)]
-    found: Listed | Callable[[], Listed]
     downloads = Downloads()
     if is_here:
-        found = _likeliest(logits, top_k)._replace(predictions=argmax(logits))
+        here = _likeliest(logits, top_k)
+        if len(lengths) == 1 == lengths[0] == len(logits):  # a step of plain decoding
+            return [ForwardResult(logits, {0: 0}, lambda: here, borrowed, downloads)]
+        found: Listed | Callable[[], Listed] = here._replace(predictions=argmax(logits))
     else:
         read = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
         found = cache(lambda: unpack_likeliest(read(), top_k))
@@ -180,7 +176,8 @@ def forward_results(
         start, end = end, end + len(read_nodes)
         numbers = np.arange(start, end) if rows is None else rows[place]
         numbered = dict(zip(read_nodes.tolist(), numbers.tolist(), strict=True))
-        results.append(ForwardResult(logits, numbered, spread(found, numbers, read_nodes, length), borrowed, downloads))
+        of_tree = partial(_of_tree, found, numbers, read_nodes, length)
+        results.append(ForwardResult(logits, numbered, of_tree, borrowed, downloads))
     return results
 
 
@@ -203,39 +200,23 @@ def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
     return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 
-def spread(
+def _of_tree(
     found: Listed | Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int
-) -> Listed | Callable[[], Listed]:
-    """What is found of `rows` of logits, which are those after `nodes`, as arrays over all of the tree's nodes."""
-    if callable(found):
-        return lambda: _spread_all(found(), rows, nodes, length)
-    return _spread_all(found, rows, nodes, length)
-
-
-def _spread_all(found: Listed, rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int) -> Listed:
-    assert found.predictions is not None
-    return Listed(
-        _spread(found.ids[rows], nodes, length, -1),
-        _spread(found.probabilities[rows], nodes, length, 0),
-        _spread(found.predictions[rows], nodes, length, -1),
-    )
-
-
-def _spread(values: NDArray[Any], nodes: Any, length: int, unread: int) -> NDArray[Any]:
-    """What is known of `nodes` as an array over all of a tree's nodes."""
-    spread = np.full((length, *values.shape[1:]), unread, dtype=values.dtype)
-    spread[nodes] = values
-    return spread
-
-
-def nothing_listed(rows: int, top_k: int = 0) -> Listed:
-    """Likeliest tokens of none."""
-    return Listed(np.full((rows, top_k), -1, dtype=np.int64), np.zeros((rows, top_k), dtype=np.float32))
+) -> Listed:
+    """What is found of `rows` of logits, which are those after `nodes`, for all of a tree's nodes."""
+    spread = []
+    for values, unread in zip(found() if callable(found) else found, (-1, 0, -1), strict=True):
+        assert values is not None
+        spread.append(np.full((length, *values.shape[1:]), unread, dtype=values.dtype))
+        spread[-1][nodes] = values[rows]
+    return Listed(*spread)
 
 
 def _likeliest(logits: torch.Tensor, top_k: int) -> Listed:
     """The `top_k` likeliest tokens of each row of logits on the CPU."""
+    top_k = min(top_k, logits.shape[-1])
     if not top_k or not len(logits):
-        return nothing_listed(len(logits), min(top_k, logits.shape[-1]))
-    ids, probabilities = top_predictions(logits, min(top_k, logits.shape[-1]))
+        shape = len(logits), top_k
+        return Listed(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32))
+    ids, probabilities = top_predictions(logits, top_k)
     return Listed(ids.numpy(), probabilities.numpy())

@@ -351,7 +351,8 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     predictions[nodes] = result.predictions[local_rows]
     top_ids[nodes], chances[nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
-    return ForwardResult(result.logits, rows, Listed(top_ids, chances, predictions), result.borrowed)
+    listed = Listed(top_ids, chances, predictions)
+    return ForwardResult(result.logits, rows, lambda: listed, result.borrowed)
 
 
 def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> None:

@@ -1,4 +1,10 @@
-"""Attention as the clones of a model call it: heads folded into rows, invariant, rows packed into one, and trees."""
+"""Attention as the clones of a model call it: heads folded into rows, invariant, rows packed into one, and trees.
+
+All are attention functions of transformers. They take the layer that calls, `query` `[batch, heads, nodes, size]`,
+`key` `[batch, heads of keys, keys, size]`, `value` `[batch, heads of keys, keys, value size]`, a mask, and by name what
+else a model hands over: `scaling`, what scores are multiplied by, 1 / sqrt(size) if not given; `softcap`, which bends
+scores to stay below it; `dropout`. They give `[batch, nodes, heads, value size]`, and `None` in place of weights.
+"""
 
 from __future__ import annotations
 
@@ -80,18 +86,8 @@ def folded_sdpa(
     head size]`, so that no key is repeated. Each row has the sums it had before; what changes is the time: on a
     CPU torch lays out keys and values anew for each head, which in bfloat16 takes far longer than one query does.
 
-    Args:
-        module: The layer.
-        query: `[batch, heads, nodes, head size]`.
-        key: `[batch, key-value heads, keys, head size]`; `value` likewise.
-        attention_mask: Added to the scores, `[batch, 1, nodes, keys]`, or `None`: all keys for one node, and
-            the keys up to its own place for a run of them.
-        dropout: As in transformers.
-        scaling: Factor of the scores; 1 / sqrt(head size) if not given.
-        **kwargs: What else a model hands to its attention function.
-
-    Returns:
-        `[batch, nodes, heads, head size]`, and `None` in place of attention weights.
+    The mask is added to the scores, `[batch, 1, nodes, keys]`; without one, one node sees all keys, and a run of them
+    each those up to its own place.
     """
     batch, heads, nodes, head_size = query.shape
     groups = heads // key.shape[1]
@@ -121,22 +117,10 @@ def invariant_attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers whose result for a query depends on what it sees, in the order of the text.
+    """Attention on the CPU whose result for a query depends on what it sees alone, in the order of the text.
 
-    All is summed in float32 and rounded once, at the end.
-
-    Args:
-        module: The layer that calls.
-        query: `[batch, heads, nodes, size]`, of 16 bits or float32, like keys and values, on the CPU.
-        key: `[batch, heads of keys, keys, size]`.
-        value: `[batch, heads of keys, keys, value size]`.
-        attention_mask: A packed mask, see `tree_attention.packed_mask`.
-        scaling: What scores are multiplied by; 1 / sqrt(size) if not given.
-        softcap: Bends scores to stay below this.
-        **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0.
-
-    Returns:
-        `[batch, nodes, heads, value size]`, and no weights.
+    All is summed in float32 and rounded once, at the end. The mask is packed, see `tree_attention.packed_mask`; windows
+    and causality are in it, and there is no dropout.
 
     Raises:
         UnsupportedModelError: The layer has something that this attention has not.
@@ -178,16 +162,8 @@ def packed_rows_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention over texts that lie one after another in one row of tokens: each sees its own keys and values alone.
 
-    Args:
-        module: The layer.
-        query: `[1, heads, nodes of all rows, head size]`.
-        key: What the cache of the step returned; `value` likewise.
-        attention_mask: None: which node sees what is told by `packed_rows`.
-        packed_rows: The step.
-        **kwargs: What else a model hands to its attention function, as for that which each row is attended to by.
-
-    Returns:
-        `[1, nodes of all rows, heads, head size]`, and `None` in place of attention weights.
+    Which node sees what is told by `packed_rows`, the step, and by no mask. Keys and values are what the cache of the
+    step returned.
 
     Raises:
         UnsupportedModelError: The model did not hand the step through, or computes attention over other keys than
@@ -230,23 +206,10 @@ def tree_attention_forward(
     pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers that knows packed masks.
+    """Attention on a GPU that knows packed masks, which have windows and causality in them.
 
-    Args:
-        module: The layer that calls.
-        query: `[batch, heads, nodes, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: A packed mask `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a
-            tree, what "sdpa" takes: no mask, or a dense one.
-        scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
-        softcap: Bends scores to stay below this.
-        pages: Where the keys of each text lie, of many whose nodes share a batch of 1.
-        **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0 where that
-            is packed.
-
-    Returns:
-        `[batch, nodes, heads, value_dim]`, and no weights.
+    The mask is packed, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a tree, what "sdpa"
+    takes: none, or a dense one. `pages` say where the keys of each text lie, of many whose nodes share a batch of 1.
 
     Raises:
         InvalidArgumentError: The mask is neither packed for these queries nor a dense one, or there is dropout.

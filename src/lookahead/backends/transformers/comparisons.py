@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.chain_cache import ChainRow, is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
-from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError
 
@@ -97,7 +97,7 @@ def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plai
 
 
 @torch.no_grad()
-def reads_rows_alike(runner: RowsRunner, alone: PreTrainedModel, exactly: bool) -> bool:
+def reads_rows_alike(runner: ModelRunner, alone: PreTrainedModel, exactly: bool) -> bool:
     """Whether texts in one pass have the logits that each has alone.
 
     Args:

@@ -22,7 +22,7 @@ from lookahead.backends.transformers.comparisons import computes_the_same, is_in
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.runner import RowsRunner
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import (
     DIFFERS,
     FORWARD_IS_REPLACED,
@@ -32,6 +32,7 @@ from lookahead.backends.transformers.shared_clone import (
 )
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.transformers.static_engine import fixed_runner
+from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 
@@ -116,7 +117,7 @@ def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: 
     return None
 
 
-def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
+def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> ModelRunner:
     """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
 
     Args:
@@ -131,11 +132,13 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
     clone = packed_clone(model, pack_weights, invariant)
     ends = equivalence(model).holds("positions_end")
     if not isinstance(clone, str):
-        return RowsRunner(clone, ends)
+        return ModelRunner(clone, positions_end=ends)
     if invariant:
         raise _unsupported(model, clone)
     engine = engine_model(model, pack_weights)
-    runner = RowsRunner(engine, ends, packed=False, together=equivalence(model).holds("batches"))
+    runner = ModelRunner(
+        engine, most_nodes=MAX_NODES_PER_STEP, positions_end=ends, together=equivalence(model).holds("batches")
+    )
     state, setting = state_of(model), ("padded rows", *checked_setting(model))
     with state.lock:
         if setting not in state.checked:
@@ -183,7 +186,7 @@ def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | 
     """Whether a clone reads rows that are packed as each alone is read."""
     invariant = clone.config._attn_implementation == INVARIANT_ROWS
     alone = engine_model(model, bool(packing), invariant=True) if invariant else model
-    same = reads_rows_alike(RowsRunner(clone), alone, exactly=invariant)
+    same = reads_rows_alike(ModelRunner(clone), alone, exactly=invariant)
     return None if same else "its rows gave other logits together than each alone"
 
 

@@ -23,7 +23,7 @@ from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import of_config
-from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.backends.trials import Draft, chains, difference, follow
@@ -100,7 +100,7 @@ class _Comparison:
         """Two texts of different lengths in one row of tokens, and each alone."""
         attention.register(attention.PACKED_ROWS)
         clone = SharedClone(self._model, attention.PACKED_ROWS, pack_weights=False)
-        runner = RowsRunner(clone.module, self.positions_end)
+        runner = ModelRunner(clone.module, positions_end=self.positions_end)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)
 

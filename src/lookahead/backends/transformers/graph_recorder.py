@@ -23,31 +23,10 @@ Pass = Callable[[], Outputs]
 """Work on tensors that stay where they are, and the tensors it leaves its results in."""
 
 
-class Recorder(Protocol):
-    """Turns a pass into one that may be cheaper to run."""
-
-    def record(self, work: Pass) -> Pass:
-        """A pass that does what `work` does with what lies in its tensors then; `work` may be called meanwhile."""
-
-    def forget(self) -> None:
-        """Nothing that was recorded will be run again."""
-
-
-class NoRecorder:
-    """Passes are called as they are: on a CPU there are no launches to save."""
-
-    def record(self, work: Pass) -> Pass:
-        """`work` itself."""
-        return work
-
-    def forget(self) -> None:
-        """Nothing was kept."""
-
-
 class CudaGraphRecorder:
     """Records each pass in a CUDA graph: a replay is one launch for any number of kernels.
 
-    All graphs share one pool of memory, as only one of them runs at a time.
+    All graphs share one pool of memory, as only one of them runs at a time; it goes with them.
 
     Args:
         device: The CUDA device of the model.
@@ -82,14 +61,10 @@ class CudaGraphRecorder:
 
         return replay
 
-    def forget(self) -> None:
-        """Take another pool: the memory of this one goes with its graphs."""
-        self._pool = torch.cuda.graph_pool_handle()
 
-
-def recorder_for(device: torch.device) -> Recorder:
-    """What pays on `device`."""
-    return CudaGraphRecorder(device) if device.type == "cuda" else NoRecorder()
+def recorder_for(device: torch.device) -> CudaGraphRecorder | None:
+    """What pays on `device`: on a CPU there are no launches to save."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
 class FixedInputs(Protocol):
@@ -125,7 +100,7 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: FixedInputs
 
 
 class FixedPasses:
-    """Passes of some sizes, each recorded when it is first run.
+    """Passes of some sizes, each recorded when it is first run, where that pays.
 
     A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists. No reference is
     held to the model.
@@ -133,8 +108,7 @@ class FixedPasses:
     Args:
         model: The model.
         cache: Its cache.
-        recorder: Records passes.
-        clock: Stands still meanwhile.
+        clock: Stands still while passes are recorded.
         lists: How many tokens passes list at least.
         compiler: Backend of `torch.compile` that passes go through first; none if not given.
 
@@ -147,17 +121,20 @@ class FixedPasses:
         self,
         model: PreTrainedModel,
         cache: StaticTreeCache,
-        recorder: Recorder,
         clock: PausingClock,
         lists: int = 0,
         compiler: str | None = None,
     ) -> None:
         self._model, self._device = weakref.ref(model), model.device
-        self._cache, self._recorder, self._clock = cache, recorder, clock
-        self._lists, self._compiler = lists, compiler
+        self._cache, self._clock, self._lists, self._compiler = cache, clock, lists, compiler
+        self.recorded = Recorded()
+        self.forget()
+
+    def forget(self) -> None:
+        """Run nothing again that was recorded: its memory is another one's now."""
         self._passes: dict[tuple[int, int], Pass] = {}
         self.inputs: dict[int, Any] = {}
-        self.recorded = Recorded()
+        self._recorder = recorder_for(self._device)
 
     def inputs_of(self, size: int, make: Callable[[int], Any]) -> Any:
         """The inputs of passes of so many nodes, which `make` makes where there are none."""
@@ -176,7 +153,8 @@ class FixedPasses:
         if key not in self._passes:
             start, free = perf_counter(), self._free
             with self._clock.paused():
-                self._passes[key] = self._recorder.record(self._work(self.inputs[size], key[1]))
+                work = self._work(self.inputs[size], key[1])
+                self._passes[key] = work if self._recorder is None else self._recorder.record(work)
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
@@ -201,12 +179,6 @@ class FixedPasses:
     @property
     def _free(self) -> int:
         return free_bytes(self._device) if self._device.type == "cuda" else 0
-
-    def forget(self) -> None:
-        """Run nothing again that was recorded: its memory is another one's now."""
-        self._passes.clear()
-        self.inputs.clear()
-        self._recorder.forget()
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]

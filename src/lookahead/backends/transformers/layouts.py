@@ -17,7 +17,7 @@ from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, IN
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, StaticTreeCache
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position, sight
 from lookahead.backends.transformers.tree_cache import Integers
 from lookahead.core.token_tree import Layout
 
@@ -80,7 +80,6 @@ class Padded:
 
     Attributes:
         is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
-        keeps_logits: Whether the model gives logits of some nodes alone.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
@@ -90,12 +89,12 @@ class Padded:
         self.is_invariant = attention in (INVARIANT, BY_POSITION)
         self._packs = attention in PACKED_MASKS or device.type == "cuda"
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
-        self.keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         # Places would have to be on the device of the last layer, where hooks do not bring them.
         self._is_spread = hasattr(model, "hf_device_map")
 
-    def inputs(self, step: Step) -> Inputs:
-        """What the model takes of a step."""
+    def inputs(self, step: Step, cache: object = None) -> Inputs:
+        """What the model takes of a step; the cache says nothing of it."""
         layouts, counts = step.layouts, step.counts
         rows = len(layouts)
         nodes = max(*counts, -(-self._least_nodes // rows))
@@ -110,27 +109,24 @@ class Padded:
         """All of it where the model is, by one copy."""
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
-        picks = self.keeps_logits and not keeps_last and not self._is_spread
+        picks = self._keeps_logits and not keeps_last and not self._is_spread
         picked = [keep.copy()] if picks else []
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
         plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
-        if plain or self._masks is None:
-            sent = upload(self._device, tokens, placed, *picked)
-            found = Inputs(sent[0], sent[1], keep)
-        else:
-            masks, dtype = self._masks, self._dtype
-            seen = ancestors(step, *positions.shape)
-            packed = masks.pack(seen, step.lengths, positions) if self._packs else []
-            sent = upload(self._device, tokens, placed, *picked, *packed)
-            if self._packs:
-                keys = max(step.lengths) + positions.shape[1]
-                made = masks.of_packed(sent[len(sent) - len(packed) :], keys, dtype, step.dropped)
-            else:
-                made = masks.dense(seen, step.lengths, positions, dtype, self._device, step.dropped)
-            found = Inputs(sent[0], sent[1], keep, arguments={"attention_mask": made})
+        masks = None if plain else self._masks
+        sights = masks.sights(ancestors(step, *positions.shape), step.lengths, positions) if masks else {}
+        packed = [of_kind.packed() for of_kind in sights.values()] if self._packs else []
+        sent = upload(self._device, tokens, placed, *picked, *packed)
+        found = Inputs(sent[0], sent[1], keep)
+        if masks and packed:
+            keys = max(step.lengths) + positions.shape[1]
+            packed_there = sent[len(sent) - len(packed) :]
+            found.arguments["attention_mask"] = masks.of_packed(packed_there, keys, self._dtype, step.dropped)
+        elif masks:
+            found.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, step.dropped)
         if picks:
             found.arguments["logits_to_keep"] = sent[2]
-        elif self.keeps_logits and keeps_last:
+        elif self._keeps_logits and keeps_last:
             found.arguments["logits_to_keep"] = len(keep)
         return found
 
@@ -149,6 +145,17 @@ def padded(step: Step, rows: int, nodes: int) -> tuple[Integers, Integers, Integ
     for row, (count, shift) in enumerate(zip(counts, step.shifts, strict=True)):
         positions[row, :count] += shift
     return tokens, places, positions
+
+
+def in_a_row(step: Step) -> tuple[Integers, Integers, list[Integers]]:
+    """The trees of a step one behind another: tokens and positions, each `[nodes of all rows]`, and for each tree the
+    places of its nodes in the text."""
+    tokens = np.concatenate([layout.tokens for layout in step.layouts])
+    places = [start + layout.depths for start, layout in zip(step.starts, step.layouts, strict=True)]
+    positions = np.concatenate(places)
+    if step.shifts is not None:
+        positions += np.repeat(step.shifts, step.counts)
+    return tokens, positions, places
 
 
 def ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
@@ -195,53 +202,47 @@ class Packed:
         device: Where inputs go.
 
     Attributes:
-        keeps_logits: Whether the model gives logits of some nodes alone.
+        is_invariant: As above.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
         self._masks, self._device = masks, device
         self._dtype = model.dtype
-        self.keeps_logits = "logits_to_keep" in forward_arguments(model)
-        self._is_invariant = model.config._attn_implementation == INVARIANT_ROWS
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
     def inputs(self, step: Step, cache: PackedCache) -> Inputs:
-        """What the model takes of a step."""
-        layouts = step.layouts
+        """What the model takes of a step, with the cache that rows are found by."""
+        tokens, positions, places = in_a_row(step)
         ends = np.cumsum(step.counts).tolist()
         firsts = [0, *ends[:-1]]
-        positions = [start + layout.depths for start, layout in zip(step.starts, layouts, strict=True)]
-        placed = np.concatenate(positions)
-        if step.shifts is not None:
-            placed += np.repeat(step.shifts, step.counts)
-        keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
-        tokens = np.concatenate([layout.tokens for layout in layouts])
-        sent = upload(self._device, tokens[None], placed[None], keep)
+        keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, step.layouts, strict=True)])
+        sent = upload(self._device, tokens[None], positions[None], keep)
         found = Inputs(sent[0], sent[1], keep)
-        masks = {kind: self._masks_of(kind, step, positions) for kind in self._masks.kinds}
-        found.arguments["packed_rows"] = PackedStep(
-            list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
-        )
-        if self.keeps_logits:
+        masks = {kind: self._masks_of(kind, step, places) for kind in self._masks.kinds}
+        bounds = list(zip(firsts, ends, strict=True))
+        found.arguments["packed_rows"] = PackedStep(bounds, masks, self._masks.layers, cache)
+        if self._keeps_logits:
             alone = len(keep) == 1 == ends[-1]  # a number keeps it without a copy
             found.arguments["logits_to_keep"] = 1 if alone else sent[2]
         return found
 
-    def _masks_of(self, kind: str, step: Step, positions: Sequence[Integers]) -> list[torch.Tensor | None]:
+    def _masks_of(self, kind: str, step: Step, places: Sequence[Integers]) -> list[torch.Tensor | None]:
         """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
-        rows = list(zip(step.lengths, step.layouts, positions, strict=True))
-        if self._is_invariant:
-            return [
-                torch.from_numpy(self._masks.packed(kind, layout.ancestor_mask()[None], [length], of_row[None]))
-                for length, layout, of_row in rows
-            ]
-        return [None if self._sees_all_before(kind, *row) else self._dense(kind, *row) for row in rows]
+        masks: list[torch.Tensor | None] = []
+        reach = self._masks.reach(kind)
+        for length, layout, of_row in zip(step.lengths, step.layouts, places, strict=True):
+            if not self.is_invariant and _sees_all_before(length, layout, of_row, reach):
+                masks.append(None)
+                continue
+            seen = sight(layout.ancestor_mask()[None], [length], of_row[None], *reach)
+            made = torch.from_numpy(seen.packed()) if self.is_invariant else seen.dense(self._dtype).to(self._device)
+            masks.append(made)
+        return masks
 
-    def _sees_all_before(self, kind: str, length: int, layout: Layout, positions: Integers) -> bool:
-        """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""
-        if len(positions) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(positions)))):
-            return False
-        return not first_position(positions, *self._masks.reach(kind)).any()
 
-    def _dense(self, kind: str, length: int, layout: Layout, positions: Integers) -> torch.Tensor:
-        seen = layout.ancestor_mask()[None]
-        return self._masks.additive(kind, seen, [length], positions[None], self._dtype, self._device)
+def _sees_all_before(length: int, layout: Layout, places: Integers, reach: tuple[int | None, int | None]) -> bool:
+    """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""
+    if len(places) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(places)))):
+        return False
+    return not first_position(places, *reach).any()

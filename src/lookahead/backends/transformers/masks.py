@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, first_position, pack, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Sight, along_paths, sight, unpack
 from lookahead.errors import UnsupportedModelError
 
 PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
@@ -61,19 +61,23 @@ class MaskBuilder:
                     f"needs layers of the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
 
-    def dense(
-        self,
-        ancestors: NDArray[np.bool_],
-        lengths: Sequence[int],
-        positions: NDArray[np.int64],
-        dtype: torch.dtype,
-        device: torch.device,
-        dropped: int = 0,
-    ) -> Any:
+    def sights(
+        self, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
+    ) -> dict[str, Sight]:
+        """What the nodes of a step see in layers of each kind.
+
+        Args:
+            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`; none of padding.
+            lengths: Cached tokens of each row.
+            positions: Position ids of the nodes, `[batch, nodes]`.
+        """
+        return {kind: sight(ancestors, lengths, positions, *self.reach(kind)) for kind in self.kinds}
+
+    def dense(self, sights: Mapping[str, Sight], dtype: torch.dtype, device: torch.device, dropped: int = 0) -> Any:
         """The masks of one step, made on the host.
 
         Args:
-            ancestors, lengths, positions: As for `pack`.
+            sights: What its nodes see.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
             device: Where the masks go.
             dropped: How many of the first keys the layers with a window have forgotten.
@@ -82,74 +86,26 @@ class MaskBuilder:
             A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer: behind the longest text lie the
             nodes.
         """
-        about = ancestors, lengths, positions, dtype, device, dropped
-        return self.arrange({kind: self.additive(kind, *about) for kind in self.kinds})
-
-    def additive(
-        self,
-        kind: str,
-        ancestors: NDArray[np.bool_],
-        lengths: Sequence[int],
-        positions: NDArray[np.int64],
-        dtype: torch.dtype,
-        device: torch.device,
-        dropped: int = 0,
-    ) -> torch.Tensor:
-        """The mask of layers of a kind, `[batch, 1, nodes, keys]`; arguments as for `dense`."""
-        nodes, longest = positions.shape[1], max(lengths)
-        sees_all = kind in (FULL, INDEXED)
-        dropped = 0 if sees_all else dropped
-        first = None if sees_all else first_position(positions, *self.reach(kind))[:, :, None]
-        # A node and its ancestors are as far apart as their positions say. A padding node sees itself alone, so that
-        # no row of the softmax is empty.
-        hidden = ~ancestors if first is None else ~ancestors | (positions[:, None, :] < first)
-        hidden[:, np.arange(nodes), np.arange(nodes)] = False
-        lowest = torch.finfo(dtype).min
-        mask = torch.zeros((len(lengths), 1, nodes, longest - dropped + nodes), dtype=dtype)
-        mask[:, 0, :, longest - dropped :].masked_fill_(torch.from_numpy(hidden), lowest)
-        ends = (ancestors.any(axis=2) * np.asarray(lengths)[:, None])[:, :, None]
-        if first is not None or (ends < longest).any():
-            column = np.arange(dropped, longest)
-            unseen = column >= ends if first is None else (column >= ends) | (column < first)
-            mask[:, 0, :, : longest - dropped].masked_fill_(torch.from_numpy(unseen), lowest)
-        return mask.to(device)
-
-    def pack(
-        self, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
-    ) -> list[NDArray[np.int32]]:
-        """The packed mask of each kind of layer; see `tree_attention.packed_mask.pack`.
-
-        Args:
-            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`; none of padding.
-            lengths: Cached tokens of each row.
-            positions: Position ids of the nodes, `[batch, nodes]`.
-
-        Returns:
-            For each kind `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
-        """
-        return [self.packed(kind, ancestors, lengths, positions) for kind in self.kinds]
-
-    def packed(
-        self, kind: str, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
-        """The packed mask of layers of a kind; arguments as for `pack`."""
-        window, chunk = self.reach(kind)
-        return pack(ancestors, lengths, positions, window=window, chunk=chunk).numpy()
+        masks = [of_kind.dense(dtype, self._dropped(kind, dropped)) for kind, of_kind in sights.items()]
+        return self._arrange([mask.to(device) for mask in masks])
 
     def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
         """The masks of one step, as `dense` gives them, of packed ones; nothing is read back from their device.
 
         Args:
-            packed: The packed mask of each kind of layer; see `pack`.
+            packed: The packed mask of each kind of layer; see `Sight`.
             keys: Columns of keys, for attention that takes dense masks.
             dtype, dropped: As for `dense`.
         """
         if self._attention == BY_POSITION:
             packed = [along_paths(mask) for mask in packed]
         elif self._attention not in PACKED_MASKS:
-            starts = [0 if kind in (FULL, INDEXED) else dropped for kind in self.kinds]
-            packed = [dense(mask, keys, dtype)[..., start:] for mask, start in zip(packed, starts, strict=True)]
-        return self.arrange(dict(zip(self.kinds, packed, strict=True)))
+            kinds = zip(packed, self.kinds, strict=True)
+            packed = [_dense(mask, keys, dtype)[..., self._dropped(kind, dropped) :] for mask, kind in kinds]
+        return self._arrange(packed)
+
+    def _dropped(self, kind: str, dropped: int) -> int:
+        return 0 if kind in (FULL, INDEXED) else dropped
 
     @property
     def windows(self) -> list[int | None]:
@@ -170,12 +126,12 @@ class MaskBuilder:
         """Tokens that a layer of the shortest sight sees; `None` if all layers see all."""
         return min((size for kind in self.kinds for size in self.reach(kind) if size is not None), default=None)
 
-    def arrange(self, masks: Mapping[str, torch.Tensor]) -> Any:
+    def _arrange(self, masks: Sequence[torch.Tensor]) -> Any:
         """The masks of all kinds in the form that the model takes: a dict, or the only one."""
-        return dict(masks) if self._takes_dict else masks[self.kinds[0]]
+        return dict(zip(self.kinds, masks, strict=True)) if self._takes_dict else masks[0]
 
 
-def dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores of `keys` columns, `[batch, 1, nodes, keys]`, where the packed mask is."""
     visible = unpack(packed, keys)
     return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill_(~visible, torch.finfo(dtype).min)

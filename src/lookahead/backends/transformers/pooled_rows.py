@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
-from lookahead.backends.transformers.graph_recorder import FixedPasses, NoRecorder, Outputs, Recorder
-from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
+from lookahead.backends.transformers.graph_recorder import FixedPasses, Outputs
+from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, in_a_row, padded
 from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
-from lookahead.backends.transformers.runner import LARGE, RowsRunner
+from lookahead.backends.transformers.runner import LARGE, ModelRunner
 from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
@@ -173,14 +174,11 @@ class PooledInputs:
         starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self.nodes
         tokens[0, used:], positions[0, used:] = 0, 0
         columns[used:] = np.arange(used, self.nodes) % self._block
-        for place, (row, layout) in enumerate(zip(rows, step.layouts, strict=True)):
-            part = slice(int(firsts[place]), int(firsts[place + 1]))
-            tokens[0, part], positions[0, part] = layout.tokens, layout.depths
+        if rows:
+            tokens[0, :used], positions[0, :used], _ = in_a_row(step)
+        for place, row in enumerate(rows):
             table[place, : len(row.pages)] = row.pages
-        shifts = step.shifts or [0] * len(rows)
-        starting = [start + shift for start, shift in zip(step.starts, shifts, strict=True)]
         text = np.repeat(np.arange(len(rows)), counts)
-        positions[0, :used] += np.array(starting, dtype=np.int32)[text]
         slots = np.arange(used) - firsts[text]
         places = np.array(step.lengths, dtype=np.int64)[text] + slots
         columns[:used] = table[text, places // self._block] * self._block + places % self._block
@@ -203,19 +201,20 @@ class PooledInputs:
         row = np.repeat(np.arange(len(places)), counts)
         slot = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
         to = firsts[places][row] + slot
-        for buffer, mask in zip(packed, self._masks.pack(seen, lengths, positions), strict=True):
+        for buffer, of_kind in zip(packed, self._masks.sights(seen, lengths, positions).values(), strict=True):
+            mask = of_kind.packed()
             mask[..., SCRATCH] = np.array(lengths)[:, None, None]
             buffer[to, : mask.shape[3]] = mask[row, 0, slot]
 
 
-class PooledRunner(RowsRunner):
+class PooledRunner(ModelRunner):
     """Runs rows of a pool, those of a step in one pass: of a few sizes, by the nodes of all rows, each of which is
     recorded once; larger ones as they are. Rows that join or leave change nothing of what was recorded.
 
     Args:
         model: What runs; see `rows_runner`.
         shapes: What each layer keeps of a token.
-        recorder: Records and replays passes; they are run as they are if not given.
+        records: Whether passes are recorded; else they are run as they are.
         clock: The clock for steps; it stands still while passes are recorded.
         positions_end: See `Limits`.
     """
@@ -224,15 +223,14 @@ class PooledRunner(RowsRunner):
         self,
         model: PreTrainedModel,
         shapes: Sequence[LayerShape | None],
-        recorder: Recorder | None,
+        records: bool,
         clock: PausingClock,
         positions_end: bool = True,
     ) -> None:
-        super().__init__(model, positions_end)
-        self._shapes = tuple(shapes)
-        self._records = recorder is not None
-        self.engine = "static" if self._records else "dynamic"
-        self._recorder, self._clock = recorder or NoRecorder(), clock
+        super().__init__(model, positions_end=positions_end)
+        self._shapes, self._records, self._clock = tuple(shapes), records, clock
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self.engine = "static" if records else "dynamic"
         self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0
         self._made_for = (0, 0, 0)  # texts, pages of each, and tokens of the memory
@@ -243,7 +241,7 @@ class PooledRunner(RowsRunner):
         rows passes are recorded anew."""
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._passes = FixedPasses(self.model, self._pool, self._recorder, self._clock, LISTED)
+        self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED)
         self.recorded = self._passes.recorded
         self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
@@ -251,7 +249,7 @@ class PooledRunner(RowsRunner):
         for size in self._sizes:
             self._replay(size, (), Step((), (), ()), 0)
 
-    def new_row(self, block: int | None = None) -> PooledRow:  # type: ignore[override]
+    def new_row(self, block: int | None = None) -> PooledRow:
         """An empty row."""
         return PooledRow(self._pool)
 
@@ -297,7 +295,7 @@ class PooledRunner(RowsRunner):
         inputs = self._new_inputs(nodes)
         inputs.stage(cast(list[PooledRow], self.rows), step)
         (kept,) = upload(self._device, keep)
-        arguments = {"logits_to_keep": kept} if self._layout.keeps_logits else {}
+        arguments = {"logits_to_keep": kept} if self._keeps_logits else {}
         with self._pool.written_at(inputs.columns.long()):
             arguments |= inputs.arguments(self.model, self._pool)
             given = self.model(**arguments, past_key_values=self._pool, use_cache=True, return_dict=True)

@@ -1,7 +1,7 @@
 """Runs an unmodified transformers model on the trees of some texts: lay out, inputs, pass, results; then commit.
 
-`RowsRunner` runs rows that come and go, each with a cache of its own, `ModelRunner` those of one call in one cache, and
-`ChainRunner` those of a model with running states, which cannot take back a token.
+`ModelRunner` runs the rows of a call, or rows that come and go, on a model that takes trees; `ChainRunner` those of a
+model with running states, which cannot take back a token.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.base import Runner, check_chain
-from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
+from lookahead.backends.base import Runner, TextRow, check_chain
+from lookahead.backends.forward_result import NOTHING, ForwardResult, forward_results
 from lookahead.backends.machine import upload
-from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS
+from lookahead.backends.transformers.attention import INVARIANT_ROWS, PACKED_ROWS
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
     is_encoder_decoder,
@@ -29,8 +29,8 @@ from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.static_steps import StaticSteps
-from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache
-from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
+from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
+from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 
 LONGEST_DRAFTED_PREFILL = 1024
@@ -70,6 +70,7 @@ class TransformersRunner(Runner):
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
         self._layouts: list[Layout] = []
 
+    @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """See `Runner`."""
         self._layouts = [lay_out(tree) for tree in trees]
@@ -144,7 +145,7 @@ class TransformersRunner(Runner):
 
     def _prefill_size(self, texts: int) -> int | None:
         """Pending tokens up to which so many texts need no chunks; any number if `None`."""
-        return LONGEST_DRAFTED_PREFILL
+        return None
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -168,39 +169,56 @@ class TransformersRunner(Runner):
         self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
 
 
-class RowsRunner(TransformersRunner):
-    """Rows that come and go, each of which has keys and values of its own.
+class ModelRunner(TransformersRunner):
+    """Texts on a model that takes trees.
 
-    Packed, one that joins or leaves moves nothing of the others. Padded, which any model that runs trees can do,
-    padding is computed for nothing, and the keys and values of several rows are copied for each pass.
+    The rows of a call share one memory and each pass. Rows that come and go have keys and values of their own. Where
+    the model's attention is that of packed rows, one that joins or leaves moves nothing of the others; else they are
+    padded, which any such model can do, and the keys and values of several rows are copied for each pass.
 
     Args:
-        model: What runs; see `rows_runner`.
-        positions_end: See `Limits`.
-        packed: Whether its attention is that of packed rows.
-        together: Whether rows of different lengths may share a padded pass; else each has its own.
+        model: Any transformers causal language model that `check_model` accepts.
+        batch_size: Sequences that run together; 0 if rows come and go.
         device: See `TransformersRunner`.
+        steps: Runs trees of up to a certain size over fixed buffers. Larger trees, such as a prompt, are run as they
+            are without it, unless its passes are of one size only.
+        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        positions_end: See `Limits`.
+        together: Whether rows of different lengths that come and go may share a padded pass; else each has its own.
 
     Attributes:
-        packed: As above.
+        packed: Whether rows lie one behind another in a pass.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        positions_end: bool = True,
-        packed: bool = True,
-        together: bool = True,
+        batch_size: int = 0,
         device: torch.device | None = None,
+        steps: StaticSteps | None = None,
+        most_nodes: int = MOST_CHOSEN_NODES,
+        positions_end: bool = True,
+        together: bool = True,
     ) -> None:
         super().__init__(model, positions_end, device)
+        attention = model.config._attn_implementation
         self._masks = MaskBuilder(model.config)
-        self.rows: list[Any] = []
-        self.is_invariant = model.config._attn_implementation in (INVARIANT, INVARIANT_ROWS, BY_POSITION)
-        self.packed, self._together = packed, together
-        self._layout = (Packed if packed else Padded)(model, self._masks, self._device)
+        self._drafted, self._steps, self._together = most_nodes, steps, together
+        self.packed = attention in (PACKED_ROWS, INVARIANT_ROWS)
+        self._layout = (Packed if self.packed else Padded)(model, self._masks, self._device)
+        self.is_invariant = self._layout.is_invariant
+        self._shares = batch_size > 0
+        # Packed masks, static buffers and padded passes are of all columns.
+        self._forgets = batch_size == 1 and steps is None and attention not in PACKED_MASKS
+        self._forgets &= any(self._masks.windows)
+        windows = self._masks.windows if self._forgets else ()
+        self.rows: list[Any] = [Row(TreeCache(windows)) for _ in range(batch_size)]
+        if steps is not None:
+            steps.cache.crop(0)
+            self.rows = rows_of(steps.cache)
+            self._chunk = steps.chunk or self._chunk
 
-    def new_row(self, block: int | None = None) -> Row:
+    def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
         return Row(block=block)
 
@@ -211,107 +229,27 @@ class RowsRunner(TransformersRunner):
         self.rows = []
         return row.cache.token_bytes
 
-    def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
-        by the draft's places in a padded cache."""
-        if self.packed or not tree.needs_logits[tree.root]:
-            return tree.needs_logits[tree.root]
-        longest = max(row.length for row in self.rows)
-        return self._limits.allows(longest, tree.root + MAX_NODES_PER_STEP)
-
-    @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """See `Runner`."""
-        return super().forward(trees, top_k)
-
-    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        if self.packed:
-            return super()._groups(trees)
-        together = [place for place, tree in enumerate(trees) if self._together and len(tree) <= LARGE]
-        alone = [[place] for place in range(len(trees)) if place not in together]
-        return [together, *alone] if together else alone
-
-    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
-        cache = self._cache([self.rows[place] for place in places], step)
-        layout = self._layout
-        inputs = layout.inputs(step, cache) if isinstance(layout, Packed) else layout.inputs(step)
-        return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
-
-    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
-        """What the model takes for the cache of some rows."""
-        if self.packed:
-            return PackedCache(rows, step.counts)
-        return rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
-
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """See `Runner`."""
-        for row, slots in zip(self.rows, self._slots_of(kept), strict=True):
-            if slots:
-                row.cache.commit([slots])
+    @property
+    def texts(self) -> list[Row]:
+        """The rows of a call, in memory that no later call uses."""
+        return self.rows if self._steps is None else _gathered(self.rows)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        self._begin(adopt_cache(cache, mask))
+        self.begin(adopt_cache(cache, mask))
         for row, shift in zip(self.rows, shifts, strict=True):
             row.shift = shift
 
-    def _begin(self, texts: Sequence[Row]) -> None:
-        """Go on from what these rows hold."""
-        for row, text in zip(self.rows, texts, strict=True):
-            row.adopt(text)
-
-
-class ModelRunner(RowsRunner):
-    """The rows of one call, which are padded to the largest tree, in one pass over one memory.
-
-    Args:
-        model: Any transformers causal language model that `check_model` accepts.
-        batch_size: Sequences that run together.
-        texts: Keys and values of the beginning of each text; none if not given.
-        device: See `Runner`.
-        steps: Runs trees of up to a certain size over fixed buffers; `texts` are copied into these. Larger trees,
-            such as a prompt, are run as they are without it, unless its passes are of one size only.
-        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
-        positions_end: See `Limits`.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batch_size: int,
-        texts: Sequence[Row] | None = None,
-        device: torch.device | None = None,
-        steps: StaticSteps | None = None,
-        most_nodes: int = MOST_CHOSEN_NODES,
-        positions_end: bool = True,
-    ) -> None:
-        super().__init__(model, positions_end, packed=False, device=device)
-        self._drafted, self._steps = most_nodes, steps
-        # Packed masks, static buffers and padded passes are of all columns.
-        self._forgets = any(self._masks.windows) and batch_size == 1
-        self._forgets &= steps is None and model.config._attn_implementation not in PACKED_MASKS
-        if steps is None:
-            windows = self._masks.windows if self._forgets else ()
-            self.rows = [Row(TreeCache(windows)) for _ in range(batch_size)]
-        else:
-            steps.cache.crop(0)
-            self.rows = [Row(steps.cache, place) for place in range(batch_size)]
-            self._chunk = steps.chunk or self._chunk
-        if texts is not None:
-            self._begin(texts)
-
-    def _begin(self, texts: Sequence[Row]) -> None:
-        if self._steps is not None:
-            self._steps.begin(texts)
-        elif self._forgets:
+    def begin(self, texts: Sequence[Row]) -> None:
+        """Go on from what these rows hold, which are used no more."""
+        if self._forgets:
             self.rows[0].cache = texts[0].cache
+        elif self._steps is not None:
+            self._steps.make_room(max(text.length for text in texts))
+            self._steps.cache.adopt(texts)
         else:
-            super()._begin(texts)
-
-    @property
-    def texts(self) -> list[Row]:
-        """The rows, in memory that no later call uses."""
-        return self.rows if self._steps is None else _gathered(self.rows)
+            for row, text in zip(self.rows, texts, strict=True):
+                row.adopt(text)
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -332,12 +270,20 @@ class ModelRunner(RowsRunner):
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`.
 
-        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
+        Not if it is a part of a text, nor, of padded rows, if it is a prompt too long to be sent with a mask, or the
+        model would go by the draft's places in the cache.
         """
+        if self.packed or not tree.needs_logits[tree.root]:
+            return tree.needs_logits[tree.root]
         start = max(row.length for row in self.rows)
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
-    _groups = TransformersRunner._groups  # however large they are
+    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
+        if self.packed or self._shares:
+            return super()._groups(trees)
+        together = [place for place, tree in enumerate(trees) if self._together and len(tree) <= LARGE]
+        alone = [[place] for place in range(len(trees)) if place not in together]
+        return [together, *alone] if together else alone
 
     def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
         """A static pass, if there is one of that size."""
@@ -351,16 +297,31 @@ class ModelRunner(RowsRunner):
             step.dropped = self.rows[0].cache.dropped
         return step
 
-    def _cache(self, rows: Sequence[Any], step: Step) -> TreeCache:
+    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+        cache = self._cache([self.rows[place] for place in places], step)
+        inputs = self._layout.inputs(step, cache)
+        return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
+
+    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
+        """What the model takes for the cache of some rows."""
+        if self.packed:
+            return PackedCache(rows, step.counts)
+        if not self._shares:
+            return rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
         if any(row.cache is not rows[0].cache for row in rows):  # in the first pass
-            for row, place in zip(rows, _gathered(rows), strict=True):
-                row.cache, row.place = place.cache, place.place
-        cache: TreeCache = rows[0].cache
-        return cache
+            for row, gathered in zip(rows, _gathered(rows), strict=True):
+                row.cache, row.place = gathered.cache, gathered.place
+        return rows[0].cache
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        self.rows[0].cache.commit(self._slots_of(kept))
+        slots = self._slots_of(kept)
+        if self._shares:
+            self.rows[0].cache.commit(slots)
+            return
+        for row, slots_of_row in zip(self.rows, slots, strict=True):
+            if slots_of_row:
+                row.cache.commit([slots_of_row])
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
@@ -371,7 +332,7 @@ def _gathered(rows: Sequence[Row]) -> list[Row]:
     """Rows of one new memory that hold what these do."""
     cache = TreeCache(texts=len(rows))
     cache.adopt(rows)
-    return [Row(cache, place) for place in range(len(rows))]
+    return rows_of(cache)
 
 
 class ChainRunner(TransformersRunner):
@@ -443,9 +404,6 @@ class ChainRunner(TransformersRunner):
         pending = self._pending(row, text)
         return TokenTree(pending, len(pending) - 1)
 
-    def _prefill_size(self, texts: int) -> int | None:
-        return None
-
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
         return self._drafts and tree.needs_logits[tree.root]
@@ -468,7 +426,7 @@ class ChainRunner(TransformersRunner):
 
     def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
         if trees[0] is self._idle:
-            return [ForwardResult(torch.empty(0), {}, nothing_listed(1))]
+            return [ForwardResult(torch.empty(0), {}, lambda: NOTHING)]
         return super()._pass(places, trees, top_k)
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:

@@ -17,7 +17,7 @@ from lookahead.backends.transformers.engine_model import engine_model, packed_cl
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
@@ -66,7 +66,7 @@ class TransformersSession(Session):
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
-    ) -> tuple[RowsRunner | ChainRunner, int | None, int]:
+    ) -> tuple[ModelRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
         on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
         if on_chains:
@@ -82,7 +82,7 @@ class TransformersSession(Session):
                 _warn_of_eager_steps(self._model, obstacle)
         return rows, kv_bytes, prefix_bytes
 
-    def watch(self, runner: RowsRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
+    def watch(self, runner: ModelRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
         """Notices changes of the model."""
         return ModelWatch(self._model, runner.model, compares_bits)
 
@@ -111,12 +111,13 @@ class TreeCall(Call):
         self.runner = runner = ModelRunner(
             engine,
             prompts.rows,
-            texts,
             prompts.input_ids.device,
             steps,
             config.max_nodes,
             kind.holds("positions_end"),
         )
+        if texts is not None:
+            runner.begin(texts)
         if steps is not None:
             runner.engine = "compiled" if config.engine == "compiled" else "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
@@ -139,7 +140,7 @@ class TreeCall(Call):
         return cache
 
 
-def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig) -> RowsRunner | None:
+def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig) -> ModelRunner | None:
     """What packs the rows of a call; `None` where they are padded.
 
     On a GPU a call for each row takes longer than padding does. Of packed weights there is one copy for a model, which
@@ -150,7 +151,9 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
     if config.engine not in ("auto", "dynamic") or config.invariant or config.pack_weights:
         return None
     clone = packed_clone(model, pack_weights=False, invariant=False)
-    return None if isinstance(clone, str) else RowsRunner(clone, equivalence(model).holds("positions_end"))
+    if isinstance(clone, str):
+        return None
+    return ModelRunner(clone, positions_end=equivalence(model).holds("positions_end"))
 
 
 def _static_steps(

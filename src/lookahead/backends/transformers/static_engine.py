@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.machine import PausingClock
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, agree, check_logits, reads_rows_alike
-from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.pooled_rows import PooledRunner
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
-from lookahead.backends.transformers.runner import ModelRunner, RowsRunner
+from lookahead.backends.transformers.rows import LayerShape, layer_shapes
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.static_steps import (
     FIXED_ROWS,
@@ -73,9 +72,7 @@ def acquire_steps(
         steps, state.static_steps = state.static_steps, None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # before new memory is taken
-        rows = padded_batch(batch) if config.invariant else batch
-        buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)
-        steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
+        steps = StaticSteps(model, shapes, batch, capacity, sizes, compiler, most)
         steps.made_for = made_for
     steps.last = longest if patient else None
     return steps
@@ -105,14 +102,13 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
     if isinstance(shapes, str):
         raise UnsupportedModelError(shapes)
     sizes, capacity = fixed_sizes(batch), 2 * FIXED_ROWS + CHECK_LENGTH
-    buffers = StaticTreeCache(shapes, batch, capacity, model.device, padded_batch(batch))
-    steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), most=2 * sizes[0])
+    steps = StaticSteps(model, shapes, batch, capacity, sizes, most=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
 
 
 def pooled_runner(
-    rows: RowsRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool, records: bool
-) -> tuple[RowsRunner, str]:
+    rows: ModelRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool, records: bool
+) -> tuple[ModelRunner, str]:
     """What runs rows that come and go over pages of one memory, where that can be.
 
     Args:
@@ -138,11 +134,10 @@ def pooled_runner(
         obstacle, shapes = shapes, _pool_shapes(rows, alone, records=False)
     if isinstance(shapes, str):
         return rows, obstacle
-    recorder = None if obstacle else recorder_for(model.device)
-    return PooledRunner(model, shapes, recorder, clock, positions_end), obstacle
+    return PooledRunner(model, shapes, not obstacle, clock, positions_end), obstacle
 
 
-def _pool_shapes(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
+def _pool_shapes(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
     """What the layers keep of a token; why rows cannot lie in a pool, if so. Tried once per model."""
     return _tried(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
 
@@ -174,14 +169,13 @@ def _tried(
         return state.static_shapes[setting]
 
 
-def _try_pool(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
+def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
     """Compare logits of rows in a pool with those of each text alone."""
     model = rows.model
     rows.rows = [row := Row()]
     rows.forward([TokenTree([0])])
     rows.rows, shapes = [], layer_shapes(row.cache)
-    recorder = recorder_for(model.device) if records else None
-    pooled = PooledRunner(model, shapes, recorder, PausingClock(model.device))
+    pooled = PooledRunner(model, shapes, records, PausingClock(model.device))
     pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
     return shapes, reads_rows_alike(pooled, alone, exactly=False)
 
@@ -194,8 +188,7 @@ def _try_static(model: PreTrainedModel, compiler: str | None = None) -> tuple[Sh
     sizes, most, capacity = pass_sizes(SMALLEST_TREE), None, CHECK_LENGTH
     if dynamic.is_invariant:
         sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
-    buffers = StaticTreeCache(shapes, 1, capacity, model.device)
-    steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
+    steps = StaticSteps(model, shapes, 1, capacity, sizes, compiler, most)
     return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 
 

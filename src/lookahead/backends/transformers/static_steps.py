@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged
-from lookahead.backends.transformers.graph_recorder import FixedPasses, Outputs, Recorder
+from lookahead.backends.transformers.graph_recorder import FixedPasses, Outputs
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
-from lookahead.backends.transformers.rows import StaticTreeCache
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
-from lookahead.backends.transformers.tree_cache import Row
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which
@@ -109,9 +108,9 @@ class StaticInputs:
         lengths = [*step.lengths, *[0] * (rows - len(step.lengths))]
         np.add(self._offsets, max(lengths) + start, out=self._columns)
         self._tokens[:], self._positions[:] = tokens[:, part_slots], positions[:, part_slots]
-        masks = self._masks.pack(ancestors(step, rows, self._slots), lengths, places)
-        for buffer, packed in zip(self._packed, masks, strict=True):
-            buffer[:] = packed[:, :, part_slots]
+        sights = self._masks.sights(ancestors(step, rows, self._slots), lengths, places)
+        for buffer, of_kind in zip(self._packed, sights.values(), strict=True):
+            buffer[:] = of_kind.packed()[:, :, part_slots]
         self._staged.send()
 
 
@@ -120,17 +119,20 @@ class StaticSteps:
 
     Args:
         model: The model, to which no reference is held.
-        cache: Keys and values, with room for the nodes of a step; for more it grows.
+        shapes: What each layer keeps of a token.
+        batch: Texts.
+        capacity: Tokens of each text, and nodes of a step, that there is room for at first.
         sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
-        recorder: Records and replays passes.
         compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
-        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part. The cache
-            has so many rows then that they divide `FIXED_ROWS`.
+        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part. There are
+            so many rows then that they divide `FIXED_ROWS`.
 
     Attributes:
-        cache, sizes: As above.
+        sizes: As above.
+        cache: Keys and values.
         chunk: Nodes of every pass, if they are of one size only.
         clock: A clock in seconds that stands still while graphs are recorded.
+        recorded: What recording took so far.
         last: Tokens that the texts come to at most: where fewer than `PAYS_FROM` of them are left, nothing is recorded
             any more, and steps of sizes that were not are run elsewhere. Any number if `None`.
         made_for: How the model was set when they were made for it.
@@ -139,33 +141,30 @@ class StaticSteps:
     def __init__(
         self,
         model: PreTrainedModel,
-        cache: StaticTreeCache,
+        shapes: Sequence[LayerShape | None],
+        batch: int,
+        capacity: int,
         sizes: Sequence[int],
-        recorder: Recorder,
         compiler: str | None = None,
         most: int | None = None,
     ) -> None:
-        self.cache = cache
+        rows = batch if most is None else padded_batch(batch)
+        self.cache = StaticTreeCache(shapes, batch, capacity, model.device, rows)
         self.sizes = tuple(sizes)
         self.chunk = None if most is None else self.sizes[-1]
         self._most = most
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
-        self._passes = FixedPasses(model, cache, recorder, self.clock, compiler=compiler)
+        self._passes = FixedPasses(model, self.cache, self.clock, compiler=compiler)
+        self.recorded = self._passes.recorded
         self._masks, self._device = MaskBuilder(model.config), model.device
 
-    @property
-    def recordings(self) -> int:
-        """Passes that were recorded so far, over all sizes."""
-        return self._passes.recorded.count
-
-    def begin(self, texts: Sequence[Row]) -> None:
-        """Begin with what these rows hold; they stay as they are."""
-        longest = max(text.length for text in texts)
-        if longest > self.cache.capacity:
-            self._grow(longest)
-        self.cache.adopt(texts)
+    def make_room(self, needed: int) -> None:
+        """Have room for so many tokens; grow by half at least, since graphs must be captured again."""
+        if needed > self.cache.capacity:
+            self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
+            self._passes.forget()
 
     def forward(self, step: Step, top_k: int) -> list[ForwardResult] | None:
         """Run one step, if it is of a size that there are passes for.
@@ -181,9 +180,7 @@ class StaticSteps:
         nodes = max(step.counts)
         size = next((size for size in self.sizes if size >= nodes), self.chunk)
         parts = 1 if size is None else -(-nodes // size)
-        needed = self.cache.longest + (nodes if size is None else parts * size)
-        if needed > self.cache.capacity:
-            self._grow(needed)
+        self.make_room(self.cache.longest + (nodes if size is None else parts * size))
         if size is None:
             return None
         if parts > 1 and self._most is not None and nodes > self._most:
@@ -210,8 +207,3 @@ class StaticSteps:
 
     def _new_inputs(self, size: int) -> StaticInputs:
         return StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
-
-    def _grow(self, needed: int) -> None:
-        """Grow by half at least, since graphs must be captured again."""
-        self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
-        self._passes.forget()

@@ -341,6 +341,11 @@ class Row(TextRow):
         self.cache.adopt([text])
 
 
+def rows_of(cache: TreeCache) -> list[Row]:
+    """The texts of a cache."""
+    return [Row(cache, place) for place in range(len(cache.lengths))]
+
+
 _BLANK = 2.0**-7
 """What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
 

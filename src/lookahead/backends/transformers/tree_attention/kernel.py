@@ -288,19 +288,7 @@ def attention_by_position(
 ) -> torch.Tensor:
     """As `tree_attention`, with the same bits for a query in any company, at any place in the cache.
 
-    Args:
-        query: `[batch, heads, nodes, head_dim]`, float16, bfloat16 or float32.
-        key: `[batch, kv_heads, keys, head_dim]`: a buffer with the cached tokens and the nodes of this step.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        path_mask: `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`. What it says is not checked.
-        scaling: What scores are multiplied by.
-        softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
-
-    Returns:
-        `[batch, nodes, heads, value_dim]` in the number type of `query`.
-
-    Raises:
-        InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
+    `path_mask` is `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`. What it says is not checked.
     """
     attention = Attention(_by_position_kernel, query, key, value, path_mask)
     splits = -(-key.shape[2] // SPAN)

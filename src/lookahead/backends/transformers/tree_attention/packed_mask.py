@@ -62,31 +62,76 @@ def packed_width(nodes: int) -> int:
     return BITS + -(-nodes // WORD)
 
 
-def pack(
+@dataclass(frozen=True)
+class Sight:
+    """What each node of some trees may see, in one kind of layer.
+
+    Attributes:
+        slots: Which slots, itself included, `[batch, nodes, nodes]` bool.
+        ends: How many of the cached tokens, `[batch, nodes]`.
+        first: The first position, `[batch, nodes]`; `None` if it is 0 for all.
+        longest: Cached tokens of the longest row, behind which the nodes lie.
+    """
+
+    slots: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+    first: NDArray[np.int64] | None
+    longest: int
+
+    def packed(self) -> NDArray[np.int32]:
+        """The packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+
+        Raises:
+            InvalidArgumentError: A slot sees a later one, which the kernel would not look at.
+        """
+        batch, nodes = self.ends.shape
+        if (self.slots & _later(nodes)).any():
+            raise InvalidArgumentError("ancestors lets a slot see a later one; lay out parents before their children")
+        packed = np.zeros((batch, 1, nodes, packed_width(nodes)), dtype=np.int32)
+        bits = np.zeros((batch, 1, nodes, (packed.shape[3] - BITS) * WORD), dtype=np.bool_)
+        bits[:, 0, :, :nodes] = self.slots
+        packed[:, 0, :, VISIBLE] = self.ends
+        if self.first is not None:
+            packed[:, 0, :, FIRST] = self.first
+        packed[..., SCRATCH] = self.longest
+        packed[..., BITS:] = np.packbits(bits, axis=3, bitorder="little").view("<i4")
+        return packed
+
+    def dense(self, dtype: torch.dtype, dropped: int = 0) -> torch.Tensor:
+        """What is added to the scores of all keys but the first `dropped` ones, `[batch, 1, nodes, keys]`: the lowest
+        number of `dtype` for those that are hidden, 0 for the others."""
+        (batch, nodes), behind = self.ends.shape, self.longest - dropped
+        lowest, ends = torch.finfo(dtype).min, self.ends[:, :, None]
+        mask = torch.zeros((batch, 1, nodes, behind + nodes), dtype=dtype)
+        mask[:, 0, :, behind:].masked_fill_(torch.from_numpy(~self.slots), lowest)
+        if self.first is not None or (ends < self.longest).any():
+            column = np.arange(dropped, self.longest)
+            hidden = column >= ends
+            if self.first is not None:
+                hidden |= column < self.first[:, :, None]
+            mask[:, 0, :, :behind].masked_fill_(torch.from_numpy(hidden), lowest)
+        return mask
+
+
+def sight(
     ancestors: NDArray[np.bool_],
     lengths: Sequence[int],
     positions: NDArray[np.int64],
-    *,
-    scratch: int | None = None,
     window: int | None = None,
     chunk: int | None = None,
-) -> torch.Tensor:
-    """The packed mask of one step, for one kind of layer.
+) -> Sight:
+    """What the nodes of one step see.
 
     Args:
         ancestors: Which slots each slot may attend to if its layer sees all the text, `[batch, nodes, nodes]`. A slot
             that sees nothing, not even itself, is padding: it will see itself alone, so that its softmax is not empty.
         lengths: Cached tokens of each row.
         positions: Position ids of the nodes, `[batch, nodes]`.
-        scratch: Column where the nodes begin; behind the longest row if not given.
         window: Of a sliding layer: it sees a token whose distance is less than this.
         chunk: Of a chunked layer: it sees a token of the same chunk of this many positions.
 
-    Returns:
-        `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32, on the CPU.
-
     Raises:
-        InvalidArgumentError: A slot sees a later one, the shapes differ, or the scratch would begin inside a text.
+        InvalidArgumentError: The shapes differ.
     """
     batch, nodes = positions.shape
     if ancestors.shape != (batch, nodes, nodes) or len(lengths) != batch:
@@ -94,25 +139,13 @@ def pack(
             f"ancestors of shape {ancestors.shape}, {len(lengths)} lengths and positions of shape {positions.shape} do "
             "not belong together; they must be [batch, nodes, nodes], [batch] and [batch, nodes]"
         )
-    if (ancestors & _later(nodes)).any():
-        raise InvalidArgumentError("ancestors lets a slot see a later one; lay out parents before their children")
-    longest = max(lengths)
-    if scratch is not None and scratch < longest:
-        raise InvalidArgumentError(f"scratch={scratch} lies inside of a text of {longest} cached tokens")
-    real = ancestors.any(axis=2)
-    packed = np.zeros((batch, nodes, packed_width(nodes)), dtype=np.int32)
-    seen = np.zeros((batch, nodes, (packed.shape[2] - BITS) * WORD), dtype=np.bool_)
-    seen[:, :, :nodes] = ancestors
+    first, slots, is_real = None, ancestors.copy(), ancestors.any(axis=2)
     if window is not None or chunk is not None:
-        first = first_position(positions, window, chunk)
-        packed[:, :, FIRST] = real * first
-        # A node and its ancestors are as far apart as their positions say; inside of the tree the bits know all of it.
-        seen[:, :, :nodes] &= positions[:, None, :] >= first[:, :, None]
-    seen.reshape(batch, -1)[:, :: seen.shape[2] + 1] = True  # the diagonal
-    packed[:, :, VISIBLE] = real * np.asarray(lengths)[:, None]
-    packed[:, :, SCRATCH] = longest if scratch is None else scratch
-    packed[:, :, BITS:] = np.packbits(seen, axis=2, bitorder="little").view("<i4")
-    return torch.from_numpy(packed)[:, None]
+        first = is_real * first_position(positions, window, chunk)
+        # A node and its ancestors are as far apart as their positions say.
+        slots &= positions[:, None, :] >= first[:, :, None]
+    slots.reshape(batch, -1)[:, :: nodes + 1] = True  # the diagonal
+    return Sight(slots, is_real * np.asarray(lengths)[:, None], first, max(lengths))
 
 
 @lru_cache(maxsize=64)
