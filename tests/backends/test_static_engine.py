@@ -26,16 +26,23 @@ import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
 from lookahead.backends import machine
-from lookahead.backends.transformers import graph_recorder, model_state, session, static_engine
+from lookahead.backends.transformers import fixed_passes, model_state, session, static_engine
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, Outputs, Pass
+from lookahead.backends.transformers.fixed_passes import (
+    CudaGraphRecorder,
+    Outputs,
+    Pass,
+    StaticInputs,
+    StaticSteps,
+    pass_sizes,
+    rounded,
+)
 from lookahead.backends.transformers.layouts import Step
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_steps import StaticInputs, StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.token_tree import TokenTree, lay_out
@@ -142,7 +149,7 @@ def kept_steps(engine: PreTrainedModel) -> StaticSteps:
 def recorded_with(recorder: type) -> Iterator[None]:
     """Calls of `generate` record their passes with `recorder`; nothing that it recorded stays behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_recorder, "recorder_for", recorder)
+        patch.setattr(fixed_passes, "recorder_for", recorder)
         patch.setattr(model_state, "_states", weakref.WeakKeyDictionary())
         yield
 
@@ -241,10 +248,10 @@ def addresses(steps: StaticSteps) -> list[int]:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
     model = build(name)
-    with recorded_with(TapeRecorder):
-        steps = static_steps(model, batch=2)
+    steps = static_steps(model, batch=2)
     runner = ModelRunner(model, 2, steps=steps)
-    first = logits_of_steps(runner, batch=2)
+    with recorded_with(TapeRecorder):
+        first = logits_of_steps(runner, batch=2)
     seen, recordings = addresses(steps), steps.recorded.count
     assert recordings == len(steps._passes.inputs)
     assert steps._passes._recorder.replays == 12
@@ -488,7 +495,7 @@ class FakeCuda:
 
 def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    monkeypatch.setattr(graph_recorder, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(fixed_passes, "torch", SimpleNamespace(cuda=cuda))
     outputs = torch.zeros(1), torch.zeros(1)
 
     def work() -> Outputs:

@@ -15,10 +15,10 @@ from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
+from lookahead.backends.transformers.fixed_passes import StaticSteps, pass_sizes
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from model_zoo import ARCHITECTURES, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -22,10 +22,10 @@ from lookahead.backends.transformers import static_engine
 from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.attention import TREE_ATTENTION, dense_attention, register
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
+from lookahead.backends.transformers.fixed_passes import StaticSteps
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_attention import kernel, running_softmax
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, packed_width, sight, unpack

@@ -22,9 +22,8 @@ from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
+from lookahead.backends.transformers.fixed_passes import PAYS_FROM, CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.static_steps import PAYS_FROM
 from lookahead.bench.tuning import measure
 from lookahead.core.statistics import StepRecord
 from model_zoo import ARCHITECTURES, build

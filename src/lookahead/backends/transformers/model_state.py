@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
+    from lookahead.backends.transformers.fixed_passes import StaticSteps
     from lookahead.backends.transformers.rows import LayerShape
     from lookahead.backends.transformers.shared_clone import SharedClone
-    from lookahead.backends.transformers.static_steps import StaticSteps
     from lookahead.core.pace import Pace
     from lookahead.core.step_costs import StepCosts
     from lookahead.drafting import DraftMemory

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
-from lookahead.backends.transformers.graph_recorder import FixedPasses, Outputs
+from lookahead.backends.transformers.fixed_passes import FixedPasses, Outputs, pass_sizes, rounded
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, in_a_row, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.runner import LARGE, ModelRunner
-from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.token_tree import TokenTree
@@ -233,7 +232,6 @@ class PooledRunner(ModelRunner):
         self.engine = "static" if records else "dynamic"
         self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0
-        self._made_for = (0, 0, 0)  # texts, pages of each, and tokens of the memory
 
     @torch.no_grad()
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
@@ -277,10 +275,7 @@ class PooledRunner(ModelRunner):
         self._texts = max(self._texts, len(self.rows))
         if pages > self._width or not self._width:
             self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
-        made_for = self._texts, self._width, self._pool.capacity
-        if made_for != self._made_for:
-            self._passes.forget()
-            self._made_for = made_for
+        self._passes.serve((self._texts, self._width, self._pool.capacity))
 
     def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
         """Run a pass of a recorded size."""

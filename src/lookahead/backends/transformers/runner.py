@@ -23,12 +23,12 @@ from lookahead.backends.transformers.chain_cache import (
     reads_whole,
     row_of_batch,
 )
+from lookahead.backends.transformers.fixed_passes import StaticSteps
 from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache
-from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.token_tree import Layout, TokenTree, lay_out

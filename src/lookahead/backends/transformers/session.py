@@ -15,13 +15,13 @@ from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, ch
 from lookahead.backends.transformers.checks import check_chain_settings, check_texts, runs_on_chains, runs_rows
 from lookahead.backends.transformers.engine_model import engine_model, packed_clone, rows_runner, runs_static
 from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
-from lookahead.backends.transformers.static_steps import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.tree_cache import adopt_cache, return_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning, UnsupportedArgumentError

@@ -11,13 +11,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.machine import PausingClock
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, agree, check_logits, reads_rows_alike
-from lookahead.backends.transformers.limits import limits_of
-from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.pooled_rows import PooledRunner
-from lookahead.backends.transformers.rows import LayerShape, layer_shapes
-from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.shared_clone import can_be_cloned
-from lookahead.backends.transformers.static_steps import (
+from lookahead.backends.transformers.fixed_passes import (
     FIXED_ROWS,
     SMALLEST_TREE,
     StaticSteps,
@@ -25,6 +19,12 @@ from lookahead.backends.transformers.static_steps import (
     pass_sizes,
     rounded,
 )
+from lookahead.backends.transformers.limits import limits_of
+from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.pooled_rows import PooledRunner
+from lookahead.backends.transformers.rows import LayerShape, layer_shapes
+from lookahead.backends.transformers.runner import ModelRunner
+from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.config import LookaheadConfig
 from lookahead.core.token_tree import TokenTree
