@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.engine_model import packed_clone, rows_runner
+from lookahead.backends.transformers.engine_model import packed_runner, rows_runner
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import ModelRunner
@@ -176,7 +176,7 @@ def test_a_step_sends_no_padding() -> None:
 def test_models_of_which_rows_cannot_be_packed_are_refused(name: str) -> None:
     # Attention of their own, a soft cap that "sdpa" has not, and keys that are not those of the cache.
     model = build(name, attention="eager" if name == "gemma2" else "sdpa")
-    assert isinstance(packed_clone(model, pack_weights=False, invariant=False), str)
+    assert isinstance(packed_runner(model), str)
 
 
 def small_llama(**options: object) -> PreTrainedModel:
@@ -200,4 +200,4 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
     assert equivalence(model).has_miniature or equivalence(model).holds("packed_rows")
     packed_model(model)
     leaky = Leaky(model.config).eval()
-    assert isinstance(packed_clone(leaky, pack_weights=False, invariant=False), str)
+    assert isinstance(packed_runner(leaky), str)

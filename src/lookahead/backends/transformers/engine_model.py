@@ -129,30 +129,28 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
         UnsupportedArgumentError: Passes of the model cannot be invariant.
         UnsupportedModelError: The model cannot be run on token trees, or its rows give other logits together.
     """
-    clone = packed_clone(model, pack_weights, invariant)
-    ends = equivalence(model).holds("positions_end")
-    if not isinstance(clone, str):
-        return ModelRunner(clone, positions_end=ends)
+    packed = packed_runner(model, pack_weights, invariant)
+    if isinstance(packed, ModelRunner):
+        return packed
     if invariant:
-        raise _unsupported(model, clone)
-    engine = engine_model(model, pack_weights)
-    runner = ModelRunner(
-        engine, most_nodes=MAX_NODES_PER_STEP, positions_end=ends, together=equivalence(model).holds("batches")
-    )
+        raise _unsupported(model, packed)
+    engine, kind = engine_model(model, pack_weights), equivalence(model)
+    ends, together = kind.holds("positions_end"), kind.holds("batches")
+    runner = ModelRunner(engine, most_nodes=MAX_NODES_PER_STEP, positions_end=ends, together=together)
     state, setting = state_of(model), ("padded rows", *checked_setting(model))
     with state.lock:
         if setting not in state.checked:
             with preserved_state(model):
                 same = reads_rows_alike(runner, engine, exactly=False)
             if not same:
-                raise _unsupported(model, f"{clone}, and padded ones gave other logits together than each alone")
+                raise _unsupported(model, f"{packed}, and padded ones gave other logits together than each alone")
             state.checked.add(setting)
     return runner
 
 
-def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
-    """A clone of `model` whose rows are packed, with the model's own weights, made and tried once per model object; why
-    there is none, if so. Arguments as for `rows_runner`.
+def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> ModelRunner | str:
+    """What runs rows of `model` packed, on a clone that is made and tried once per model object; why there is nothing,
+    if so. Arguments as for `rows_runner`.
 
     Raises:
         UnsupportedArgumentError: Passes of the model cannot be invariant.
@@ -179,7 +177,9 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
     attention = INVARIANT_ROWS if invariant else PACKED_ROWS
     register(attention)
     clone = clone_for(model, attention, pack_weights, _reads_rows)
-    return clone.module if isinstance(clone, SharedClone) else clone
+    if not isinstance(clone, SharedClone):
+        return clone
+    return ModelRunner(clone.module, positions_end=equivalence(model).holds("positions_end"))
 
 
 def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:

@@ -211,24 +211,18 @@ class PooledRunner(ModelRunner):
     recorded once; larger ones as they are. Rows that join or leave change nothing of what was recorded.
 
     Args:
-        model: What runs; see `rows_runner`.
+        rows: Runs rows that have keys and values of their own, packed.
         shapes: What each layer keeps of a token.
         records: Whether passes are recorded; else they are run as they are.
         clock: The clock for steps; it stands still while passes are recorded.
-        positions_end: See `Limits`.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        shapes: Sequence[LayerShape | None],
-        records: bool,
-        clock: PausingClock,
-        positions_end: bool = True,
+        self, rows: ModelRunner, shapes: Sequence[LayerShape | None], records: bool, clock: PausingClock
     ) -> None:
-        super().__init__(model, positions_end=positions_end)
+        super().__init__(rows.model, positions_end=rows.positions_end)
         self._shapes, self._records, self._clock = tuple(shapes), records, clock
-        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
         self.engine = "static" if records else "dynamic"
         self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0

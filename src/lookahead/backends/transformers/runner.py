@@ -53,7 +53,7 @@ class TransformersRunner(Runner):
         device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
 
     Attributes:
-        model: As above.
+        model, positions_end: As above.
         rows: See `Runner`.
     """
 
@@ -62,7 +62,7 @@ class TransformersRunner(Runner):
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.positions_end = model, positions_end
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
         self._limits = limits = limits_of(model, positions_end)

@@ -13,7 +13,7 @@ from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache, source_of_row
 from lookahead.backends.transformers.checks import check_chain_settings, check_texts, runs_on_chains, runs_rows
-from lookahead.backends.transformers.engine_model import engine_model, packed_clone, rows_runner, runs_static
+from lookahead.backends.transformers.engine_model import engine_model, packed_runner, rows_runner, runs_static
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.invariant.modules import least_rows
@@ -76,8 +76,8 @@ class TransformersSession(Session):
             return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
         rows = rows_runner(self._model, config.pack_weights, config.invariant)
         if self._model.device.type == "cuda":
-            ends, records = equivalence(self._model).holds("positions_end"), config.engine == "auto"
-            rows, obstacle = pooled_runner(rows, engine_model(self._model), self._clock, ends, records)
+            records = config.engine == "auto"
+            rows, obstacle = pooled_runner(rows, engine_model(self._model), self._clock, records)
             if obstacle and records:
                 _warn_of_eager_steps(self._model, obstacle)
         return rows, kv_bytes, prefix_bytes
@@ -150,10 +150,8 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
         return None
     if config.engine not in ("auto", "dynamic") or config.invariant or config.pack_weights:
         return None
-    clone = packed_clone(model, pack_weights=False, invariant=False)
-    if isinstance(clone, str):
-        return None
-    return ModelRunner(clone, positions_end=equivalence(model).holds("positions_end"))
+    runner = packed_runner(model)
+    return runner if isinstance(runner, ModelRunner) else None
 
 
 def _static_steps(

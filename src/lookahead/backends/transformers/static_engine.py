@@ -107,7 +107,7 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
 
 
 def pooled_runner(
-    rows: ModelRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool, records: bool
+    rows: ModelRunner, alone: PreTrainedModel, clock: PausingClock, records: bool
 ) -> tuple[ModelRunner, str]:
     """What runs rows that come and go over pages of one memory, where that can be.
 
@@ -115,7 +115,6 @@ def pooled_runner(
         rows: Runs each over its own memory.
         alone: What runs one text of the model.
         clock: The clock for steps.
-        positions_end: See `Limits`.
         records: Whether passes are to be recorded.
 
     Returns:
@@ -134,7 +133,7 @@ def pooled_runner(
         obstacle, shapes = shapes, _pool_shapes(rows, alone, records=False)
     if isinstance(shapes, str):
         return rows, obstacle
-    return PooledRunner(model, shapes, not obstacle, clock, positions_end), obstacle
+    return PooledRunner(rows, shapes, not obstacle, clock), obstacle
 
 
 def _pool_shapes(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
@@ -175,7 +174,7 @@ def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple
     rows.rows = [row := Row()]
     rows.forward([TokenTree([0])])
     rows.rows, shapes = [], layer_shapes(row.cache)
-    pooled = PooledRunner(model, shapes, records, PausingClock(model.device))
+    pooled = PooledRunner(rows, shapes, records, PausingClock(model.device))
     pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
     return shapes, reads_rows_alike(pooled, alone, exactly=False)
 

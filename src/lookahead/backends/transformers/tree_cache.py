@@ -132,11 +132,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         if unseen <= self.window // _SLACK:
             return
         kept = self.length - self.dropped - unseen
-        for name in ("keys", "values"):
-            states = getattr(self, name)
-            moved = states.new_zeros((*states.shape[:2], kept + _SCRATCH, states.shape[3]))
-            moved[:, :, :kept] = states[:, :, unseen : unseen + kept]
-            setattr(self, name, moved)
+        self._move(kept + _SCRATCH, unseen, kept)
         self.dropped += unseen
 
     def get_seq_length(self) -> int:
@@ -159,15 +155,19 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             capacity = needed + max(step, needed // _GROWTH)
         else:
             capacity = whole_blocks(needed, self.block)
+        self._move(capacity, 0, kept)
+
+    def _move(self, capacity: int, first: int, kept: int) -> None:
+        """To new tensors of `capacity` columns, which begin with those from `first` on that are `kept`."""
         for name in ("keys", "values"):
             states = getattr(self, name)
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
                 # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
                 size = (*states.shape[:2], capacity, states.shape[3])
-                grown = torch.zeros(size, dtype=states.dtype, device=states.device)
+                moved = torch.zeros(size, dtype=states.dtype, device=states.device)
             if kept:
-                grown[:, :, :kept] = states[:, :, :kept]
-            setattr(self, name, grown)
+                moved[:, :, :kept] = states[:, :, first : first + kept]
+            setattr(self, name, moved)
 
 
 def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
