@@ -136,6 +136,7 @@ class TransformersRunner(Runner):
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits `[rows, vocabulary]` of a pass over one token of each row, which leaves no trace."""
         results = self.forward([TokenTree([token]) for token in tokens])
+        self.commit([[] for _ in tokens])
         return torch.cat([result.logits_after(0) for result in results])
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
@@ -462,9 +463,7 @@ class ChainRunner(TransformersRunner):
         """See `TransformersRunner`."""
         for row in self.rows:
             row.save()
-        results = self.forward([TokenTree([token]) for token in tokens])
-        self.commit([[] for _ in self.rows])
-        return torch.cat([result.logits_after(0) for result in results])
+        return super().try_step(tokens)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
