@@ -123,12 +123,12 @@ class Conversation:
         ids: list[int] = prompt.input_ids[0].tolist()
         kept = self._crop(ids)
         options = self._options if self._cache is None else self._options | {"past_key_values": self._cache}
-        recording, interruption = Recording(), Interruption()
+        recording, interruption = Recording(on_step), Interruption()
         with process.handling(signal.SIGINT, interruption.on_signal):
             try:
                 criteria = StoppingCriteriaList([interruption])
                 output = decode_with_lookahead(
-                    self._loaded, prompt, self._config, recording, on_step, stopping_criteria=criteria, **options
+                    self._loaded, prompt, self._config, recording, stopping_criteria=criteria, **options
                 )
                 self._cache = output.past_key_values if self._takes_cache else None
                 self._cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read

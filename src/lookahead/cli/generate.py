@@ -43,14 +43,13 @@ def _run(settings: DecodingSettings, text: str, page: Path | None, group: Parall
         loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
-        recording = Recording()
-        on_step = None if printer is None else printer.step
+        recording = Recording(None if printer is None else printer.step)
         seed_draws(settings)
         with traced(page, loaded, settings.config, consoles.notes) as config:
             # Where it is raised, recording.complete stays False, and what was generated is still printed.
             with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
                 options = text_options(loaded, settings)
-                decode_with_lookahead(loaded, prompt, config, recording, on_step, parallel=group, **options)
+                decode_with_lookahead(loaded, prompt, config, recording, parallel=group, **options)
             if printer is None:
                 report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
                 print_json(consoles.out, report | {"interrupted": not recording.complete})
@@ -125,13 +124,15 @@ class Recording:
     """What one run did. It grows step by step, so that an interruption loses nothing.
 
     Attributes:
-        tokens_by_step: The token ids that each step added.
+        on_step: Called with the token ids of each step.
+        tokens_by_step: They again.
         complete: Whether the run came to its end.
         statistics: Counted along with the steps; the times by part arrive at the end.
         wall_seconds: Wall time of the run.
         cpu_seconds: CPU time of the run, all threads together.
     """
 
+    on_step: Callable[[list[int]], None] | None = None
     tokens_by_step: list[list[int]] = field(default_factory=list)
     complete: bool = False
     statistics: Statistics = field(default_factory=Statistics)
@@ -154,32 +155,23 @@ class Recording:
         self.tokens_by_step.append(list(step.tokens))
         self.statistics.steps += 1
         self.statistics.record(step)
+        if self.on_step is not None:
+            self.on_step(step.tokens)
 
 
 def decode_with_lookahead(
-    loaded: LoadedModel,
-    prompt: Prompt,
-    config: LookaheadConfig,
-    recording: Recording,
-    on_step: Callable[[list[int]], None] | None = None,
-    **options: Any,
+    loaded: LoadedModel, prompt: Prompt, config: LookaheadConfig, recording: Recording, **options: Any
 ) -> Any:
     """Decode with lookahead into `recording`; `options` are those of `lookahead.generate`.
 
     Returns:
         What `lookahead.generate` returned.
     """
-
-    def keep(step: StepRecord) -> None:
-        recording.add(step)
-        if on_step is not None:
-            on_step(step.tokens)
-
     with _timed(loaded, recording):
         output: Any = generate(
             loaded.model,
             lookahead_config=config,
-            on_step=keep,
+            on_step=recording.add,
             return_dict_in_generate=True,
             **_arguments(loaded, prompt) | options,
         )
