@@ -1,7 +1,7 @@
 """Algorithm 4 of the paper as published: sampling verification by accepting and rejecting.
 
-This is a reference to compare laws with; decoding does not use it. `verification.walk` draws the token first and
-then looks whether a candidate holds it, which has the same law, works on trees, and draws once per token of the
+This is a reference to compare laws with; decoding does not use it. `lookahead.core.step.follow` draws the token first
+and then looks whether a candidate holds it, which has the same law, works on trees, and draws once per token of the
 output as plain decoding does. Here it is the other way round: candidates come first and are accepted at random,
 which takes a random number per candidate, so that the same seed gives other tokens than plain decoding.
 """
