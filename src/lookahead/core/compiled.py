@@ -53,7 +53,7 @@ def compiled(
         makes_arrays: Whether it makes arrays, or calls what does. Those have to be counted, which takes time.
         vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
     """
-    loop = _compile(function, {"nogil": releases_gil, **_fast(vectorizes)}, makes_arrays)
+    loop = _compile(function, vectorizes, makes_arrays, nogil=releases_gil)
     if IS_COMPILED:
         keep_compiled(loop)
     return loop
@@ -65,17 +65,15 @@ FIRST = cast(int, np.int64(0))
 
 def inner(function: Function, vectorizes: bool = False) -> Function:
     """Like `compiled`, for what only compiled loops call: it becomes part of them, and Python must not call it."""
-    return _compile(function, {"no_cpython_wrapper": True, "forceinline": True, **_fast(vectorizes)})
+    return _compile(function, vectorizes, no_cpython_wrapper=True, forceinline=True)
 
 
-def _fast(vectorizes: bool) -> dict[str, Any]:
-    return {"fastmath": set(_VECTORIZED)} if vectorizes else {}
-
-
-def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = False) -> Function:
+def _compile(function: Function, vectorizes: bool, makes_arrays: bool = False, **options: Any) -> Function:
     if _numba is None:
         return function
-    options = {"no_cfunc_wrapper": True} | options
+    options["no_cfunc_wrapper"] = True
+    if vectorizes:
+        options["fastmath"] = set(_VECTORIZED)
     if not makes_arrays and hasattr(import_module("numba.core.cpu").CPUTargetOptions, "_nrt"):
         options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
     return cast(Function, _numba.njit(**options)(function))

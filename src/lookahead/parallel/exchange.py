@@ -38,6 +38,11 @@ class Exchange:
         monitor: Signs of life of the ranks.
         names: What messages call each rank: its number among all processes of the run.
         timeout: Seconds until a rank that is alive but does not come counts as hung.
+
+    Attributes:
+        rank: This rank.
+        size: Ranks of the group.
+        failure: What ended the group, if something has.
     """
 
     def __init__(self, group: dist.ProcessGroup, monitor: Monitor, names: Sequence[int], timeout: float) -> None:
@@ -45,22 +50,8 @@ class Exchange:
         self._monitor = monitor
         self._names = list(names)
         self._timeout = timeout
-        self._error: ParallelError | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._monitor.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return len(self._names)
-
-    @property
-    def failure(self) -> ParallelError | None:
-        """What ended the group, if something has."""
-        return self._error
+        self.rank, self.size = monitor.rank, len(names)
+        self.failure: ParallelError | None = None
 
     def gather(self, message: Bytes) -> list[Bytes]:
         """Send `message` to all ranks; returns the messages of all ranks in their order, all of the same length.
@@ -99,13 +90,13 @@ class Exchange:
 
     def fail(self, error: ParallelError, blamed: bool) -> None:
         """End the group with `error`, and let the other ranks know."""
-        if self._error is None:
-            self._error = error
+        if self.failure is None:
+            self.failure = error
             self._monitor.fail(str(error), blamed)
 
     def _complete(self, begin: Callable[[], dist.Work | None]) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.failure is not None:
+            raise self.failure
         self._monitor.entered()
         try:
             work = begin()
@@ -160,19 +151,14 @@ class Exchange:
         return None
 
     def _ended(self, reason: str) -> ParallelError:
-        error = self._error
-        if error is None:
+        if self.failure is None:
             prefix = "the parallel run has ended: "
-            error = ParallelError(reason if reason.startswith(prefix) else prefix + reason)
-            self.fail(error, blamed=True)
-        return error
+            self.fail(ParallelError(prefix + reason.removeprefix(prefix)), blamed=True)
+        assert self.failure is not None
+        return self.failure
 
     def _store_keeper(self) -> str:
         return f"rank {self._names[0]}, or whatever keeps the ranks' common store,"
-
-
-_DIGEST = 12
-"""Bytes of each digest that is compared."""
 
 
 def digest(value: object) -> bytes:
@@ -181,7 +167,7 @@ def digest(value: object) -> bytes:
         data = np.ascontiguousarray(value.detach().cpu().numpy()).tobytes() + str(tuple(value.shape)).encode()
     else:
         data = repr(value).encode()
-    return hashlib.sha256(data).digest()[:_DIGEST]
+    return hashlib.sha256(data).digest()[:12]
 
 
 def versions() -> str:
@@ -205,16 +191,13 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
     Raises:
         ParallelError: Something differs; the message says what, and on which ranks. The same on all ranks.
     """
-    digests = np.frombuffer(b"".join(digest(value) for value in values.values()), dtype=np.uint8)
-    received = exchange.gather(digests)
+    digests = np.frombuffer(b"".join(map(digest, values.values())), dtype=np.uint8)
+    received = np.stack(exchange.gather(digests)).reshape(exchange.size, len(values), -1)  # [ranks, values, bytes]
     problems = []
-    for place, name in enumerate(values):
-        part = slice(place * _DIGEST, (place + 1) * _DIGEST)
-        differing = [
-            rank for rank, message in enumerate(received) if message[part].tobytes() != received[0][part].tobytes()
-        ]
-        if differing:
-            problems.append(f"{name} on {exchange.who(differing)} differs from that on {exchange.who([0])}")
+    for name, differs in zip(values, (received != received[0]).any(axis=2).T, strict=True):
+        if differs.any():
+            ranks = exchange.who(np.flatnonzero(differs).tolist())
+            problems.append(f"{name} on {ranks} differs from that on {exchange.who([0])}")
     if problems:
         raise ParallelError(f"{'; '.join(problems)}: start every rank with the same model, versions and arguments")
 

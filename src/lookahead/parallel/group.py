@@ -45,23 +45,18 @@ class ParallelGroup:
         exchange: Communication with the other ranks.
         tensor_mesh: Where there is tensor parallelism: the ranks that share one copy of the model with this one.
         owns_processes: Whether `close` ends `torch.distributed` too.
+
+    Attributes:
+        rank: This rank in the group, from 0. Streamers and `on_step` are served by rank 0.
+        size: Ranks of the group.
+        tensor_mesh: As given.
     """
 
     def __init__(self, exchange: Exchange, tensor_mesh: DeviceMesh | None = None, owns_processes: bool = False) -> None:
-        self.tensor_mesh = tensor_mesh
+        self.rank, self.size, self.tensor_mesh = exchange.rank, exchange.size, tensor_mesh
         self._exchange = exchange
         self._owns_processes = owns_processes
         self._closed = False
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group, from 0. Streamers and `on_step` are served by rank 0."""
-        return self._exchange.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self._exchange.size
 
     @property
     def failure(self) -> ParallelError | None:

@@ -50,6 +50,9 @@ class RequestHandle:
         engine: Who runs the steps.
 
     Attributes:
+        finish_reason: Why it is done: `"stop"` (a token, a text or a criterion that ends it), `"length"`,
+            `"cancelled"`, `"error"`; `None` before.
+        cancelled: Whether it was cancelled; `done` follows with the next step.
         statistics: Counts and times of this request.
     """
 
@@ -60,10 +63,10 @@ class RequestHandle:
         self._events: list[TokenEvent] = []
         self._output: Output | None = None
         self._error: BaseException | None = None
-        self._cancelled = False
         self._listeners: set[Callable[[], None]] = set()
         self._done_callbacks: list[Callable[[], None]] = []
-        self._reason: str | None = None
+        self.finish_reason: str | None = None
+        self.cancelled = False
         self.statistics = RequestStatistics()
 
     @property
@@ -74,24 +77,13 @@ class RequestHandle:
     @property
     def done(self) -> bool:
         """Whether it is finished, failed or cancelled."""
-        return self._reason is not None
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it is done: `"stop"` (a token, a text or a criterion that ends it), `"length"`, `"cancelled"`, `"error"`;
-        `None` before."""
-        return self._reason
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled; `done` follows with the next step."""
-        return self._cancelled
+        return self.finish_reason is not None
 
     def cancel(self) -> None:
         """Cancel the request: it takes part in no further step. No effect once it is done."""
         if not self.done:
             self._engine.check_process()
-            self._cancelled = True
+            self.cancelled = True
             self._engine.wake()
 
     def result(self) -> Output:
@@ -218,7 +210,7 @@ class RequestHandle:
         with self._changed:
             self._output = output
             self._error = CancelledError() if output is None and error is None else error
-            self._reason = reason  # from here on it is done
+            self.finish_reason = reason  # from here on it is done
             self._changed.notify_all()
         self._notify()
         while self._done_callbacks:

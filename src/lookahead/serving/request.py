@@ -113,10 +113,6 @@ class Request:
         """Length in tokens that the text may reach in the coming step, drafts included."""
         return self.length + self.drafting.most_nodes
 
-    def send(self, tokens: int) -> None:
-        """Let the coming step send this many tokens that have no keys and values yet."""
-        self.row.most_pending = tokens
-
     def serve(self, handle: RequestHandle, urgency: tuple[int, int], on_step: OnStep | None) -> None:
         """Become a request of an engine: each step is told to `handle`, `on_step` and the streamer."""
         self.handle, self.urgency = handle, urgency

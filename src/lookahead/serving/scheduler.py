@@ -89,7 +89,7 @@ class Scheduler:
             pending = request.length - request.cached
             tokens = pending if pending == 1 else min(pending, left)
             if tokens:
-                request.send(tokens)
+                request.row.most_pending = tokens
                 served.append(request)
                 left -= tokens if pending > 1 else 0
         return served
