@@ -104,6 +104,6 @@ def test_the_check_notices_wrong_logits(both: tuple[Any, PreTrainedModel], monke
     llama = both[0].llama
     assert checks.largest_difference(llama) < 1e-3
     whole = LlamaContext.run
-    monkeypatch.setattr(LlamaContext, "run", lambda self, count: np.roll(whole(self, count), 1, axis=0))
+    monkeypatch.setattr(LlamaContext, "run", lambda self, *counts: np.roll(whole(self, *counts), 1, axis=0))
     with pytest.raises(UnsupportedModelError, match="does not give on chains of tokens"):
         checks.check_model(llama)

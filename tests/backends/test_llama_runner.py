@@ -163,8 +163,8 @@ def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.M
     assert checks.largest_difference(model) < 1e-4
     whole = LlamaContext.run
 
-    def mixed_up(self, count):
-        return np.roll(whole(self, count), 1, axis=0)
+    def mixed_up(self, *counts):
+        return np.roll(whole(self, *counts), 1, axis=0)
 
     monkeypatch.setattr(LlamaContext, "run", mixed_up)
     with pytest.raises(UnsupportedModelError, match="does not give on token trees"):

@@ -153,8 +153,8 @@ class LlamaContext:
         self.batch = TokenBatch(self.cells)
         self.text: list[int] = []
 
-    def run(self, count: int) -> NDArray[np.float32]:
-        """Compute the first `count` tokens of `batch`, and keep their keys and values.
+    def run(self, count: int, reads: int) -> NDArray[np.float32]:
+        """Compute the first `count` tokens of `batch`, of which so many are read, and keep their keys and values.
 
         Returns:
             Logits after those that are read, in the order of the tokens, `[reads, vocabulary]`; a view of a buffer that
@@ -170,7 +170,6 @@ class LlamaContext:
                 f"llama.cpp could not run a step of {count} tokens (llama_decode returned {code}; the context has "
                 f"{self.cells} cells)"
             )
-        reads = int(np.count_nonzero(self.batch.reads[:count]))
         if not reads:
             return self._logits[:0]
         first = self._library.llama_get_logits(self._handle)

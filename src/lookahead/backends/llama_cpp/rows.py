@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from lookahead.errors import InvalidArgumentError
 ID_BYTES = np.dtype(np.int32).itemsize
 
 
-@dataclass(frozen=True)
-class Branches:
+class Branches(NamedTuple):
     """The leaves below each node of a tree. Nodes are laid out depth first, so that these are neighbours.
 
     Attributes:

@@ -94,7 +94,7 @@ class LlamaRunner(Runner):
                 nodes[place] = sent.layout.order[sent.layout.read_slots]
                 self._place(row, sent, count)
                 count += len(sent.layout.order)
-        logits = torch.from_numpy(self.llama_context.run(count))
+        logits = torch.from_numpy(self.llama_context.run(count, sum(map(len, nodes))))
         return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:

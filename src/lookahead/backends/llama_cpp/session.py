@@ -36,7 +36,8 @@ class GGUFSession(Session):
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
-        self.clock = gguf_clock(model)
+        # That of the calling thread, if all layers are run on the CPU.
+        self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
     @property
     def number_type(self) -> str:
@@ -50,7 +51,7 @@ class GGUFSession(Session):
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
         """Acquire what a call needs."""
-        return GGUFCall(self._model, prompts, config, generation_config)
+        return GGUFCall(self._model, prompts, config, generation_config, self.clock)
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
@@ -89,11 +90,16 @@ class GGUFCall(Call):
     runner: LlamaRunner
 
     def __init__(
-        self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
+        self,
+        model: GGUFModel,
+        prompts: Prompts,
+        config: LookaheadConfig,
+        generation_config: GenerationConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._model = llama = model.llama
         check_call(llama, prompts, config)
-        self.clock = gguf_clock(model)
+        self.clock = clock
         rows, most = prompts.rows, most_nodes(model, config, prompts.rows)
         nodes = min(config.max_nodes, most)
         cells = rows * (generation_config.max_length - min(prompts.padding) + nodes)
@@ -114,11 +120,6 @@ class GGUFCall(Call):
     def release(self, keep_cache: bool) -> None:
         """Give back what was taken; there is no cache that the caller could get."""
         self._model.release(self._context, self.runner.first_text if self._keeps else ())
-
-
-def gguf_clock(model: GGUFModel) -> Callable[[], float]:
-    """The clock for steps of `model`: that of the calling thread, if all layers are run on the CPU."""
-    return step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
 
 def most_nodes(model: GGUFModel, config: LookaheadConfig, rows: int) -> int:

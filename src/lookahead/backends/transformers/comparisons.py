@@ -35,6 +35,12 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return size
 
 
+def _readable(model: PreTrainedModel, tokens: Sequence[int]) -> list[int]:
+    """The tokens, as far as `model` has as many."""
+    vocabulary = vocabulary_size(model)
+    return [token % vocabulary for token in tokens]
+
+
 def trial_runner(model: PreTrainedModel, engine: PreTrainedModel | None = None) -> ChainRunner:
     """An empty runner of chains, with what stands for an encoder's output if `model` has one; see `ChainRunner`."""
     source = tried_source(model) if is_encoder_decoder(model) else None
@@ -43,9 +49,8 @@ def trial_runner(model: PreTrainedModel, engine: PreTrainedModel | None = None) 
 
 def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:
     """Whether `engine` reads chains as `model` reads one token at a time."""
-    vocabulary = vocabulary_size(model)
     for number in range(_CHAIN_TEXTS):
-        text = [(token + number) % vocabulary for token in _TEXT]
+        text = _readable(model, [token + number for token in _TEXT])
         expected = follow(trial_runner(model), [text], _CHAIN_PROMPT, nothing)
         found = follow(trial_runner(engine), [text], _CHAIN_PROMPT, chains(random.Random(number)))
         least = _CHAIN_TOLERANCE * float(expected[0].abs().max())
@@ -60,9 +65,8 @@ def check_logits(runner: ModelRunner) -> torch.Tensor:
     The second and the third go by what the steps before them kept, the third without a draft. Static steps of 8 nodes
     record the first one, and replay for the second what they recorded.
     """
-    vocabulary = vocabulary_size(runner.model)
-    text = [token % vocabulary for token in _TEXT[:9]]
-    return follow(runner, [text], 2, among_decoys(3, 1, vocabulary))[0]
+    text = _readable(runner.model, _TEXT[:9])
+    return follow(runner, [text], 2, among_decoys(3, 1, vocabulary_size(runner.model)))[0]
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -72,9 +76,8 @@ def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
 
 def reads_trees(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[places, vocabulary]` along a text: of trees with wrong branches, and of single tokens."""
-    vocabulary = vocabulary_size(model)
-    text = [token % vocabulary for token in _TEXT[:7]]
-    drafts = among_decoys(4, 2, vocabulary), nothing
+    text = _readable(model, _TEXT[:7])
+    drafts = among_decoys(4, 2, vocabulary_size(model)), nothing
     drafted, plain = (follow(ModelRunner(model, 1), [text], 4, draft)[0] for draft in drafts)
     return drafted, plain
 
@@ -88,7 +91,7 @@ def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plai
         reads_plainly: Whether it is to run passes without any mask of ours as well.
     """
     if reads_plainly:
-        tokens = torch.tensor([[token % vocabulary_size(model) for token in _TEXT[:4]]], device=model.device)
+        tokens = torch.tensor([_readable(model, _TEXT[:4])], device=model.device)
         found, expected = (module(input_ids=tokens, use_cache=False).logits[0] for module in (clone, model))
         if not agree(found, expected, model.dtype):
             return False
@@ -105,9 +108,8 @@ def reads_rows_alike(runner: ModelRunner, alone: PreTrainedModel, exactly: bool)
         alone: Runs each alone.
         exactly: Whether all bits must be the same; else they may differ by rounding.
     """
-    vocabulary = vocabulary_size(alone)
-    texts = [[token % vocabulary for token in text] for text in _ROWS]
-    draft = among_decoys(3, 1, vocabulary)
+    texts = [_readable(alone, text) for text in _ROWS]
+    draft = among_decoys(3, 1, vocabulary_size(alone))
     runner.rows = [runner.new_row() for _ in texts]
     found = follow(runner, texts, 2, draft)
     runner.rows = []
