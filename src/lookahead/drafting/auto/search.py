@@ -88,12 +88,8 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
     """
     chains, explores = state.settings["chains"], state.settings["explores"]
     for row in range(len(wanted)):
-        place, most, levels, least = (
-            wanted[row]["place"],
-            wanted[row]["nodes"],
-            wanted[row]["levels"],
-            wanted[row]["least"],
-        )
+        asked = wanted[row]
+        place, most = asked["place"], asked["nodes"]
         if place < 0:
             continue
         nodes = state.trees[place]
@@ -103,12 +99,12 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
             begin = end
             if chains:  # one node is added at each level
                 waiting = node
-            if nodes[node]["depth"] < levels:
+            if nodes[node]["depth"] < asked["levels"]:
                 end = _propose(place, node, begin, noise, state, room, nodes)
                 for candidate in range(begin, end):
-                    waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
+                    waiting = _wait(candidate, asked["least"], waiting, node + 1 if chains else most, room)
                 if node == 0 and explores and state.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, waiting, wanted[row], noise, state, room)
+                    end, waiting = _try_recent(end, waiting, asked, noise, state, room)
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
