@@ -32,7 +32,7 @@ DIFFERS = "a clone of it that shares its weights does not compute what it comput
 _PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
 """What stands for a linear layer, by how its weight is packed."""
 
-_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES, "chunk_size"})
+_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
 """Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
 
 
@@ -238,6 +238,12 @@ def _has_long_chunks(module: torch.nn.Module) -> bool:
 
 
 @cache
+def _in_short_chunks(kind: Any) -> Any:
+    """The class `kind` of a layer, with chunks of at most `_CHUNK` tokens, whatever is set on it."""
+    return type(kind.__name__, (kind,), {"chunk_size": property(lambda layer: min(vars(layer)["chunk_size"], _CHUNK))})
+
+
+@cache
 def _one_by_one(kind: Any) -> Any:
     """The class `kind` of a layer, whose passes behind a text take its tokens one by one."""
 
@@ -253,9 +259,9 @@ def _one_by_one(kind: Any) -> Any:
 def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
     """Whether a clone, made to, reads chains as the model reads single tokens."""
     for part in clone.modules():
+        kind: Any = type(part)
         if _has_long_chunks(part):
-            part.chunk_size = _CHUNK
-        if is_forgetful(model) and type(part).__name__.endswith("MambaMixer"):
-            kind: Any = type(part)
+            part.__class__ = _in_short_chunks(kind)
+        elif is_forgetful(model) and kind.__name__.endswith("MambaMixer"):
             part.__class__ = _one_by_one(kind)
     return None if goes_on_rightly(model, clone) else "a clone does not go on as it does"
