@@ -14,13 +14,11 @@ from time import monotonic, sleep
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from lookahead.errors import ParallelError
 from lookahead.parallel.monitor import Monitor
-from lookahead.version import __version__
 
 PATIENCE = 1.0
 """Seconds that a rank waits for the others before it reads their heartbeats."""
@@ -168,11 +166,6 @@ def digest(value: object) -> bytes:
     else:
         data = repr(value).encode()
     return hashlib.sha256(data).digest()[:12]
-
-
-def versions() -> str:
-    """Versions that decide what is computed."""
-    return f"lookahead {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def settings(config: GenerationConfig) -> str:

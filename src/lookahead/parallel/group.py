@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers import GenerationConfig, PreTrainedModel
@@ -24,9 +25,10 @@ from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.parallel import check_memory
-from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state, versions
+from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
+from lookahead.version import __version__
 
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
@@ -139,7 +141,7 @@ class RanksSession(CallSession):
                 "which it does not run, or not by transformers; leave it out"
             )
         values = {
-            "the version": versions(),
+            "the version": (__version__, torch.__version__, transformers.__version__),
             "the model": model_identity(self._model),
             "lookahead_config": replace(config, trace=None),
             "the generation configuration": settings(generation_config),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 GRACE = 3.0
 """Seconds that rank 0 has to end by itself, with a message, after another rank has failed in good order."""
@@ -225,9 +225,10 @@ def main() -> int:
     parent, pipe, listener = map(int, sys.argv[1:4])
     _end_with(parent, pipe)
     module, function = sys.argv[4].split(":")
-    with _kept_store(listener):
-        code: int = getattr(import_module(module), function)(sys.argv[5:])
-        return code
+    store = None if listener < 0 else _open_store(listener)
+    code: int = getattr(import_module(module), function)(sys.argv[5:])
+    del store  # which this rank has kept for all
+    return code
 
 
 def _end_with(parent: int, pipe: int) -> None:
@@ -246,15 +247,11 @@ def end_after(pipe: int) -> None:
     os._exit(1)
 
 
-@contextmanager
-def _kept_store(listener: int) -> Iterator[None]:
-    """Keep the store of the run; for rank 0."""
-    if listener < 0:
-        yield
-        return
+def _open_store(listener: int) -> Any:
+    """The store of the run, on a socket that listens already."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its own list
 
-    store = TCPStore(
+    return TCPStore(
         "127.0.0.1",
         int(os.environ["MASTER_PORT"]),
         is_master=True,
@@ -262,10 +259,6 @@ def _kept_store(listener: int) -> Iterator[None]:
         timeout=timedelta(seconds=300),
         master_listen_fd=listener,
     )
-    try:
-        yield
-    finally:
-        del store
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from traceback import walk_tb
 from types import FrameType
@@ -67,16 +68,16 @@ class Request:
         self.arguments, self.drafting, self.predicted = arguments, drafting, predicted
         self.rule = rule = StopRule(arguments.criteria)
         self._feeder: StreamFeeder | None = None
-        processors, config = row_processors(arguments.processors, place, prompts.rows), arguments.config
+        config = arguments.config
         keeps = bool(config.return_dict_in_generate)
-        sampling: dict[str, Any] = {
-            "processor": processors if len(processors) else None,
-            "noise": noise if config.do_sample else None,
-            "row": place,
-            "keep_logits": keeps and bool(config.output_logits),
-            "keep_scores": keeps and bool(config.output_scores),
-        }
-        self._sampler = TextSampler(**sampling) if logprobs is None else LogprobSampler(logprobs, **sampling)
+        kind = TextSampler if logprobs is None else partial(LogprobSampler, logprobs)
+        self._sampler = kind(
+            processor=row_processors(arguments.processors, place, prompts.rows) or None,
+            noise=noise if config.do_sample else None,
+            row=place,
+            keep_logits=keeps and bool(config.output_logits),
+            keep_scores=keeps and bool(config.output_scores),
+        )
         tokens = prompts.tokens[place]
         self.sequence = TextSequence(
             prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
