@@ -182,8 +182,8 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
 def _paced_step(backend: NotingBackend, batch: Batch, pace: Pace | SharedPace) -> None:
     timer = StepTimer(lambda: backend.now, lambda: backend.now, packed=isinstance(pace, SharedPace))
     timer.begin(batch)
-    if done := timer.end(batch, step(backend, batch)):
-        pace.book(done)
+    done = step(backend, batch)
+    pace.book(timer.end(batch, done, pace.searches))
 
 
 def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, notes: Notes) -> None:

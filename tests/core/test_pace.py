@@ -268,3 +268,15 @@ def test_a_time_that_no_step_can_have_teaches_nothing(seconds: float) -> None:
     costs = StepCosts()
     costs.observe(4, 1, seconds)
     assert not costs.times.any()
+
+
+def test_looking_for_drafts_that_are_not_found_costs_what_drafts_may_lose() -> None:
+    pace = Pace(StepCosts())
+    row, searched = PacedRow(pace), 0
+    for _ in range(2000):
+        row.begin()
+        if not row.backs_off:
+            row.offer(np.zeros(0), lambda chosen: None)
+        searched += pace.searches
+        pace.book(StepTime(1, 100, 1.05 if pace.searches else 1.0, 1, 1, pace.searches))
+    assert 0 < searched * 0.05 <= LOSS * 2000 + FIXED_LOSS

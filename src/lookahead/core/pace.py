@@ -128,12 +128,14 @@ class Pace:
     Attributes:
         costs, rows: Likewise.
         credit: Whether drafting goes on.
+        searches: Whether a draft is looked for in the coming step, but for a look in a rest.
     """
 
     def __init__(self, costs: StepCosts, rows: int = 1) -> None:
         self.costs = costs
         self.rows = rows
         self.credit = Credit(FIRST_CREDIT)
+        self.searches = False
         self._tried = FIRST_NODES // 2 * rows
         self._plain = 0  # plain steps since the last drafted one
         self._since, self._interval = 0, PLAIN_STEPS  # drafted steps since the last one that was timed, and until then
@@ -216,7 +218,7 @@ class Pace:
 
     def book(self, step: StepTime) -> None:
         """Note a step."""
-        promised, self._promised = self._promised, 0.0
+        promised, self._promised, self.searches = self._promised, 0.0, False
         if not step.tells:
             return
         kept = step.tokens - step.certain_tokens - step.rows
@@ -283,6 +285,7 @@ class PacedRow:
     def begin(self) -> None:
         """See `StepBudget`."""
         self.backs_off = self._pace.rests
+        self._pace.searches |= not self.backs_off
         self.most = min(self._pace.nodes, self._most) - 1
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
@@ -290,6 +293,7 @@ class PacedRow:
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
         chosen = self._pace.choose(likely[:most], pending, self._resends)
         self.backs_off = self._pace.in_rest  # it was but a look
+        self._pace.searches &= not self.backs_off
         send(chosen)
 
 

@@ -122,6 +122,11 @@ class SharedPace:
         counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()
         return counts
 
+    @property
+    def searches(self) -> bool:
+        """See `Pace`."""
+        return not self.backs_off
+
     def book(self, step: StepTime) -> None:
         """Note what a step took and brought; see `Pace.book`."""
         if self._pace is not None:

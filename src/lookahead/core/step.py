@@ -129,12 +129,10 @@ class DoneStep(NamedTuple):
     Attributes:
         trees: What was sent, for each sequence.
         results: What it showed about each sequence; `None` where no text went on.
-        lists: Whether some drafter wanted predictions listed.
     """
 
     trees: Sequence[TokenTree]
     results: Sequence[StepResult | None]
-    lists: bool
 
 
 def decode(backend: Backend, batch: Batch) -> None:
@@ -188,7 +186,7 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     for row, result in enumerate(results):
         if result is not None:
             _tell(batch, row, result, explanations[row], before)
-    return DoneStep(trees, results, top_k > 0)
+    return DoneStep(trees, results)
 
 
 def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:

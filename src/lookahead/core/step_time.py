@@ -71,8 +71,8 @@ class StepTimer:
             setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
         self._since = now
 
-    def end(self, batch: Batch, done: DoneStep) -> StepTime:
-        """Time and tokens of the step."""
+    def end(self, batch: Batch, done: DoneStep, drafted: bool) -> StepTime:
+        """Time and tokens of the step; `drafted`: see `StepTime`."""
         trees, results = done.trees, [result for result in done.results if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
@@ -83,8 +83,7 @@ class StepTimer:
             seconds=seconds,
             tokens=sum(len(result.tokens) for result in results),
             rows=len(results),
-            # A drafter that has lost its trust in predictions wants none listed.
-            drafted=done.lists or any(len(tree) > tree.root + 1 + tree.certain for tree in trees),
+            drafted=drafted,
             tells=bool(results) and not self._completes and not prompts,
             certain_nodes=sum(tree.certain for tree in trees),
             certain_tokens=sum(result.certain_tokens for result in results),

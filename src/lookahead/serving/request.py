@@ -214,7 +214,7 @@ class Steps:
             self._timer.begin(batch)
             done = step(self.backend, batch)
             if pace is not None:
-                pace.book(self._timer.end(batch, done))
+                pace.book(self._timer.end(batch, done, pace.searches))
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = ()
             if self.come_and_go:  # nor rows, whose memory others may take
