@@ -158,6 +158,7 @@ async def deliver(http: Request, form: Form, generation: Generation, stream: boo
     if stream:
         return EventStream(form, generation)
     answer = asyncio.create_task(_whole(form, generation))
+    answer.add_done_callback(_retrieve)
     left = asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
@@ -166,6 +167,12 @@ async def deliver(http: Request, form: Form, generation: Generation, stream: boo
         answer.cancel()
         left.cancel()
         generation.close()
+
+
+def _retrieve(answer: asyncio.Task[dict[str, Any]]) -> None:
+    """Take the error of an answer that nobody waits for: `wait_for` of Python 3.11 may lose that it was cancelled."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 class EventStream(StreamingResponse):
