@@ -143,9 +143,13 @@ class Runner:
         if expects:
             more["prediction"] = torch.tensor(case.expected)
         torch.manual_seed(1000 * turn + len(case.prompt))
-        counts = generate(self._models.load(name), case, config, **more)
+        counts = self.generate(self._models.load(name), case, config, **more)
         assert not case.answer or counts.tokens == list(case.answer)
         return counts
+
+    def generate(self, model: Any, case: Case, config: Config, **more: Any) -> Counts:
+        """`generate` of a case."""
+        return generate(model, case, config, **more)
 
     def serve(self, load: int, config: Config, case: Case, turn: int) -> Counts:
         """An engine of so many requests at once, the first of which is the case; every second one is sampled."""

@@ -1,4 +1,4 @@
-"""Hold `auto` against the best of its parts, line by line, in CPU time.
+"""Hold `auto` against the best of its parts, line by line, in CPU time or by a table of prices (see `prices.py`).
 
 Every case of a line is decoded in every way in one process, in an order that changes from case to case: by
 transformers, by `auto`, and by what `auto` could have been set to. Which of these is best is chosen on half of the
@@ -18,6 +18,8 @@ import numpy as np
 from lines import Config, Line, Models, Runner, text_lines
 from lookahead import LookaheadConfig
 from lookahead.bench.rows import Row
+from lookahead.errors import InvalidArgumentError
+from prices import PRICES, PricedRunner
 from probe import Probe, Turns, Unit, option
 from worth import estimate
 
@@ -37,16 +39,19 @@ class Options:
     shared: str = option("../shared", "folder of data and models")
     only: str = option("", "only lines with that in their names")
     cases: int = option(12, "cases of a line")
+    prices: str = option("", f"instead of CPU time what steps take by a table: {', '.join(PRICES)}")
 
 
-def measure(line: Line) -> Iterator[Row]:
+def measure(line: Line, prices: str) -> Iterator[Row]:
     """The rows of a line."""
+    measured = "plain_steps" if prices else "cpu_seconds"
     turns = Turns({name: partial(line.run, config) for name, config in WAYS.items()}, exact="bfloat16" not in line.name)
     seconds: dict[str, list[float]] = {}
     for case in line.cases:
         for row in turns.rows(case):
             if row["kind"] == "run":
                 seconds.setdefault(row["method"], []).append(row["cpu_seconds"])
+                row[measured] = row.pop("cpu_seconds")
             yield {"line": line.name, **row}
     yield {"kind": "line", "line": line.name, "cases": len(line.cases), **held_out(seconds)}
 
@@ -79,5 +84,10 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
 def probe(options: Options) -> Probe:
     """The units: each line."""
     models = Models(Path(options.shared))
-    chosen = [line for line in text_lines(models, Runner(models), options.cases) if options.only in line.name]
-    return Probe([Unit(line.name, partial(measure, line)) for line in chosen])
+    if options.prices not in ("", *PRICES):
+        raise InvalidArgumentError(f"--prices {options.prices}: must be one of {', '.join(PRICES)}")
+    runner = PricedRunner(models, options.prices) if options.prices else Runner(models)
+    lines = [line for line in text_lines(models, runner, options.cases) if options.only in line.name]
+    if options.prices:  # for all number types, and engines have no prices
+        lines = [line for line in lines if not ("bfloat16" in line.name or "Engine" in line.name)]
+    return Probe([Unit(line.name, partial(measure, line, options.prices)) for line in lines])

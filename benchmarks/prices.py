@@ -1,0 +1,98 @@
+"""Processors as tables of prices: decoding whose clock goes on by what a step of so many nodes takes there.
+
+With real models and drafts, and times that are the same each time, `standard --prices NAME` shows how well nodes are
+chosen, on processors that are not at hand. Drafting itself costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cases import Case, Counts, generate
+from lines import Config, Runner
+from lookahead.backends.base import Call, CallSession
+from lookahead.backends.session import open_session
+from lookahead.config import LookaheadConfig
+from lookahead.core.token_tree import TokenTree
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+PRICES = {
+    "float32": (1, 1.35, 1.5, 1.7, 2.0, 2.65, 4.0, 7.0),
+    "bfloat16": (1, 1.08, 1.12, 1.2, 1.5, 2.0, 3.0, 5.0),
+    "amx": (1, 1.03, 1.05, 1.07, 1.12, 1.25, 1.5, 2.2),
+    "gpu": (1, 1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.3),
+}
+"""What steps of `NODES` take, in steps of one node: shapes of the curves of CPUs in float32, in bfloat16 with AVX-512
+and with AMX, and of a GPU that waits for its weights (not measured)."""
+
+SAVED_STATES = 0.35
+"""What it takes besides to draft for a model with running states, which are saved first."""
+
+
+class PricedSession(CallSession):
+    """Runs a model by a table of prices.
+
+    Args:
+        name: Which one.
+
+    Attributes:
+        seconds: What the passes since the prompt took by it, in steps of one node.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._prices = PRICES[name]
+        self.seconds = 0.0
+
+    def open_session(self, model: Any) -> PricedSession:
+        """For `generate`, which takes this for the session of several ranks."""
+        self._session = open_session(model)
+        return self
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """See `CallSession`."""
+        return self._session.settle(config)
+
+    def begin(self, *arguments: Any) -> Call:
+        """See `CallSession`."""
+        call = self._session.begin(*arguments)
+        runner, forward, reads_prompt = call.runner, call.runner.forward, True
+
+        def priced(trees: Sequence[TokenTree], top_k: int = 0) -> Any:
+            nonlocal reads_prompt
+            if not reads_prompt:
+                self.seconds += self._price(trees[0], runner.chains)
+            reads_prompt = False
+            return forward(trees, top_k)
+
+        runner.forward = priced  # type: ignore[method-assign]  # of this call alone
+        call.clock = lambda: self.seconds
+        return call
+
+    def _price(self, tree: TokenTree, chains: bool) -> float:
+        saves = chains and len(tree) > tree.root + 1
+        return float(np.interp(len(tree), NODES, self._prices)) + SAVED_STATES * saves
+
+
+class PricedRunner(Runner):
+    """Measures cases by a table of prices."""
+
+    def __init__(self, models: Any, name: str) -> None:
+        super().__init__(models)
+        self._name = name
+
+    def texts(self, name: str, new: int, config: Config, case: Case, turn: int, **more: Any) -> Counts:
+        """See `Runner`; where answers are forced upon random weights, fewer of these do."""
+        return super().texts("tiny" if name == "forced" else name, new, config, case, turn, **more)
+
+    def generate(self, model: Any, case: Case, config: Config, **more: Any) -> Counts:
+        """See `Runner`."""
+        if config is None:
+            counts = generate(model, case, None, **more)
+            return replace(counts, seconds=counts.steps - 1.0)
+        session = PricedSession(self._name)
+        counts = generate(model, case, config, parallel=session, **more)
+        return replace(counts, seconds=session.seconds)
