@@ -157,7 +157,7 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
     sequences, mark = batch.sequences, batch.mark
     is_watched = any(sequence.watcher is not None for sequence in sequences)
-    before = replace(batch.statistics.seconds) if is_watched else Seconds()
+    before = replace(batch.statistics.seconds) if is_watched else batch.statistics.seconds
     trees = _draft(backend, batch)
     mark("draft")
 
@@ -175,8 +175,9 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     batch.statistics.steps += 1
     mark("commit")
 
-    explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
+    explanations = [_UNWATCHED] * len(sequences)
     if is_watched:
+        explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
         mark("watch")
 
     results = [_settle(*row) for row in zip(sequences, outputs, walks, strict=True)]
