@@ -22,10 +22,14 @@ NODE_COST = 0.012
 """What a node adds to a step where nothing else is known, in plain steps: as in 16 bits on a CPU, where 8 nodes took
 1.1 to 1.3 and 64 nodes 1.8 to 4 plain steps. Steps of 8, 16 and 32 nodes correct it within three steps."""
 
-TIMES = 5
-"""Times of a bucket whose median counts; older ones are forgotten. Three steps show a change, one bad step does not."""
+TIMES = 31
+"""Times of a bucket whose median counts; older ones are forgotten. Steps of equal size differ by a sixth (two cores that
+others use), and what eight more nodes cost is about a tenth: the medians of 5 times hid it."""
 
-DRIFT, SURPRISE = 0.05, 0.3
+CHANGE = 3
+"""So many times of a bucket in a row that surprise by more than `SURPRISE` are a change: those before are forgotten."""
+
+DRIFT, SURPRISE = 0.1, 0.3
 """A step whose bucket is full moves all buckets by this part of its surprise, which counts up to `SURPRISE`: texts get
 longer, and others use the machine."""
 
@@ -38,6 +42,7 @@ class Seen(NamedTuple):
     Attributes:
         guess: Expected time of a step of each size, and what each token of text adds to it, `[2, sizes]`.
         ratios: The last times of each bucket over the guess and the level of all, `[sizes + 1, TIMES]`.
+        medians: Those of each bucket, `[sizes + 1]`; nothing where there were no times.
         times: How many there were, `[sizes + 1]`.
         levels: Of all steps, and of plain ones beside it, over the guess.
         expected: The guess after as much text as the latest step had, `[sizes]`.
@@ -46,6 +51,7 @@ class Seen(NamedTuple):
 
     guess: NDArray[np.float64]
     ratios: NDArray[np.float64]
+    medians: NDArray[np.float64]
     times: NDArray[np.int64]
     levels: NDArray[np.float64]
     expected: NDArray[np.float64]
@@ -79,7 +85,7 @@ class StepCosts:
         self._captured = captured
         self._plain_nodes = 1  # of the latest plain step
         ratios, times = np.zeros((PLAIN + 1, TIMES)), np.zeros(PLAIN + 1, dtype=np.int64)
-        self._seen = Seen(self._guess, ratios, times, np.ones(2), guess.copy(), guess.copy())
+        self._seen = Seen(self._guess, ratios, np.ones(PLAIN + 1), times, np.ones(2), guess.copy(), guess.copy())
         self.curve, self.times = self._seen.curve, times
 
     @classmethod
@@ -216,31 +222,45 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
     return 1.0
 
 
+@inner
+def _without_outdated(times: NDArray[np.float64], seen: int, median: float) -> int:
+    """How many of a bucket's times count: of so many the latest alone if those all surprise. They are moved then."""
+    for back in range(1, CHANGE + 1):
+        if seen <= CHANGE or abs(times[(seen - back) % TIMES] / median - 1) <= SURPRISE:
+            return seen
+    for place in range(CHANGE):
+        latest = (seen - 1 - place) % TIMES
+        times[place], times[latest] = times[latest], times[place]
+    return CHANGE
+
+
 @compiled
 def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, seen: Seen) -> None:
     """Put the time of a step, over the guessed one, into its bucket, and draw the curve anew."""
-    guess, ratios, times, levels, expected, _ = seen
+    guess, ratios, medians, times, levels, expected, _ = seen
     for size in range(PLAIN):
         expected[size] = guess[0, size] + context * guess[1, size]
     ratio, place = seconds / seconds_at(expected, nodes), PLAIN if plain else _bucket(nodes)
     if times.sum() == 0:
         levels[0] = ratio
     if times[place] >= TIMES:
-        surprise = ratio / levels[0] / _median(ratios[place], times[place]) - 1
+        surprise = ratio / levels[0] / medians[place] - 1
         levels[0] *= 1 + DRIFT * min(max(surprise, -SURPRISE), SURPRISE)
     ratios[place, times[place] % TIMES] = ratio / levels[0]
     times[place] += 1
-    levels[1] = _median(ratios[PLAIN], times[PLAIN])
+    times[place] = _without_outdated(ratios[place], times[place], medians[place])
+    medians[place] = _median(ratios[place], times[place])
+    levels[1] = medians[PLAIN]
     _draw(_bucket(plain_nodes), seen)
 
 
 @inner
 def _draw(plain_place: int, seen: Seen) -> None:
     """Draw the curve through the medians."""
-    _, ratios, times, levels, expected, curve = seen
+    _, _, medians, times, levels, expected, curve = seen
     last = -1  # size that was seen
     for size in range(PLAIN):
-        curve[size] = _median(ratios[size], times[size])
+        curve[size] = medians[size]
         if times[size] == 0:
             if size != plain_place or times[PLAIN] == 0:
                 continue
