@@ -179,8 +179,8 @@ class Pace:
     def nodes(self) -> int:
         """Nodes of the coming step for each row, the root included, at most."""
         costs, rows, nodes = self.costs, self.rows, USUAL_NODES
-        taught = TAUGHT * costs.plain(rows)
-        while nodes < MOST_CHOSEN_NODES and rows * costs.added(rows, nodes * rows) < taught:
+        plain = costs.plain(rows)
+        while nodes < MOST_CHOSEN_NODES and costs.seconds(nodes * rows) < plain * (1 + TAUGHT * (nodes - 1)):
             nodes *= 2
         return max(min(costs.padded(nodes * rows), self.room) // rows, 1)
 
