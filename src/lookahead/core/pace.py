@@ -45,7 +45,7 @@ lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed wh
 as many steps of a rest a draft is looked for, and ends it if it promises to win more than `TRIAL`."""
 
 PLAIN_STEPS = 2
-"""Of plain steps in a row so many are run and the last one is timed: the first after a draft took a third longer than
+"""Of so many plain steps in a row the last one is timed: the first after a draft took a third longer than
 those of plain decoding (stories260k), and drafts that lost seemed to pay."""
 
 TIMED = 4
@@ -228,7 +228,7 @@ class Pace:
             self._book_draft(step)
             return
         self._plain += 1
-        if self._plain >= PLAIN_STEPS:
+        if self._plain % PLAIN_STEPS == 0:
             seconds = step.seconds * self._without_certain(step)
             self.costs.observe(step.nodes - step.certain_nodes, step.context, seconds, plain=True)
         if self.credit.rest:
@@ -285,8 +285,9 @@ class PacedRow:
     def begin(self) -> None:
         """See `StepBudget`."""
         self.backs_off = self._pace.rests
-        self._pace.searches |= not self.backs_off
-        self.most = min(self._pace.nodes, self._most) - 1
+        if not self.backs_off:
+            self._pace.searches = True
+            self.most = min(self._pace.nodes, self._most) - 1
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
