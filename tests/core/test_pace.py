@@ -83,6 +83,15 @@ def test_drafts_that_are_always_wrong_cost_one_percent_and_a_fixed_number_of_ste
     assert len([nodes for nodes in text.sent[-1000:] if nodes]) > 0, "it never tried again"
 
 
+@pytest.mark.parametrize("curve", ["AMX", "AVX-512", "GPU"])
+@pytest.mark.parametrize("noise", [0.05, 0.1])
+def test_noise_does_not_make_wrong_drafts_seem_to_save(curve: str, noise: float) -> None:
+    for seed in range(5):
+        text = Text(Pace(StepCosts()), curve, uneven(seed, noise))
+        text.decode(repeat((0, 1.0)), 3000)
+        assert text.lost <= FIXED_LOSS
+
+
 def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_more() -> None:
     text = Text(Pace(StepCosts()))
     text.decode(chain(repeat((4, 1.0), 200), repeat((0, 1.0))), 1000)
@@ -101,6 +110,9 @@ def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_mo
 )
 # Each node costs a plain step, so that none is sent, and to find that out takes 7 % of it.
 @example(blocks=[(278, 3), (276, 3), (6, 3), (174, 1), (133, 3)], cost=1.07, curve="rows", noise=0.098, seed=19)
+# Noise made a plain step seem longer than it is, and steps whose drafts are wrong seem to save.
+@example(blocks=[(1, 0)], cost=1.0, curve="AMX", noise=0.078125, seed=0)
+@example(blocks=[(1, 1)], cost=1.0, curve="AVX-512", noise=0.0859375, seed=0)
 def test_whatever_drafts_cost_and_bring_little_is_lost_to_plain_decoding(
     blocks: list[tuple[int, int]], cost: float, curve: str, noise: float, seed: int
 ) -> None:
@@ -241,17 +253,30 @@ def test_a_chain_is_as_long_as_gains_the_most_where_a_rejection_has_it_sent_agai
     assert gain(chosen) == pytest.approx(max(gain(nodes) for nodes in range(len(chances) + 1)))
 
 
+@pytest.mark.parametrize("deviation", [0.05, 0.16])
 @pytest.mark.parametrize("curve", CURVES)
-def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str) -> None:
-    noise, costs = uneven(0, 0.05), StepCosts()
+def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str, deviation: float) -> None:
+    noise, costs = uneven(0, deviation), StepCosts()
     sizes = [2, 8, 16, 32, 64]
     for step in range(300):
         nodes = sizes[step % 5] if step % 6 else 1
         costs.observe(nodes, 100, 0.01 * seconds_of(curve, nodes) * noise(), plain=nodes == 1)
     assert costs.plain(1) == pytest.approx(0.01, rel=0.1)
     for nodes in sizes:
-        assert costs.seconds(nodes) == pytest.approx(0.01 * seconds_of(curve, nodes), rel=0.08)
+        assert costs.seconds(nodes) == pytest.approx(0.01 * seconds_of(curve, nodes), rel=0.08 if deviation == 0.05 else 0.12)
     assert (np.diff(costs.curve) >= 0).all()
+
+
+def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> None:
+    pace = Pace(StepCosts())
+    for step in range(400):
+        slow = 1.5 if step < 40 else 1.0
+        size = 1 if step < 20 else (16, 32)[step % 2]
+        drafted = step % 8 > 1
+        nodes = size if drafted else 1
+        seconds = slow * (1.3 + 0.02 * (nodes - 1) if drafted else 1.0)
+        pace.book(StepTime(nodes, 100, seconds, 3 if nodes > 1 else 1, 1, drafted))
+    assert pace.nodes == 32
 
 
 def test_three_plain_steps_show_that_they_take_longer_now() -> None:

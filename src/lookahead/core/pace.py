@@ -245,9 +245,8 @@ class Pace:
         seconds = min(step.seconds, (1 + SURPRISE) * costs.seconds(step.nodes))
         cost = seconds * self._without_certain(step) / costs.plain(self.rows)
         if costs.times[PLAIN]:
-            nothing_sent = step.nodes - step.certain_nodes <= step.rows
-            # What seems to be saved by a step that sent nothing is noise, and would hide what looking costs.
-            self.credit.book(min(tokens - cost, 0.0) if nothing_sent else tokens - cost)
+            # What a step seems to save that brings no more than a plain one is noise, and would hide what drafts cost.
+            self.credit.book(tokens - cost if tokens > 1 else min(tokens - cost, 0.0))
         if self.credit.rest:  # what costs were, may be why
             self._since, self._tried = 0, FIRST_NODES // 4 * self.rows
             costs.forget()

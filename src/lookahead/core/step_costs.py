@@ -29,7 +29,7 @@ others use), and what eight more nodes cost is about a tenth: the medians of 5 t
 CHANGE = 3
 """So many times of a bucket in a row that surprise by more than `SURPRISE` are a change: those before are forgotten."""
 
-DRIFT, SURPRISE = 0.1, 0.3
+DRIFT, SURPRISE = 0.05, 0.3
 """A step whose bucket is full moves all buckets by this part of its surprise, which counts up to `SURPRISE`: texts get
 longer, and others use the machine."""
 
