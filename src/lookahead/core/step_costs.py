@@ -23,8 +23,8 @@ NODE_COST = 0.012
 1.1 to 1.3 and 64 nodes 1.8 to 4 plain steps. Steps of 8, 16 and 32 nodes correct it within three steps."""
 
 TIMES = 31
-"""Times of a bucket whose median counts; older ones are forgotten. Steps of equal size differ by a sixth (two cores that
-others use), and what eight more nodes cost is about a tenth: the medians of 5 times hid it."""
+"""Times of a bucket whose median counts; older ones are forgotten. Steps of equal size differ by a sixth (two cores
+that others use), and what eight more nodes cost is about a tenth: the medians of 5 times hid it."""
 
 CHANGE = 3
 """So many times of a bucket in a row that surprise by more than `SURPRISE` are a change: those before are forgotten."""
