@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
-from lookahead.core.pace import Pace, PacedRow
+from lookahead.core.pace import PLAIN_STEPS, Pace, PacedRow
 from lookahead.core.protocols import StepResult
 from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import GRID, StepCosts
@@ -109,8 +109,9 @@ def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
         row.begin()
         row.offer(sure, sent.append, pending)
     for nodes in (8, 16):
-        pace.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
         pace.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
+        for _ in range(PLAIN_STEPS):
+            pace.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
         row.begin()
         row.offer(sure, sent.append, 3)
     assert sent == [5, 0, 13, 29]
