@@ -216,7 +216,8 @@ class Pace:
 
     def least(self, rows: int) -> float:
         """About the least probability at which a candidate is sent, where so many rows share the step."""
-        return max(rows * self.costs.added(rows, 2 * rows) / self.costs.plain(rows), TAUGHT)
+        costs = self.costs
+        return max((costs.seconds(2 * rows) - costs.seconds(rows)) / costs.plain(rows), TAUGHT)
 
     def book(self, step: StepTime) -> None:
         """Note a step."""
@@ -236,7 +237,7 @@ class Pace:
         if self.credit.rest:
             self.credit.wait()
         elif self._since >= self._interval and self._plain >= PLAIN_STEPS:
-            paid = min(max(self._saved / self._since, 0.0), 1.0)
+            paid = min(self._saved / self._since, 1.0)
             longer = min(TIMED * self._interval, int(paid * PLAIN_STEPS * COVER))
             self._since, self._saved, self._interval = 0, 0.0, max(longer, TIMED * PLAIN_STEPS)
 

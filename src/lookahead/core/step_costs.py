@@ -44,7 +44,7 @@ class Seen(NamedTuple):
         ratios: The last times of each bucket over the guess and the level of all, `[sizes + 1, TIMES]`.
         medians: Those of each bucket, `[sizes + 1]`; nothing where there were no times.
         times: How many there were, `[sizes + 1]`.
-        levels: Of all steps, and of plain ones beside it, over the guess.
+        level: That of all steps, over the guess, `[1]`.
         expected: The guess after as much text as the latest step had, `[sizes]`.
         curve: What steps take then, `[sizes]`.
     """
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     ratios: NDArray[np.float64]
     medians: NDArray[np.float64]
     times: NDArray[np.int64]
-    levels: NDArray[np.float64]
+    level: NDArray[np.float64]
     expected: NDArray[np.float64]
     curve: NDArray[np.float64]
 
@@ -85,7 +85,7 @@ class StepCosts:
         self._captured = captured
         self._plain_nodes = 1  # of the latest plain step
         ratios, times = np.zeros((PLAIN + 1, TIMES)), np.zeros(PLAIN + 1, dtype=np.int64)
-        self._seen = Seen(self._guess, ratios, np.ones(PLAIN + 1), times, np.ones(2), guess.copy(), guess.copy())
+        self._seen = Seen(self._guess, ratios, np.ones(PLAIN + 1), times, np.ones(1), guess.copy(), guess.copy())
         self.curve, self.times = self._seen.curve, times
 
     @classmethod
@@ -140,12 +140,8 @@ class StepCosts:
 
     def plain(self, rows: int) -> float:
         """Seconds of a step of so many rows in which no draft is looked for."""
-        overall, beside = self._seen.levels.tolist()
-        return float(overall * beside * seconds_at(self._seen.expected, self.padded(rows)))
-
-    def added(self, fewer: int, more: int) -> float:
-        """Seconds that each node adds to a step between two numbers of nodes."""
-        return (self.seconds(more) - self.seconds(fewer)) / (more - fewer)
+        level = self._seen.level[0] * self._seen.medians[PLAIN]
+        return float(level * seconds_at(self._seen.expected, self.padded(rows)))
 
     def expected(self, nodes: float | NDArray[np.int64], context: int) -> NDArray[np.float64]:
         """What steps of so many nodes were guessed or measured to take before any was timed, in the guess's unit."""
@@ -225,8 +221,10 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
 @inner
 def _without_outdated(times: NDArray[np.float64], seen: int, median: float) -> int:
     """How many of a bucket's times count: of so many the latest alone if those all surprise. They are moved then."""
+    if seen <= CHANGE:
+        return seen
     for back in range(1, CHANGE + 1):
-        if seen <= CHANGE or abs(times[(seen - back) % TIMES] / median - 1) <= SURPRISE:
+        if abs(times[(seen - back) % TIMES] / median - 1) <= SURPRISE:
             return seen
     for place in range(CHANGE):
         latest = (seen - 1 - place) % TIMES
@@ -237,34 +235,32 @@ def _without_outdated(times: NDArray[np.float64], seen: int, median: float) -> i
 @compiled
 def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, seen: Seen) -> None:
     """Put the time of a step, over the guessed one, into its bucket, and draw the curve anew."""
-    guess, ratios, medians, times, levels, expected, _ = seen
+    guess, ratios, medians, times, level, expected, _ = seen
     for size in range(PLAIN):
         expected[size] = guess[0, size] + context * guess[1, size]
     ratio, place = seconds / seconds_at(expected, nodes), PLAIN if plain else _bucket(nodes)
     if times.sum() == 0:
-        levels[0] = ratio
+        level[0] = ratio
     if times[place] >= TIMES:
-        surprise = ratio / levels[0] / medians[place] - 1
-        levels[0] *= 1 + DRIFT * min(max(surprise, -SURPRISE), SURPRISE)
-    ratios[place, times[place] % TIMES] = ratio / levels[0]
-    times[place] += 1
-    times[place] = _without_outdated(ratios[place], times[place], medians[place])
+        surprise = ratio / level[0] / medians[place] - 1
+        level[0] *= 1 + DRIFT * min(max(surprise, -SURPRISE), SURPRISE)
+    ratios[place, times[place] % TIMES] = ratio / level[0]
+    times[place] = _without_outdated(ratios[place], times[place] + 1, medians[place])
     medians[place] = _median(ratios[place], times[place])
-    levels[1] = medians[PLAIN]
     _draw(_bucket(plain_nodes), seen)
 
 
 @inner
 def _draw(plain_place: int, seen: Seen) -> None:
     """Draw the curve through the medians."""
-    _, _, medians, times, levels, expected, curve = seen
+    _, _, medians, times, level, expected, curve = seen
     last = -1  # size that was seen
     for size in range(PLAIN):
         curve[size] = medians[size]
         if times[size] == 0:
             if size != plain_place or times[PLAIN] == 0:
                 continue
-            curve[size] = levels[1]  # nothing was sent: about as a plain step
+            curve[size] = medians[PLAIN]  # nothing was sent: about as a plain step
         for between in range(last + 1, size):
             share = (between - last) / (size - last) if last >= 0 else 1.0
             curve[between] = curve[size] if last < 0 else curve[last] + share * (curve[size] - curve[last])
@@ -272,10 +268,10 @@ def _draw(plain_place: int, seen: Seen) -> None:
     for size in range(last + 1, PLAIN):
         curve[size] = curve[max(last, 0)]
     for size in range(PLAIN):
-        curve[size] *= levels[0] * expected[size]
+        curve[size] *= level[0] * expected[size]
     for size in range(last - 1, -1, -1):  # what few steps say of a size, a larger one may belie
         if times[size] < TIMES:
             curve[size] = min(curve[size], curve[size + 1])
-    least = levels[0] * levels[1] * expected[plain_place]
+    least = level[0] * medians[PLAIN] * expected[plain_place]
     for size in range(plain_place, PLAIN):
         least = curve[size] = max(curve[size], least)
