@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.findings import model_identity
-from lookahead.drafting import DraftMemory
+from lookahead.drafting.memory_file import load_memory
 from lookahead.serving import drafting
 from lookahead.serving.drafting import Drafting, draft_memory, draft_pace
 from model_zoo import VOCAB_SIZE, build
@@ -66,7 +66,7 @@ def test_threads_may_share_a_memory(model: PreTrainedModel, tmp_path: Path, scop
         )
     assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
     if scope == "file":
-        memory = DraftMemory.load(path, model_identity(model))
+        memory = load_memory(path, model_identity(model))
         assert min(memory.statistics()["entries"]) > 0
         # What every call learned is there: each has asked what follows its prompt. A full set may have forgotten one.
         contexts = torch.cat(texts)[:, -memory.orders :].flip(1).numpy()

@@ -12,7 +12,8 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
 from lookahead.backends.transformers.findings import describe_setting, model_identity, store_costs
 from lookahead.core.step_costs import StepCosts
-from lookahead.drafting import DraftMemory
+from lookahead.drafting import memory_file
+from lookahead.drafting.memory_file import load_memory
 from model_zoo import build
 from ngram_access import lookup
 
@@ -79,7 +80,7 @@ def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTraine
     texts = [torch.tensor([[5 + row, 7, 11, 13 + row]]) for row in range(4)]
     for row, text in enumerate(texts):
         lookahead.generate((model, other)[row % 2], text, lookahead_config=config, max_new_tokens=4, do_sample=False)
-    kept = DraftMemory.load(path, model_identity(model))
+    kept = load_memory(path, model_identity(model))
     assert lookup(kept, torch.cat(texts).flip(1).numpy())[0].all()
 
 
@@ -106,7 +107,7 @@ def test_a_disk_that_fills_up_costs_no_text(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(DraftMemory, "save", full)
+    monkeypatch.setattr(memory_file, "save_memory", full)
     with pytest.warns(lookahead.LookaheadWarning, match=r"memory\.npz.*could not be written"):
         run(model, memory=tmp_path / "memory.npz")
 

@@ -17,8 +17,7 @@ from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import DraftMemory, TokenPaths, build_chain_drafter
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.sources import CheckedSource
-from lookahead.drafting.checked_drafter import CheckedDrafter
+from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 
 
 class Listing:

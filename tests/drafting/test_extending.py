@@ -15,7 +15,7 @@ from lookahead import LookaheadConfig
 from lookahead.core.protocols import FixedBudget, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
-from lookahead.drafting.auto.sources import CheckedSource
+from lookahead.drafting.checked import CheckedSource
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import WAYS
-from lookahead.drafting.memory_file import MemoryFile
+from lookahead.drafting.memory_file import MemoryFile, load_memory, memory_arrays, memory_of, save_memory
 from lookahead.errors import InvalidArgumentError
 from ngram_access import insert, lookup
 
@@ -63,7 +63,7 @@ def test_two_objects_with_one_file_keep_what_both_learned(path: Path) -> None:
         for file, first in ((one, 0), (two, 100)):
             teach(file.memory, first + step, 7 + step)
             file.save(MODEL)
-    kept = DraftMemory.load(path, MODEL)
+    kept = load_memory(path, MODEL)
     assert [known(kept, first + step) for first in (0, 100) for step in range(3)] == [7, 8, 9] * 2
     assert known(two.memory, 0) == 7, "and each drafts from what the other one wrote"
     assert files(path.parent) == [path.name]
@@ -77,7 +77,7 @@ def test_processes_with_one_file_keep_what_all_learned(path: Path) -> None:
     for process in processes:
         process.join(600)
         assert process.exitcode == 0
-    kept = DraftMemory.load(path, MODEL)
+    kept = load_memory(path, MODEL)
     missing = [token for first in (0, 100, 200) for token in range(first, first + 10) if known(kept, token) is None]
     assert not missing
     assert files(path.parent) == [path.name]
@@ -92,11 +92,11 @@ def test_a_save_that_brings_nothing_new_writes_nothing(path: Path) -> None:
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
     path.unlink()
     file.save(MODEL)
-    assert known(DraftMemory.load(path, MODEL), 1) == 2
+    assert known(load_memory(path, MODEL), 1) == 2
 
 
 def copied(memory: DraftMemory) -> DraftMemory:
-    return DraftMemory.from_arrays(memory.to_arrays())
+    return memory_of(memory_arrays(memory))
 
 
 def test_of_one_context_the_newest_lesson_stays() -> None:
@@ -144,7 +144,7 @@ def test_merging_agrees_with_a_dictionary() -> None:
         assert (known(one, token) in options) if options else known(one, token) is None
     copy = copied(one)
     copy.merge(two)
-    assert all(np.array_equal(array, copy.to_arrays()[name]) for name, array in one.to_arrays().items())
+    assert all(np.array_equal(array, memory_arrays(copy)[name]) for name, array in memory_arrays(one).items())
 
 
 def test_memories_of_other_sizes_are_not_merged() -> None:
@@ -172,7 +172,7 @@ def test_leftovers_of_a_killed_save_are_removed(path: Path) -> None:
     for other in others:
         other.write_text("not ours")
     assert len(files(path.parent)) == 1 + 2 + 1, "the file, those of others, and a part"
-    assert known(DraftMemory.load(path, MODEL), 0) == 1000, "the old content is there"
+    assert known(load_memory(path, MODEL), 0) == 1000, "the old content is there"
     save_lessons(path, range(1, 2))
     assert files(path.parent) == sorted(file.name for file in (path, *others))
 
@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
     assert path.read_bytes() == content
     assert files(path.parent) == [path.name]
     file.save(MODEL)  # and when there is room again, nothing is missing
-    assert known(DraftMemory.load(path, MODEL), 3) == 4
+    assert known(load_memory(path, MODEL), 3) == 4
 
 
 def test_the_content_reaches_the_disk_before_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_link_is_followed_and_stays(path: Path, tmp_path: Path) -> None:
     path.symlink_to(target)  # to a folder that is not there yet
     save_lessons(path, range(2))
     assert path.is_symlink()
-    assert known(DraftMemory.load(target, MODEL), 1) == 1001
+    assert known(load_memory(target, MODEL), 1) == 1001
     assert files(target.parent) == [target.name]
 
 
@@ -268,7 +268,7 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> N
 
 def test_the_longest_name_is_no_trouble(tmp_path: Path) -> None:
     save_lessons(tmp_path / ("x" * 255), range(1))
-    assert known(DraftMemory.load(tmp_path / ("x" * 255), MODEL), 0) == 1000
+    assert known(load_memory(tmp_path / ("x" * 255), MODEL), 0) == 1000
 
 
 # Damaged files
@@ -280,7 +280,7 @@ def content(**changes: NDArray[Any] | None) -> bytes:
     for token in range(5):
         teach(memory, token, token)
     arrays: dict[str, Any] = {"format": np.array(2), "model": np.array(MODEL)}
-    arrays |= memory.to_arrays() | changes
+    arrays |= memory_arrays(memory) | changes
     stream = io.BytesIO()
     np.savez_compressed(stream, **{name: array for name, array in arrays.items() if array is not None})
     return stream.getvalue()
@@ -289,7 +289,7 @@ def content(**changes: NDArray[Any] | None) -> bytes:
 def check_refused(path: Path, data: bytes, match: str = "memory=") -> None:
     path.write_bytes(data)
     with pytest.raises(InvalidArgumentError, match=match) as refused:
-        DraftMemory.load(path, MODEL)
+        load_memory(path, MODEL)
     message = str(refused.value)
     assert f"memory={str(path)!r}" in message
     assert message.endswith("delete the file or choose another")
@@ -299,19 +299,19 @@ def check_refused(path: Path, data: bytes, match: str = "memory=") -> None:
 
 def test_a_small_memory_is_read(path: Path) -> None:
     path.write_bytes(content())
-    assert known(DraftMemory.load(path, MODEL), 3) == 3
+    assert known(load_memory(path, MODEL), 3) == 3
 
 
 def test_an_older_file_without_a_record_of_evidence_is_read(path: Path) -> None:
     path.write_bytes(content(ngram_evidence=None))
-    assert known(DraftMemory.load(path, MODEL), 3) == 3
+    assert known(load_memory(path, MODEL), 3) == 3
 
 
 def test_unknown_arrays_of_older_files_are_ignored(path: Path) -> None:
     path.write_bytes(content(acceptance_weights=np.ones((3, 4)), acceptance_names=np.array(["nothing"])))
-    memory = DraftMemory.load(path, MODEL)
+    memory = load_memory(path, MODEL)
     assert known(memory, 3) == 3
-    memory.save(path, MODEL)
+    save_memory(memory, path, MODEL)
     assert not [name for name in np.load(path).files if name.startswith("acceptance")]
 
 
@@ -325,18 +325,18 @@ def test_a_file_cut_short_at_any_byte_is_refused(path: Path) -> None:
 def test_a_byte_changed_anywhere_is_refused_or_of_no_account(path: Path) -> None:
     data = content()
     path.write_bytes(data)
-    expected = DraftMemory.load(path, MODEL)
+    expected = load_memory(path, MODEL)
     for place in range(0, len(data), 11):
         changed = bytearray(data)
         changed[place] ^= 0x55
         path.write_bytes(changed)
         try:
-            loaded = DraftMemory.load(path, MODEL)
+            loaded = load_memory(path, MODEL)
         except InvalidArgumentError:
             check_refused(path, bytes(changed))
         else:  # such as the time at which it was packed
-            for name, array in expected.to_arrays().items():
-                assert np.array_equal(loaded.to_arrays()[name], array)
+            for name, array in memory_arrays(expected).items():
+                assert np.array_equal(memory_arrays(loaded)[name], array)
 
 
 def test_other_content_is_refused(path: Path) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import WAYS
+from lookahead.drafting.memory_file import load_memory, save_memory
 from lookahead.errors import InvalidArgumentError
 from ngram_access import insert, lookup
 
@@ -148,8 +149,8 @@ def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
     contexts = rng.integers(0, 30, (100, ORDERS))
     insert(kept, contexts, *predictions(rng, 100))
     path = tmp_path / "memory.npz"
-    kept.save(path, "a model")
-    loaded = DraftMemory.load(path, "a model")
+    save_memory(kept, path, "a model")
+    loaded = load_memory(path, "a model")
     more = rng.integers(0, 30, (50, ORDERS))
     told = predictions(rng, 50)
     for memory in (kept, loaded):
@@ -160,4 +161,4 @@ def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_an_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        DraftMemory.load(tmp_path / "nothing", "a model")
+        load_memory(tmp_path / "nothing", "a model")

@@ -17,7 +17,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.learning import SHOWN, UNTRUSTED, Step
-from lookahead.drafting.auto.sources import CheckedSource
+from lookahead.drafting.checked import CheckedSource
 from model_zoo import VOCAB_SIZE, build
 
 PIECES = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 3, 4], [10, 2, 3, 11, 12, 13, 14]]

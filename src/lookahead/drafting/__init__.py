@@ -10,8 +10,8 @@ from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.predicted_text import PredictedText
-from lookahead.drafting.auto.sources import CheckedSource, Source, TokenPaths
-from lookahead.drafting.checked_drafter import CheckedDrafter
+from lookahead.drafting.auto.sources import Source, TokenPaths
+from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool

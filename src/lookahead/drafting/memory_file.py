@@ -5,22 +5,34 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from filelock import FileLock
+from numpy.typing import DTypeLike, NDArray
 
 from lookahead.drafting import DraftMemory
+from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR
 from lookahead.errors import InvalidArgumentError
 
 _PATIENCE = 30.0
 """Seconds to wait for others who write the same file."""
 
+_FORMAT = 2
+_NO_MEMORY = "is no saved memory"
+
 _Version = tuple[int, int, int, int]
 """Identifies one content of a file; each content is written to a new file."""
+
+
+class _DamagedFileError(ValueError):
+    """A file is of no use; the message says what it is, but not which file that is."""
 
 
 class MemoryFile:
@@ -32,7 +44,7 @@ class MemoryFile:
 
     Args:
         path: The file, which need not be there yet.
-        model: Which model the memory belongs to; see `DraftMemory.save`.
+        model: Which model the memory belongs to; see `save_memory`.
         new: Makes a memory where there is no file yet.
 
     Attributes:
@@ -49,7 +61,7 @@ class MemoryFile:
         self.path = path
         self._saving = Lock()
         self._read_version = _version(path)  # before it is read, so that what comes in between is read again
-        self.memory = new() if self._read_version is None else DraftMemory.load(path, model)
+        self.memory = new() if self._read_version is None else load_memory(path, model)
         self._saved_clock = -1 if self._read_version is None else self.memory.clock
 
     def save(self, model: str) -> None:
@@ -71,7 +83,7 @@ class MemoryFile:
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
                 if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile
-                    self.memory.merge(DraftMemory.load(target, model))
+                    self.memory.merge(load_memory(target, model))
                     self._read_version = version
                 for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
                     with suppress(OSError):
@@ -81,7 +93,7 @@ class MemoryFile:
     def _write(self, target: Path, part: Path, model: str) -> None:
         """Write the memory to `part`, and give it the name `target`."""
         try:
-            clock = self.memory.save(part, model)
+            clock = save_memory(self.memory, part, model)
             with suppress(OSError):
                 os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # permissions stay as they were
             version = _version(part)
@@ -139,3 +151,131 @@ def _check_kind(path: Path) -> None:
         return
     if not is_file:
         raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: it is no file; choose another file")
+
+
+def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
+    """Write all of a memory to a file, as numpy arrays without pickled objects; it is on the disk on return.
+
+    Args:
+        memory: What is written.
+        path: The file; it is written over.
+        model: Which model it was learned from: any string that says so.
+
+    Returns:
+        The memory's `clock` when it was written.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with memory.lock:
+        arrays, clock = memory_arrays(memory), memory.clock
+    with open(path, "wb") as file:
+        np.savez(  # compressing it takes far longer than writing it
+            file,
+            allow_pickle=False,
+            format=np.array(_FORMAT, dtype=np.int64),
+            model=np.array(model),
+            **arrays,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    return clock
+
+
+def load_memory(path: str | Path, model: str) -> DraftMemory:
+    """Read a file that `save_memory` wrote.
+
+    Args:
+        path: The file.
+        model: The model that is to be drafted for.
+
+    Raises:
+        InvalidArgumentError: It is no such file, damaged, of another version, or of another model.
+        OSError: The file cannot be read.
+    """
+    content = BytesIO(Path(path).read_bytes())
+    try:
+        with np.load(content, allow_pickle=False) as arrays:
+            version, owner = int(_expect(arrays, "format", np.int64, ())), str(arrays["model"])
+            if version != _FORMAT:
+                raise _DamagedFileError(
+                    f"was written by another version of this library (format {version}, this one reads {_FORMAT})"
+                )
+            if owner != model:
+                raise _DamagedFileError(
+                    f"was filled from another model ({owner}) than {model}: each model needs a file of its own"
+                )
+            return memory_of(arrays)
+    except Exception as error:  # zipfile, zlib and numpy raise all kinds for damaged files
+        what = f"{_NO_MEMORY}: it is cut short, or something else"
+        if isinstance(error, _DamagedFileError):
+            what = str(error)
+        raise InvalidArgumentError(f"memory={str(path)!r} {what}; delete the file or choose another") from error
+
+
+def memory_arrays(memory: DraftMemory) -> dict[str, NDArray[np.generic]]:
+    """All that a memory holds, as arrays by name."""
+    heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, memory.top_k)
+    used = np.flatnonzero(heads["tag"])
+    return {
+        "ngram_sizes": np.array([memory.orders, memory.capacity, memory.top_k, memory.clock], dtype=np.int64),
+        "ngram_old_share": np.array(memory.old_share),
+        "ngram_slots": used.astype(np.int64),
+        "ngram_tags": heads["tag"][used],
+        "ngram_stamps": heads["stamp"][used],
+        "ngram_ids": followers["token"][used],
+        "ngram_logs": followers["log"][used],
+        "ngram_floors": heads["floor"][used],
+        "ngram_evidence": memory.entries.evidence.copy(),
+    }
+
+
+def memory_of(arrays: Mapping[str, NDArray[Any]]) -> DraftMemory:
+    """The memory that `memory_arrays` gave.
+
+    Raises:
+        _DamagedFileError: An array is missing, or they cannot be from there.
+        Exception: There cannot be a memory of these sizes.
+    """
+    orders, capacity, top_k, clock = _expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
+    memory = DraftMemory(orders, capacity, top_k, float(_expect(arrays, "ngram_old_share", np.float64, ())))
+    heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, top_k)
+    slots = _expect(arrays, "ngram_slots", np.int64, (None,))
+    count = len(slots)
+    stamps = _expect(arrays, "ngram_stamps", np.uint32, (count,))
+    if memory.capacity != capacity or stamps.max(initial=0) > clock or slots.min(initial=0) < 0:
+        raise _DamagedFileError(f"{_NO_MEMORY}: its arrays do not belong together")
+    memory.clock = clock
+    heads["tag"][slots], heads["stamp"][slots] = _expect(arrays, "ngram_tags", np.int64, (count,)), stamps
+    heads["floor"][slots] = _expect(arrays, "ngram_floors", np.float32, (count,))
+    followers["token"][slots] = _expect(arrays, "ngram_ids", np.int32, (count, top_k))
+    followers["log"][slots] = _expect(arrays, "ngram_logs", np.float32, (count, top_k))
+    if "ngram_evidence" in arrays:  # older files have none
+        evidence = _expect(arrays, "ngram_evidence", np.float64, memory.entries.evidence.shape)
+        memory.entries.evidence[:] = np.maximum(evidence, EVIDENCE_PRIOR / 2)
+    return memory
+
+
+def _expect(
+    arrays: Mapping[str, NDArray[Any]], name: str, dtype: DTypeLike, shape: tuple[int | None, ...]
+) -> NDArray[Any]:
+    """The array called `name`.
+
+    Args:
+        arrays: Where it is.
+        name: What it is called.
+        dtype: Its type; numbers of a floating one must be finite.
+        shape: Its shape; `None` stands for any size.
+
+    Raises:
+        _DamagedFileError: It is not there, or another one.
+    """
+    if name not in arrays:
+        raise _DamagedFileError(f"{_NO_MEMORY}: it lacks the array {name!r}")
+    array = arrays[name]
+    sizes = tuple(size if want is None else want for size, want in zip(array.shape, shape, strict=False))
+    if array.dtype != np.dtype(dtype) or array.ndim != len(shape) or array.shape != sizes:
+        raise _DamagedFileError(f"{_NO_MEMORY}: its array {name!r} is a {array.dtype} of shape {list(array.shape)}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise _DamagedFileError(f"{_NO_MEMORY}: its array {name!r} holds numbers that are not finite")
+    return array

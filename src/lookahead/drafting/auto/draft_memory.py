@@ -1,18 +1,14 @@
-"""What drafting learns about a model: its predictions after short contexts, and their file."""
+"""What drafting learns about a model: its predictions after short contexts."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from io import BytesIO
 from math import log
-from pathlib import Path
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from lookahead.drafting.auto.ngrams import (
     ENTRY,
@@ -26,14 +22,6 @@ from lookahead.drafting.auto.ngrams import (
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, build_weights
 from lookahead.errors import InvalidArgumentError
-
-_FORMAT = 2
-_NO_MEMORY = "is no saved memory"
-_ADVICE = "delete the file or choose another"
-
-
-class _DamagedFileError(ValueError):
-    """A file is of no use; the message says what it is, but not which file that is."""
 
 
 class DraftMemory:
@@ -158,128 +146,3 @@ class DraftMemory:
             taken = np.take_along_axis(followers, kept[:, :, None], 1)
             self.entries.followers[:] = taken.reshape(self.entries.followers.shape)
             self.entries.evidence[:] = (self.entries.evidence + other.entries.evidence) / 2
-
-    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All that is kept, as arrays by name, for a file."""
-        heads, followers = self.entries.heads.reshape(-1), self.entries.followers.reshape(-1, self.top_k)
-        used = np.flatnonzero(heads["tag"])
-        return {
-            "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self.clock], dtype=np.int64),
-            "ngram_old_share": np.array(self.old_share),
-            "ngram_slots": used.astype(np.int64),
-            "ngram_tags": heads["tag"][used],
-            "ngram_stamps": heads["stamp"][used],
-            "ngram_ids": followers["token"][used],
-            "ngram_logs": followers["log"][used],
-            "ngram_floors": heads["floor"][used],
-            "ngram_evidence": self.entries.evidence.copy(),
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> DraftMemory:
-        """The memory that `to_arrays` gave.
-
-        Raises:
-            _DamagedFileError: An array is missing, or they cannot be from there.
-            Exception: There cannot be a memory of these sizes.
-        """
-        orders, capacity, top_k, clock = _expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
-        memory = cls(orders, capacity, top_k, float(_expect(arrays, "ngram_old_share", np.float64, ())))
-        heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, top_k)
-        slots = _expect(arrays, "ngram_slots", np.int64, (None,))
-        count = len(slots)
-        stamps = _expect(arrays, "ngram_stamps", np.uint32, (count,))
-        if memory.capacity != capacity or stamps.max(initial=0) > clock or slots.min(initial=0) < 0:
-            raise _DamagedFileError(f"{_NO_MEMORY}: its arrays do not belong together")
-        memory.clock = clock
-        heads["tag"][slots], heads["stamp"][slots] = _expect(arrays, "ngram_tags", np.int64, (count,)), stamps
-        heads["floor"][slots] = _expect(arrays, "ngram_floors", np.float32, (count,))
-        followers["token"][slots] = _expect(arrays, "ngram_ids", np.int32, (count, top_k))
-        followers["log"][slots] = _expect(arrays, "ngram_logs", np.float32, (count, top_k))
-        if "ngram_evidence" in arrays:  # older files have none
-            evidence = _expect(arrays, "ngram_evidence", np.float64, memory.entries.evidence.shape)
-            memory.entries.evidence[:] = np.maximum(evidence, EVIDENCE_PRIOR / 2)
-        return memory
-
-    def save(self, path: str | Path, model: str) -> int:
-        """Write all of it to a file, as numpy arrays without pickled objects; it is on the disk on return.
-
-        Args:
-            path: The file; it is written over.
-            model: Which model it was learned from: any string that says so.
-
-        Returns:
-            `clock` when it was written.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        with self.lock:
-            arrays, clock = self.to_arrays(), self.clock
-        with open(path, "wb") as file:
-            np.savez(  # compressing it takes far longer than writing it
-                file,
-                allow_pickle=False,
-                format=np.array(_FORMAT, dtype=np.int64),
-                model=np.array(model),
-                **arrays,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        return clock
-
-    @classmethod
-    def load(cls, path: str | Path, model: str) -> DraftMemory:
-        """Read a file that `save` wrote.
-
-        Args:
-            path: The file.
-            model: The model that is to be drafted for.
-
-        Raises:
-            InvalidArgumentError: It is no such file, damaged, of another version, or of another model.
-            OSError: The file cannot be read.
-        """
-        content = BytesIO(Path(path).read_bytes())
-        try:
-            with np.load(content, allow_pickle=False) as arrays:
-                version, owner = int(_expect(arrays, "format", np.int64, ())), str(arrays["model"])
-                if version != _FORMAT:
-                    raise _DamagedFileError(
-                        f"was written by another version of this library (format {version}, this one reads {_FORMAT})"
-                    )
-                if owner != model:
-                    raise _DamagedFileError(
-                        f"was filled from another model ({owner}) than {model}: each model needs a file of its own"
-                    )
-                return cls.from_arrays(arrays)
-        except Exception as error:  # zipfile, zlib and numpy raise all kinds for damaged files
-            what = f"{_NO_MEMORY}: it is cut short, or something else"
-            if isinstance(error, _DamagedFileError):
-                what = str(error)
-            raise InvalidArgumentError(f"memory={str(path)!r} {what}; {_ADVICE}") from error
-
-
-def _expect(
-    arrays: Mapping[str, NDArray[Any]], name: str, dtype: DTypeLike, shape: tuple[int | None, ...]
-) -> NDArray[Any]:
-    """The array called `name`.
-
-    Args:
-        arrays: Where it is.
-        name: What it is called.
-        dtype: Its type; numbers of a floating one must be finite.
-        shape: Its shape; `None` stands for any size.
-
-    Raises:
-        _DamagedFileError: It is not there, or another one.
-    """
-    if name not in arrays:
-        raise _DamagedFileError(f"{_NO_MEMORY}: it lacks the array {name!r}")
-    array = arrays[name]
-    sizes = tuple(size if want is None else want for size, want in zip(array.shape, shape, strict=False))
-    if array.dtype != np.dtype(dtype) or array.ndim != len(shape) or array.shape != sizes:
-        raise _DamagedFileError(f"{_NO_MEMORY}: its array {name!r} is a {array.dtype} of shape {list(array.shape)}")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise _DamagedFileError(f"{_NO_MEMORY}: its array {name!r} holds numbers that are not finite")
-    return array

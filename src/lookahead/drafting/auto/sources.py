@@ -16,8 +16,6 @@ from lookahead.core.compiled import inner
 from lookahead.core.protocols import StepResult
 from lookahead.errors import InvalidArgumentError
 
-MEMBERS = ("name", "start", "propose", "observe")
-
 
 @dataclass(frozen=True)
 class TokenPaths:
@@ -62,66 +60,6 @@ class Source(Protocol):
 
     def observe(self, result: StepResult) -> None:
         """The text goes on with `result.tokens`. Called after every step."""
-
-
-class CheckedSource:
-    """A user-defined source, whose paths are checked before the search uses them.
-
-    Args:
-        source: What a factory in `LookaheadConfig(sources=...)` made.
-        vocabulary: Tokens that the model knows; any are, if not given.
-
-    Raises:
-        InvalidArgumentError: `source` lacks a member of `Source`, or its name is no text.
-    """
-
-    def __init__(self, source: Any, vocabulary: int | None = None) -> None:
-        missing = [member for member in MEMBERS if not hasattr(source, member)]
-        if missing:
-            raise InvalidArgumentError(
-                f"sources made {source!r}, which lacks {', '.join(missing)}; a source has {', '.join(MEMBERS)}"
-            )
-        if not isinstance(source.name, str) or not source.name:
-            raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
-        self._source: Source = source
-        self._vocabulary = np.iinfo(np.int32).max if vocabulary is None else vocabulary
-        self.name = source.name
-        self.start = source.start
-        self.observe = source.observe
-        self.permits = getattr(source, "permits", None)
-        self.certain = None
-        if getattr(source, "certain", None) is not None:
-            self.certain = lambda: self._checked(source.certain())
-
-    def propose(self) -> TokenPaths:
-        """See `Source`.
-
-        Raises:
-            InvalidArgumentError: The paths are none.
-        """
-        paths = self._source.propose()
-        try:
-            tokens, parents = (np.array(values, dtype=np.int64) for values in (paths.tokens, paths.parents))
-            probabilities = np.array(paths.probabilities, dtype=np.float64)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise self._refusal(f"{paths!r}, which is no TokenPaths of numbers") from error
-        if tokens.ndim != 1 or not tokens.shape == parents.shape == probabilities.shape:
-            raise self._refusal(f"arrays of shapes {tokens.shape}, {parents.shape}, {probabilities.shape}")
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
-            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
-        if (parents < -1).any() or (parents >= np.arange(len(parents))).any():
-            raise self._refusal("a parent that does not come before its token")
-        if not ((probabilities > 0) & (probabilities <= 1)).all():
-            raise self._refusal("a probability that is not above 0 and at most 1")
-        return TokenPaths(tokens, parents, probabilities)
-
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
-        if not all(0 <= token < self._vocabulary for token in tokens):
-            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
-        return list(tokens)
-
-    def _refusal(self, what: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"source {self.name!r} proposed {what}; see lookahead.drafting.TokenPaths")
 
 
 def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,142 @@
+"""What users add: drafters and sources of their own, whose trees and paths are checked before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lookahead.core.protocols import Drafter, StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, explain
+from lookahead.drafting.auto.sources import Source, TokenPaths
+from lookahead.drafting.best_first import first_path
+from lookahead.errors import InvalidArgumentError
+
+MEMBERS = ("top_k", "start", "propose", "observe", "statistics")
+SOURCE_MEMBERS = ("name", "start", "propose", "observe")
+
+
+class CheckedDrafter:
+    """Passes everything on to a drafter.
+
+    Args:
+        make: Makes the drafter, which serves one sequence.
+        most: Nodes of a step at most, the root included.
+        vocabulary: Tokens that the model knows; any are, if not given.
+        chain: For a model that runs chains alone: of the tree its likeliest path is sent, of the nodes after each the
+            one added first, up to so many nodes, the root included. `StepResult.tree` is what was sent.
+
+    Raises:
+        InvalidArgumentError: What `make` made lacks a member of `Drafter`.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], most: int, vocabulary: int | None = None, chain: int | None = None
+    ) -> None:
+        drafter = make()
+        missing = [member for member in MEMBERS if not hasattr(drafter, member)]
+        if missing:
+            raise InvalidArgumentError(
+                f"drafter made {drafter!r}, which lacks {', '.join(missing)}; a drafter has {', '.join(MEMBERS)}"
+            )
+        self._drafter: Drafter = drafter
+        self._most = most
+        self._vocabulary = vocabulary
+        self._chain = chain
+        self.start: Callable[[Sequence[int]], None] = drafter.start
+        self.observe: Callable[[StepResult], None] = drafter.observe
+        self.statistics: Callable[[], dict[str, Any]] = drafter.statistics
+
+    @property
+    def top_k(self) -> int:
+        """See `Drafter`."""
+        return self._drafter.top_k
+
+    def propose(self, tree: TokenTree) -> None:
+        """See `Drafter`.
+
+        Raises:
+            InvalidArgumentError: The tree has become too large, or has a token that the model does not know.
+        """
+        before = len(tree)
+        self._drafter.propose(tree)
+        if len(tree) - tree.root > self._most:
+            raise InvalidArgumentError(
+                f"drafter={self._drafter!r} proposed {len(tree) - before} nodes, but a step may have {self._most}, the "
+                "root included; propose fewer, or choose a larger step_budget"
+            )
+        for token in tree.tokens[before:]:
+            if token < 0 or (self._vocabulary is not None and token >= self._vocabulary):
+                raise InvalidArgumentError(
+                    f"drafter={self._drafter!r} proposed token {token}, which the model does not know; its tokens are "
+                    f"0 to {'...' if self._vocabulary is None else self._vocabulary - 1}"
+                )
+        if self._chain is not None:
+            path = first_path(range(before, len(tree)), tree.parents[before:], tree.root)
+            tree.keep_path(path[: self._chain - 1])
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """What the drafter says, if it says anything."""
+        return explain(self._drafter, tree)
+
+
+class CheckedSource:
+    """A user-defined source, whose paths are checked before the search uses them.
+
+    Args:
+        source: What a factory in `LookaheadConfig(sources=...)` made.
+        vocabulary: Tokens that the model knows; any are, if not given.
+
+    Raises:
+        InvalidArgumentError: `source` lacks a member of `Source`, or its name is no text.
+    """
+
+    def __init__(self, source: Any, vocabulary: int | None = None) -> None:
+        missing = [member for member in SOURCE_MEMBERS if not hasattr(source, member)]
+        if missing:
+            raise InvalidArgumentError(
+                f"sources made {source!r}, which lacks {', '.join(missing)}; a source has {', '.join(SOURCE_MEMBERS)}"
+            )
+        if not isinstance(source.name, str) or not source.name:
+            raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
+        self._source: Source = source
+        self._vocabulary = np.iinfo(np.int32).max if vocabulary is None else vocabulary
+        self.name = source.name
+        self.start = source.start
+        self.observe = source.observe
+        self.permits = getattr(source, "permits", None)
+        self.certain = None
+        if getattr(source, "certain", None) is not None:
+            self.certain = lambda: self._checked(source.certain())
+
+    def propose(self) -> TokenPaths:
+        """See `Source`.
+
+        Raises:
+            InvalidArgumentError: The paths are none.
+        """
+        paths = self._source.propose()
+        try:
+            tokens, parents = (np.array(values, dtype=np.int64) for values in (paths.tokens, paths.parents))
+            probabilities = np.array(paths.probabilities, dtype=np.float64)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._refusal(f"{paths!r}, which is no TokenPaths of numbers") from error
+        if tokens.ndim != 1 or not tokens.shape == parents.shape == probabilities.shape:
+            raise self._refusal(f"arrays of shapes {tokens.shape}, {parents.shape}, {probabilities.shape}")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
+        if (parents < -1).any() or (parents >= np.arange(len(parents))).any():
+            raise self._refusal("a parent that does not come before its token")
+        if not ((probabilities > 0) & (probabilities <= 1)).all():
+            raise self._refusal("a probability that is not above 0 and at most 1")
+        return TokenPaths(tokens, parents, probabilities)
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
+        return list(tokens)
+
+    def _refusal(self, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"source {self.name!r} proposed {what}; see lookahead.drafting.TokenPaths")
