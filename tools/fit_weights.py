@@ -225,7 +225,7 @@ def main() -> int:
     for path, across in product(options.recordings, (False, True)):
         parts.append(Part(replay_file(path, across, options)))
     memory = text_memory() if options.recordings else DraftMemory()
-    fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights)]
+    fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights[int(memory.observed)])]
     for column, name in enumerate(feature_names(memory.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
     return 0

@@ -151,7 +151,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
     names = feature_names(2)
-    weights = memory.weights[2, [names.index(name) for name in (context_name(1), context_name(2), NOTHING)]]
+    weights = memory.weights[0, 2, [names.index(name) for name in (context_name(1), context_name(2), NOTHING)]]
     unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
     log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
     scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}

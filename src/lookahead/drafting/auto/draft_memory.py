@@ -106,8 +106,9 @@ class DraftMemory:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """What weighs proposals: those for a model's predictions, or for texts."""
-        return build_weights(self.orders, TEXT_WEIGHTS if self.observed else MODEL_WEIGHTS)
+        """What weighs proposals where a model's predictions come true, and where texts alone are gone by, `[2, orders + 1,
+        columns]`; see `build_weights`."""
+        return np.stack([build_weights(self.orders, table) for table in (MODEL_WEIGHTS, TEXT_WEIGHTS)])
 
     def statistics(self) -> dict[str, Any]:
         """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""

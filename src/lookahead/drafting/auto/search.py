@@ -124,11 +124,11 @@ def _propose(
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, _, listed, _, _, weights, _ = state
+    entries, texts, heard, _, listed, _, _, weights, settings = state
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
-    of_known = weights[longest]
+    of_known = weights[1 if settings["observes"] or heard[place]["share"] < UNTRUSTED else 0, longest]
     floors = 0.0  # what the memory says for a token that it does not name
     for order in range(longest):
         floors += of_known[1 + order] * float(entries.heads[order, slots[order]]["floor"])
