@@ -172,4 +172,4 @@ def test_a_model_that_is_made_to_write_a_text_writes_it_in_few_steps(sample: boo
         )
         assert output.sequences[0, len(prompt) :].tolist() == answer
         steps[preset] = output.statistics.steps
-    assert steps["auto"] <= steps["context_matches"] + 4 * sample
+    assert steps["auto"] <= steps["context_matches"] + (4 if sample else 1)
