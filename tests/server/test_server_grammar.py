@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import GrammarProcessor, grammar_of, grammar_tokenizer
 from lookahead.server.guard import ServerSettings
-from lookahead.server.plan import TreeWatcher, make_plan
+from lookahead.server.plan import make_plan
 from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import Prompt
 from lookahead.server.tools import FORMATS, HARMONY, HERMES, AnswerReader, Thinking, ToolFormat, format_of
@@ -283,8 +283,8 @@ def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
     _, tokenizer = demo
     served = served_model("x", demo[0], tokenizer)
     request = chat_request(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}})
-    plan = make_plan(served, request, Prompt([1, 2]), ServerSettings(), 16)
-    (processor,), config = plan.steer(TreeWatcher())
+    plan = make_plan(served, request, Prompt([1, 2]), ServerSettings())
+    (processor,), config = plan.steer()
     (source,) = [make() for make in config.sources]
     before = processor(torch.tensor([[1, 2]]), torch.zeros(1, len(tokenizer)))
     assert source.certain() == []

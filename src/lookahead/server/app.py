@@ -13,35 +13,19 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
-from PIL.Image import Image
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from lookahead.errors import LookaheadError
-from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError, as_api_error
-from lookahead.server.grammar import callable_tools
 from lookahead.server.guard import Guard, ServerSettings
 from lookahead.server.metrics import Metrics
-from lookahead.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
-)
+from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
-from lookahead.server.served_model import Prompt, ServedModel, read_images
+from lookahead.server.served_model import ServedModel
 from lookahead.server.service import Service
 from lookahead.version import __version__
-
-_SET_ELSEWHERE = {
-    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt"),
-    *("continue_final_message", "messages"),
-}
-"""Arguments of `apply_chat_template` that are no arguments of the template, or are set otherwise."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
@@ -76,7 +60,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
     metrics = service.metrics[models[0].name]
     app.add_middleware(Guard, settings=settings, refused=metrics.refused)
     _add_state(app, service, metrics)
-    _add_texts(app, service, settings)
+    _add_texts(app, service)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -125,31 +109,24 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return _card(service.model(name))
 
 
-def _add_texts(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+def _add_texts(app: FastAPI, service: Service) -> None:
     """What makes texts, or reads them."""
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
-        return await service.answer(
-            request, http, CompletionForm, lambda served: _prompts(served, request), len(request.prompts)
-        )
+        return await service.answer(request, http, CompletionForm)
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        images = await _images(service.model(request.model), request.messages, settings)
-        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request, images)], 1)
+        return await service.answer(request, http, ChatForm)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
-        chat = request.as_chat()
         try:
-            images = await _images(service.model(chat.model), chat.messages, settings)
-            return await service.answer(
-                chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat, images)], 1
-            )
+            return await service.answer(request.as_chat(), http, ResponsesForm)
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
 
@@ -163,7 +140,7 @@ def _add_texts(app: FastAPI, service: Service, settings: ServerSettings) -> None
         if prompt is not None:
             tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
         else:
-            images = await _images(served, messages or [], settings)
+            images = await service.images(served, messages or [])
             tokens = (await service.prepared(lambda: served.encode_chat(messages or [], images=images))).tokens
         return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens}
 
@@ -183,31 +160,6 @@ def _card(served: ServedModel) -> dict[str, Any]:
         "owned_by": "lookahead",
         "max_model_len": served.max_length,
     }
-
-
-def _prompts(served: ServedModel, request: CompletionRequest) -> list[Prompt]:
-    return [Prompt(served.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in request.prompts]
-
-
-async def _images(served: ServedModel, messages: Sequence[Message], settings: ServerSettings) -> list[Image]:
-    """The images of a conversation, read in a thread that no other request waits for."""
-    urls = [url for message in messages for url in message.images]
-    if urls and served.processor is None:
-        raise errors.refused("messages", "messages has an image, but this model reads text alone")
-    return await asyncio.to_thread(read_images, urls, settings) if urls else []
-
-
-def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Image]) -> Prompt:
-    options: dict[str, Any] = dict(request.chat_template_kwargs)
-    if taken := sorted(_SET_ELSEWHERE & set(options)):
-        raise errors.refused(
-            "chat_template_kwargs", f"chat_template_kwargs: {taken[0]} has a field of its own, or none"
-        )
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-    begun = request.add_generation_prompt and not request.continue_final_message
-    options |= {"add_generation_prompt": begun, "continue_final_message": request.continue_final_message}
-    return served.encode_chat(request.messages, callable_tools(request), options, images)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -6,21 +6,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lookahead.core.statistics import StepRecord
-from lookahead.server.errors import ApiError
+from lookahead.server.errors import CLIENT_LEFT, ApiError
+from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHOLE, Metrics
-from lookahead.server.plan import Plan, Tree, TreeWatcher
+from lookahead.server.plan import Plan, make_plan
+from lookahead.server.requests import ChoicesRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import RequestStatistics, TokenEvent
 from lookahead.text import TextBuilder
+from lookahead.trace import Trace, TracedStep
 
 
 @dataclass
@@ -29,16 +33,16 @@ class Piece:
 
     Attributes:
         text: Text that is certain by now.
-        tokens: Its tokens.
+        tokens: How many tokens it added.
         nodes: Nodes that the step sent.
-        tree: What the step proposed, if that was asked for.
+        step: What the step proposed, if that was asked for.
         logprobs: What there is to say of the tokens, likewise.
     """
 
-    text: str
-    tokens: list[int]
-    nodes: int
-    tree: Tree | None
+    text: str = ""
+    tokens: int = 0
+    nodes: int = 0
+    step: TracedStep | None = None
     logprobs: list[TokenEvent] = field(default_factory=list)
 
 
@@ -59,13 +63,13 @@ class Answer:
     def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
         self.plan, self.index, self._tell = plan, index, tell
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.request.stop, plan.dropped)
-        self._watcher = TreeWatcher()
+        self._trace = Trace() if plan.request.lookahead.steps else None
         self._read = 0  # tokens that were told
-        processors, config = plan.steer(self._watcher)
+        processors, config = plan.steer()
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
-            lookahead_config=config,
+            lookahead_config=config if self._trace is None else replace(config, trace=self._trace),
             on_step=self._on_step,
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
@@ -86,14 +90,15 @@ class Answer:
 
     def _on_step(self, record: StepRecord) -> None:
         text = self._builder.finish() if record.finished else self._builder.take()
-        self._tell(Piece(text, record.tokens, record.nodes, self._watcher.tree))
+        step = None if self._trace is None else self._trace.texts[0].steps.pop()
+        self._tell(Piece(text, len(record.tokens), record.nodes, step))
 
     def add_logprobs(self, piece: Piece) -> None:
         """Tell in the next piece what there is to say of its tokens, if that was asked for."""
         if self.plan.arguments["logprobs"] is not None:
-            events = self.handle.events_since(self._read)[: len(piece.tokens)]
+            events = self.handle.events_since(self._read)[: piece.tokens]
             piece.logprobs = [event for event in events if event.token not in self.plan.ends]
-        self._read += len(piece.tokens)
+        self._read += piece.tokens
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]
@@ -111,31 +116,49 @@ class Generation:
 
     Args:
         served: The model.
+        request: What is asked for.
+        settings: What may be asked for, and for how long.
         metrics: What is counted and timed.
-        seconds: Time that it has.
         ended: Called once when it is through.
 
     Attributes:
-        answers: The answers, once `submit` was called.
+        served, request: As given.
+        plans: One for each prompt, once `submit` was called.
+        answers: The answers, likewise; `request.n` for each plan.
     """
 
-    def __init__(self, served: ServedModel, metrics: Metrics, seconds: float, ended: Callable[[], None]) -> None:
-        self._served, self._metrics, self._ended = served, metrics, ended
+    def __init__(
+        self,
+        served: ServedModel,
+        request: ChoicesRequest,
+        settings: ServerSettings,
+        metrics: Metrics,
+        ended: Callable[[], None],
+    ) -> None:
+        self.served, self.request = served, request
+        self._settings, self._metrics, self._ended = settings, metrics, ended
         self._begin = time.monotonic()
-        self._deadline = self._begin + seconds
         self._last: dict[int, float] = {}  # when each answer took its last step
         self._queue: asyncio.Queue[tuple[int, Piece | ApiError | None]] = asyncio.Queue()
         self._closed = False
         self._settled = False  # complete or failed: the client hears how it ended
+        self.plans: list[Plan] = []
         self.answers: list[Answer] = []
 
-    def submit(self, plans: Sequence[Plan], count: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand answers to the engine, `count` for each plan. May be called in another thread than the loop's."""
-        for place, plan in enumerate(plans):
-            for number in range(count):
-                index = place * count + number
+    def submit(self, images: Sequence[Image], loop: asyncio.AbstractEventLoop) -> None:
+        """Hand answers to the engine; `images` are those of the request. May be called in another thread than the
+        loop's.
+
+        Raises:
+            LookaheadError: The request asks for what cannot be done.
+        """
+        prompts = self.served.prompts(self.request, images)
+        self.plans = [make_plan(self.served, self.request, prompt, self._settings) for prompt in prompts]
+        for plan in self.plans:
+            for number in range(self.request.n):
+                index = len(self.answers)
                 tell = partial(self._tell, loop, index)
-                answer = Answer(self._served, plan, index, plan.seed + number, tell)
+                answer = Answer(self.served, plan, index, plan.seed + number, tell)
                 self.answers.append(answer)
                 answer.handle.add_done_callback(partial(tell, None))
                 if self._closed:  # meanwhile
@@ -166,7 +189,7 @@ class Generation:
                 answer.add_logprobs(event)
                 yield answer, event
                 continue
-            self._settled = True
+            self._settled = event is None or event.status_code != CLIENT_LEFT
             if event is not None:
                 raise event
             answer.handle.result()  # which raises what ended it early
@@ -177,18 +200,19 @@ class Generation:
 
     def _count(self, index: int, piece: Piece) -> None:
         """Count a step of an answer."""
-        now, before, tokens = time.monotonic(), self._last.get(index), len(piece.tokens)
+        now, before = time.monotonic(), self._last.get(index)
         self._last[index] = now
-        self._metrics.step(tokens, piece.nodes)
+        self._metrics.step(piece.tokens, piece.nodes)
         if before is None:
             self._metrics.time(FIRST_TOKEN, now - self._begin)
         else:
-            for _ in range(tokens):
-                self._metrics.time(PER_TOKEN, (now - before) / tokens)
+            for _ in range(piece.tokens):
+                self._metrics.time(PER_TOKEN, (now - before) / piece.tokens)
 
     async def _next(self) -> tuple[int, Piece | ApiError | None]:
         try:
-            return await asyncio.wait_for(self._queue.get(), max(self._deadline - time.monotonic(), 0.001))
+            left = self._begin + self._settings.timeout - time.monotonic()
+            return await asyncio.wait_for(self._queue.get(), max(left, 0.001))
         except asyncio.TimeoutError:
             return 0, ApiError(504, "the request took longer than this server allows", code="timeout")
 

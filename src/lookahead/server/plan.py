@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from llguidance import LLMatcher
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import LookaheadConfig
-from lookahead.core.watching import StepWatcher, WatchedStep
 from lookahead.server.errors import refused
 from lookahead.server.grammar import (
     GrammarProcessor,
@@ -32,7 +31,6 @@ from lookahead.server.requests import (
 )
 from lookahead.server.served_model import Prompt, ServedModel, prompt_room
 from lookahead.server.tools import TAGS, Thinking
-from lookahead.trace import TracedStep
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -64,8 +62,8 @@ class Plan:
     grammar: LLMatcher | None
     dropped: frozenset[int] | None
 
-    def steer(self, watcher: TreeWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
-        """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
+    def steer(self) -> tuple[LogitsProcessorList, LookaheadConfig]:
+        """Logits processors of one answer, and how it drafts."""
         processors, config, asked = LogitsProcessorList(), self.config, self.request
         if asked.presence_penalty or asked.frequency_penalty:
             penalty = OccurrencePenalty(asked.presence_penalty, asked.frequency_penalty, len(self.prompt))
@@ -75,16 +73,10 @@ class Plan:
         if self.grammar is not None and config.preset == "auto":
             drafted = self.grammar.deep_copy()
             config = replace(config, sources=(*config.sources, lambda: GrammarSource(drafted)))
-        return processors, replace(config, trace=watcher) if asked.lookahead.steps else config
+        return processors, config
 
 
-def make_plan(
-    served: ServedModel,
-    request: ChoicesRequest,
-    prompt: Prompt,
-    settings: ServerSettings,
-    default_tokens: int | None,
-) -> Plan:
+def make_plan(served: ServedModel, request: ChoicesRequest, prompt: Prompt, settings: ServerSettings) -> Plan:
     """Check what a request asks for.
 
     Args:
@@ -92,7 +84,6 @@ def make_plan(
         request: The request.
         prompt: Its prompt, or one of them.
         settings: What it may ask for.
-        default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
 
     Raises:
         ApiError: It cannot be met.
@@ -101,7 +92,7 @@ def make_plan(
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     tokens = prompt.tokens
     room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
-    length = _length(request, room, settings, default_tokens)
+    length = _length(request, room, settings)
     grammar, ends = _grammar(served, request, tokens), _ends(served, request)
     config = _config(served.config, request.lookahead)
     arguments = {
@@ -178,7 +169,7 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
     return served.encode(joined(request.prediction.content), special=False, field="prediction")
 
 
-def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings, default: int | None) -> int:
+def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings) -> int:
     names = ("max_tokens", "max_completion_tokens")
     given: dict[str, int] = {name: value for name in names if (value := getattr(request, name, None)) is not None}
     if len(set(given.values())) > 1:
@@ -191,7 +182,7 @@ def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings,
                 name, f"{name}={value} is more than the {settings.max_new_tokens} tokens that this server gives"
             )
         return value
-    return min(limit for limit in (default, room, settings.max_new_tokens) if limit is not None)
+    return min(limit for limit in (request.default_tokens, room, settings.max_new_tokens) if limit is not None)
 
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
@@ -252,31 +243,3 @@ class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
         self._counts.index_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
         self._seen = input_ids.shape[1]
         return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
-
-
-Tree = dict[str, list[Any]]
-"""What a step proposed, and what of it was accepted: `tokens` of each node, of which the first is the root; `parents`,
--1 for the root; the accepted nodes in `path`; of each node below the root its source in `sources`, and how probable the
-path to it was estimated to be in `probabilities`, `None` where it was not."""
-
-
-class TreeWatcher:
-    """A recorder (`lookahead.core.watching.Recorder`) that keeps the tree of the last step."""
-
-    def __init__(self) -> None:
-        self.tree: Tree | None = None
-
-    def begin(self, prompt: Sequence[int]) -> StepWatcher:
-        """See `Recorder`."""
-        return self._keep
-
-    def _keep(self, step: WatchedStep) -> None:
-        traced = TracedStep.of(step)
-        likely = [origin.probability for origin in traced.origins]
-        self.tree = {
-            "tokens": traced.tokens,
-            "parents": traced.parents,
-            "path": traced.path,
-            "sources": [origin.evidence[0] for origin in traced.origins],
-            "probabilities": [None if probability is None else round(probability, 4) for probability in likely],
-        }

@@ -143,8 +143,13 @@ class TextRequest(Body):
 
 
 class ChoicesRequest(TextRequest):
-    """What requests share that may ask for several answers."""
+    """What requests share that may ask for several answers.
 
+    Attributes:
+        default_tokens: Most tokens of an answer where no number is named; as many as fit if `None`.
+    """
+
+    default_tokens: ClassVar[int | None] = None
     n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="answers to each prompt")
     max_tokens: Count | None = Field(default=None, description="16 by default for completions, else as many as fit")
 
@@ -157,6 +162,7 @@ Texts = Annotated[list[str], Field(min_length=1)]
 class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
     """`POST /v1/completions`."""
 
+    default_tokens = 16  # as in OpenAI's API
     prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)] = Field(
         description="a text, token ids, or a list of either"
     )

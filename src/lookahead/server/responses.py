@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lookahead.server.answers import Form, answer_reader
+from lookahead.server.answers import ChatForm
 from lookahead.server.errors import FORMAT, MESSAGE, RESPONSES, TOOL, ApiError
 from lookahead.server.generation import Answer, Generation, Piece
-from lookahead.server.plan import Plan
 from lookahead.server.requests import (
     ChatRequest,
     ContentPart,
@@ -34,7 +33,6 @@ from lookahead.server.requests import (
     ToolCall,
     joined,
 )
-from lookahead.server.served_model import ServedModel
 from lookahead.server.tools import Part
 
 
@@ -213,36 +211,35 @@ _EVENT_FIELDS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reason
 """What text of an answer has besides, and reasoning: its item, the part in it, and events about that."""
 
 
-class ResponsesForm(Form):
+class ResponsesForm(ChatForm):
     """Of `/v1/responses`. A stream consists of named events, which are numbered."""
 
     prefix, object, chunk_object, last_event = "resp", "response", "", b""
-    _request: ChatRequest
 
-    def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
-        super().__init__(served, request, plans)
-        self._reader = answer_reader(served, request, plans[0].prompt)
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        self._reader = self._readers[0]
         self._items: list[dict[str, Any]] = []
         self._numbered = 0
 
-    def whole(self, generation: Generation, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, wholes: Sequence[Piece]) -> dict[str, Any]:
         """See `Form`."""
-        self._add(self._reader.add("".join(piece.text for piece in pieces[0])))
-        self._finish(generation.answers[0])
-        return self._response(generation)
+        self._add(self._reader.add(wholes[0].text))
+        self._finish(self.generation.answers[0])
+        return self._complete()
 
-    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, Any]]:
         """See `Form`."""
-        begun = self._response(None)
+        begun = self._begun()
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
         """See `Form`."""
         return self._finish(answer) if piece is None else self._add(self._reader.add(piece.text))
 
-    def closing(self, generation: Generation) -> list[dict[str, Any]]:
+    def closing(self) -> list[dict[str, Any]]:
         """See `Form`."""
-        response = self._response(generation)
+        response = self._complete()
         return [self._event(f"response.{response['status']}", response=response)]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
@@ -321,10 +318,10 @@ class ResponsesForm(Form):
         """Of the text that is open."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _response(self, generation: Generation | None) -> dict[str, Any]:
-        """The response: as it begins, or complete."""
-        request = self._request
-        response: dict[str, Any] = {
+    def _begun(self) -> dict[str, Any]:
+        """The response as it begins."""
+        request = self.request
+        return {
             "id": self._head["id"],
             "object": self.object,
             "created_at": self._head["created"],
@@ -346,13 +343,13 @@ class ResponsesForm(Form):
             "top_p": request.top_p,
             "usage": None,
         }
-        if generation is None:
-            return response
-        cut = generation.answers[0].handle.finish_reason == "length"
-        counts = self.usage(generation)
+
+    def _complete(self) -> dict[str, Any]:
+        cut = self.generation.answers[0].handle.finish_reason == "length"
+        counts = self.usage()
         usage = counts.pop("usage")
         return {
-            **response,
+            **self._begun(),
             **counts,
             "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),

@@ -20,12 +20,27 @@ from PIL import Image
 from lookahead.backends.loading import LoadedModel
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
-from lookahead.server.grammar import grammar_tokenizer, token_bytes
+from lookahead.server.grammar import callable_tools, grammar_tokenizer, token_bytes
 from lookahead.server.guard import ServerSettings
-from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
+from lookahead.server.requests import (
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    FunctionTool,
+    Message,
+    TextPart,
+    ToolCall,
+)
 from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
 from lookahead.serving import Engine
 from lookahead.text import conversation_text
+
+_SET_ELSEWHERE = {
+    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "messages"),
+}
+"""Arguments of `apply_chat_template` that are no arguments of the template, or are set otherwise."""
 
 _TAIL = 8
 """Tokens at the end of a prompt that show whether it has begun to reason."""
@@ -141,6 +156,24 @@ class ServedModel(LoadedModel):
                 field,
                 code="context_length_exceeded",
             )
+
+    def prompts(self, request: ChoicesRequest, images: Sequence[Image.Image]) -> list[Prompt]:
+        """The prompts of a request; `images` are those of its messages.
+
+        Raises:
+            ApiError: One cannot be encoded.
+        """
+        if isinstance(request, CompletionRequest):
+            return [Prompt(self.encode(given) if isinstance(given, str) else given) for given in request.prompts]
+        assert isinstance(request, ChatRequest)
+        options: dict[str, Any] = dict(request.chat_template_kwargs)
+        if taken := sorted(_SET_ELSEWHERE & set(options)):
+            raise refused("chat_template_kwargs", f"chat_template_kwargs: {taken[0]} has a field of its own, or none")
+        if request.reasoning_effort is not None:
+            options["reasoning_effort"] = request.reasoning_effort
+        options["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
+        options["continue_final_message"] = request.continue_final_message
+        return [self.encode_chat(request.messages, callable_tools(request), options, images)]
 
     def encode_chat(
         self,

@@ -6,28 +6,26 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from traceback import format_exception
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from PIL.Image import Image
 from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
-from lookahead.server.answers import CompletionForm, Form
+from lookahead.server.answers import Form
 from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error
 from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
-from lookahead.server.plan import Plan, make_plan
-from lookahead.server.requests import ChoicesRequest, CompletionRequest
-from lookahead.server.served_model import Prompt, ServedModel
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, Message
+from lookahead.server.served_model import ServedModel, read_images
 
 _RETRY_AFTER = 2
 """Seconds after which a client that was sent away may try again."""
-
-COMPLETION_TOKENS = 16
-"""Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
 
 
 class Service:
@@ -80,15 +78,8 @@ class Service:
         """What `make` returns, called in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
-    async def answer(
-        self,
-        request: ChoicesRequest,
-        http: Request,
-        form: type[Form],
-        prompts: Callable[[ServedModel], list[Prompt]],
-        count: int,
-    ) -> Response:
-        """Decode `request.n` answers to each of `count` prompts, and write them in the form of the route.
+    async def answer(self, request: ChoicesRequest, http: Request, form: type[Form]) -> Response:
+        """Decode `request.n` answers to each prompt, and write them in the form of the route.
 
         Raises:
             ApiError: The request asks for what the server cannot do, or there are too many at the moment.
@@ -97,8 +88,8 @@ class Service:
             raise self._stopped
         served, metrics = self.model(request.model), self.metrics[request.model]
         _check(request)
-        loop, count = asyncio.get_running_loop(), count * request.n
-        default = COMPLETION_TOKENS if form is CompletionForm else None
+        images = await self.images(served, request.messages) if isinstance(request, ChatRequest) else []
+        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         self._make_room(count)
         self._answers += count
 
@@ -106,23 +97,28 @@ class Service:
             self._running.discard(generation)
             self._answers -= count
             metrics.through(generation.answers, request.n)
-            http.state.notes.update(_notes(request, generation))
+            http.state.notes.update(_notes(generation))
 
-        generation = Generation(served, metrics, self._settings.timeout, ended)
+        generation = Generation(served, request, self._settings, metrics, ended)
         self._running.add(generation)
-
-        def prepare() -> list[Plan]:
-            plans = [make_plan(served, request, prompt, self._settings, default) for prompt in prompts(served)]
-            generation.submit(plans, request.n, loop)
-            return plans
-
         try:
-            plans = await self.prepared(prepare)
-            metrics.count(PROMPT_TOKENS, sum(len(plan.prompt) for plan in plans))
-            return await deliver(http, form(served, request, plans), generation, request.stream)
+            await self.prepared(partial(generation.submit, images, asyncio.get_running_loop()))
+            metrics.count(PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
+            return await deliver(http, form(generation))
         except BaseException:
             generation.close()
             raise
+
+    async def images(self, served: ServedModel, messages: Sequence[Message]) -> list[Image]:
+        """The images of a conversation, read in a thread that no other request waits for.
+
+        Raises:
+            ApiError: The model reads none, or one cannot be had or read.
+        """
+        urls = [url for message in messages for url in message.images]
+        if urls and served.processor is None:
+            raise errors.refused("messages", "messages has an image, but this model reads text alone")
+        return await asyncio.to_thread(read_images, urls, self._settings) if urls else []
 
     def _make_room(self, count: int) -> None:
         """Refuse so many further answers if there is no room for them."""
@@ -134,12 +130,12 @@ class Service:
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
 
 
-def _notes(request: ChoicesRequest, generation: Generation) -> dict[str, Any]:
+def _notes(generation: Generation) -> dict[str, Any]:
     """What the log says of a request."""
     answers = generation.answers
     return {
-        "user": request.user,
-        "prompt_tokens": sum(len(answer.plan.prompt) for answer in answers[:: request.n]),
+        "user": generation.request.user,
+        "prompt_tokens": sum(len(plan.prompt) for plan in generation.plans),
         "completion_tokens": sum(answer.statistics.tokens for answer in answers),
         "steps": sum(answer.statistics.steps for answer in answers),
         "finish_reasons": [answer.handle.finish_reason or "cancelled" for answer in answers],
@@ -153,35 +149,25 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
 
 
-async def deliver(http: Request, form: Form, generation: Generation, stream: bool) -> Response:
+async def deliver(http: Request, form: Form) -> Response:
     """The response to a request whose answers are being made. A client that goes away ends them."""
-    if stream:
-        return EventStream(form, generation)
-    answer = asyncio.create_task(_whole(form, generation))
-    answer.add_done_callback(_retrieve)
-    left = asyncio.create_task(_disconnected(http))
+    if form.request.stream:
+        return EventStream(form)
+    watch = asyncio.create_task(_fail_if_left(http, form.generation))
     try:
-        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(await answer) if answer.done() else Response(status_code=CLIENT_LEFT)
+        return JSONResponse(await _whole(form))
     finally:
-        answer.cancel()
-        left.cancel()
-        generation.close()
-
-
-def _retrieve(answer: asyncio.Task[dict[str, Any]]) -> None:
-    """Take the error of an answer that nobody waits for: `wait_for` of Python 3.11 may lose that it was cancelled."""
-    if not answer.cancelled():
-        answer.exception()
+        watch.cancel()
+        form.generation.close()
 
 
 class EventStream(StreamingResponse):
     """Answers as server-sent events."""
 
-    def __init__(self, form: Form, generation: Generation) -> None:
+    def __init__(self, form: Form) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(form, generation), media_type="text/event-stream", headers=headers)
-        self._generation = generation
+        super().__init__(_events(form), media_type="text/event-stream", headers=headers)
+        self._generation = form.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -191,22 +177,23 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
 
-async def _whole(form: Form, generation: Generation) -> dict[str, Any]:
-    pieces: list[list[Piece]] = [[] for _ in generation.answers]
-    async for answer, piece in generation:
+async def _whole(form: Form) -> dict[str, Any]:
+    wholes = [Piece() for _ in form.generation.answers]
+    async for answer, piece in form.generation:
         if piece is not None:
-            pieces[answer.index].append(piece)
-    return form.whole(generation, pieces)
+            wholes[answer.index].text += piece.text
+            wholes[answer.index].logprobs += piece.logprobs
+    return form.whole(wholes)
 
 
-async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(form: Form) -> AsyncIterator[bytes]:
     try:
-        for chunk in form.opening(generation):
+        for chunk in form.opening():
             yield _event(chunk)
-        async for answer, piece in generation:
+        async for answer, piece in form.generation:
             for chunk in form.chunks(answer, piece):
                 yield _event(chunk)
-        for chunk in form.closing(generation):
+        for chunk in form.closing():
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
         api_error = as_api_error(error)
@@ -221,7 +208,8 @@ def _event(data: dict[str, Any]) -> bytes:
     return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _disconnected(http: Request) -> None:
-    """Wait until the client has gone."""
+async def _fail_if_left(http: Request, generation: Generation) -> None:
+    """Break the answers off once the client has gone."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
+    generation.fail(ApiError(CLIENT_LEFT, "the client has gone"))
