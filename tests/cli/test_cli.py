@@ -619,6 +619,14 @@ def test_leading_space_rules_are_those_of_the_whole_text() -> None:
     assert printed(Words(), [0], [1, 2], [3])[:3] == ["once", "once upon a", "once upon a time"]
 
 
+def test_what_is_piped_is_the_text_itself() -> None:
+    class Lines:
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            return "".join(["if x:\n\treturn", "\r\x1b[0m"][token] for token in token_ids)
+
+    assert printed(Lines(), [0], [], [1])[-1] == "if x:\n\treturn\r\x1b[0m\n"
+
+
 def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system="standard", width=10)

@@ -57,8 +57,3 @@ def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys:
     option = "-o" if command[0] == "trace" else "--trace"
     assert main([*command, option, "/no folder/x.html", "--model", "/no model"]) == 2
     assert "/no folder/x.html cannot be written" in capsys.readouterr().err
-
-
-def test_a_server_is_not_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["chat", "--server", "http://127.0.0.1:9", "--trace", str(tmp_path / "x.html")]) == 2
-    assert "leave it out with --server" in capsys.readouterr().err

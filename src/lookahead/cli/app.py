@@ -8,15 +8,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from lookahead.bench.suite import read_suite
-from lookahead.cli import process, remote
-from lookahead.cli.chat import run as talk
+from lookahead.cli import process
 from lookahead.cli.inputs import model_folder, read_prompt
 from lookahead.cli.options import command
 from lookahead.cli.rendering import starting
@@ -25,6 +23,7 @@ from lookahead.cli.settings import (
     BenchSettings,
     ChatSettings,
     CompareSettings,
+    DecodingSettings,
     GenerateSettings,
     LawSettings,
     ModelSettings,
@@ -133,8 +132,6 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
-    if settings.server is not None:
-        return remote.generate(settings, read_prompt(settings))
     parallel = settings.parallel or 1
     if settings.sample and settings.sampling_seed is None and (parallel > 1 or process.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
@@ -147,6 +144,10 @@ def generate(settings: GenerateSettings) -> int:
 def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
     """Run a command with a model. Importing torch takes seconds; help texts and whatever is refused must not wait for
     it."""
+    if isinstance(settings, DecodingSettings) and settings.page is not None:
+        from lookahead.trace.recorder import check_path
+
+        check_path(settings.page)
     model_folder(settings.model)
     with starting(settings.no_color):
         run = import_module(f"lookahead.cli.{command}").run
@@ -172,10 +173,7 @@ def trace(settings: TraceSettings) -> int:
     One HTML file, which works without a network: the text, the tree of each step with the source of every node, what
     was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
     """
-    from lookahead.trace.recorder import check_path  # late, as in `_start`
-
-    check_path(settings.output)
-    return _start("generate", settings, read_prompt(settings, DEMO_PROMPT), settings.output)
+    return _start("generate", settings, read_prompt(settings, DEMO_PROMPT))
 
 
 @command(app, ChatSettings)
@@ -186,16 +184,7 @@ def chat(settings: ChatSettings) -> int:
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
-    if settings.server is not None:
-        return talk(settings, nullcontext(remote.RemotePartner(settings)))
-    if settings.trace is not None:
-        from lookahead.trace.recorder import check_path  # late, as in `_start`
-
-        check_path(settings.trace)
-    model_folder(settings.model)
-    with starting(settings.no_color):
-        from lookahead.cli.conversation import local_partner  # late, as in `_start`
-    return talk(settings, local_partner(settings))
+    return _start("chat", settings)
 
 
 @command(app, BatchSettings)

@@ -1,16 +1,15 @@
-"""`lookahead chat`: a conversation on the terminal or through a pipe, with a model here or with a server."""
+"""`lookahead chat`: a conversation on the terminal or through a pipe."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import suppress
 
 from lookahead.cli import process
+from lookahead.cli.conversation import Conversation, begun_conversation
 from lookahead.cli.inputs import checked, decoded, stdin_is_terminal
-from lookahead.cli.rendering import Consoles, print_json
+from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
@@ -24,46 +23,11 @@ A line that begins with / is a command, one that begins with a space never is.
 Ctrl-C stops an answer after the step under way, a second one at once; at the prompt it ends the chat."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What came of a turn.
-
-    Attributes:
-        report: All of it, as plain numbers and lists.
-        line: One line about it.
-        interrupted: Whether Ctrl-C stopped the answer.
-    """
-
-    report: dict[str, Any]
-    line: str
-    interrupted: bool
-
-
-class Partner(Protocol):
-    """Who answers: `conversation.LocalPartner` or `remote.RemotePartner`.
-
-    Attributes:
-        name: What the user calls it.
-    """
-
-    name: str
-
-    def reset(self) -> None:
-        """Forget what was said."""
-
-    def turn(self, text: str, consoles: Consoles | None) -> Turn:
-        """Answer `text`, and print the answer as it comes if there are consoles.
-
-        Raises:
-            LookaheadError: It cannot be answered; what was said is as it was.
-        """
-
-
-def run(settings: ChatSettings, partner: AbstractContextManager[Partner]) -> int:
+def run(settings: ChatSettings) -> int:
     """Talk until there is nothing more to read, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
-    with partner as answers:
-        return Chat(consoles, answers, settings.json).run()
+    with begun_conversation(settings, consoles.notes) as conversation:
+        return Chat(consoles, conversation, settings.json).run()
 
 
 class Chat:
@@ -74,18 +38,18 @@ class Chat:
 
     Args:
         consoles: Where answers go, and where everything about them goes.
-        partner: Who answers.
+        conversation: With whom.
         json: Whether each turn is an object of JSON.
     """
 
-    def __init__(self, consoles: Consoles, partner: Partner, json: bool) -> None:
-        self._consoles, self._partner, self._json = consoles, partner, json
+    def __init__(self, consoles: Consoles, conversation: Conversation, json: bool) -> None:
+        self._consoles, self._conversation, self._json = consoles, conversation, json
 
     def run(self) -> int:
         """Do what each line asks for, and return the exit code."""
         code, types = process.OK, stdin_is_terminal()
         if types:
-            self._note(f"chat with {self._partner.name}; /help lists the commands, Ctrl-D ends")
+            self._note(f"chat with {self._conversation.name}; /help lists the commands, Ctrl-D ends")
         for line in typed_lines(self._consoles, marker_on_out=not self._json) if types else piped_lines():
             if line == "/exit":
                 break
@@ -114,7 +78,7 @@ class Chat:
 
     def _command(self, command: str) -> None:
         if command == "/reset":
-            self._partner.reset()
+            self._conversation.reset()
             self._note("the conversation is forgotten")
         elif command == "/help":
             self._note(HELP)
@@ -124,12 +88,16 @@ class Chat:
             )
 
     def _turn(self, text: str) -> int:
-        turn = self._partner.turn(text, None if self._json else self._consoles)
+        prompt = self._conversation.prompt(text)
         if self._json:
-            print_json(self._consoles.out, turn.report)
+            answer = self._conversation.answer(prompt)
+            print_json(self._consoles.out, self._conversation.report(prompt, answer))
         else:
-            self._note(f"interrupted: {turn.line}" if turn.interrupted else turn.line)
-        return process.INTERRUPTED if turn.interrupted else process.OK
+            printer = StepPrinter(self._consoles.out, self._conversation.tokenizer)
+            answer = self._conversation.answer(prompt, printer.step)
+            printer.finish()
+            self._note(self._conversation.line(prompt, answer))
+        return process.INTERRUPTED if answer.interrupted else process.OK
 
     def _note(self, text: str) -> None:
         self._consoles.notes.print(text, style="dim")

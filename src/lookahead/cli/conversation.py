@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
 from lookahead.cli import process
-from lookahead.cli.chat import Turn
 from lookahead.cli.generate import (
     Prompt,
     Recording,
@@ -31,7 +30,7 @@ from lookahead.cli.generate import (
 )
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import load_for_decoding, quiet_libraries
-from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode
+from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
@@ -59,7 +58,7 @@ class Answer:
 
 
 class Conversation:
-    """Turns with one model, a `chat.Partner`. The cache and what drafting has learned stay from one turn to the next.
+    """Turns with one model. The cache and what drafting has learned stay from one turn to the next.
 
     The input of a turn is always the whole conversation, written down anew: a template may change what it wrote
     before. The cache goes on from the tokens that are the same as then.
@@ -69,12 +68,16 @@ class Conversation:
         turns: How turns become tokens.
         settings: What is told before the first turn, and how answers are made.
         config: How to draft, instead of as the settings say.
+
+    Attributes:
+        name: Of the model's folder.
+        tokenizer: The model's.
     """
 
     def __init__(
         self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings, config: LookaheadConfig | None = None
     ) -> None:
-        self.name = loaded.path.resolve().name
+        self.name, self.tokenizer = loaded.path.resolve().name, loaded.tokenizer
         self._loaded, self._turns = loaded, turns
         self._config = settings.config if config is None else config
         self._max_new_tokens, self._system = settings.max_new_tokens, settings.system
@@ -135,32 +138,27 @@ class Conversation:
             except KeyboardInterrupt:  # nobody waited for the step; the call has left the cache as it was
                 interruption.asked = True
         kept = self._session.reused_tokens(kept)
-        said = decode(self._loaded.tokenizer, recording.tokens)
+        said = decode(self.tokenizer, recording.tokens)
         if recording.tokens:
             self._messages += [_turn("user", prompt.text), _turn("assistant", said)]
         return Answer(said, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
 
-    def turn(self, text: str, consoles: Consoles | None) -> Turn:
-        """See `chat.Partner`."""
-        prompt = self.prompt(text)
-        printer = None if consoles is None else StepPrinter(consoles.out, self._loaded.tokenizer)
-        answer = self.answer(prompt, None if printer is None else printer.step)
-        if printer is not None:
-            printer.finish()
-        report = run_report(self._loaded.tokenizer, answer.recording) | {
-            "prompt": text,
+    def report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+        """All of a turn, as plain numbers and lists."""
+        return run_report(self.tokenizer, answer.recording) | {
+            "prompt": prompt.text,
             "prompt_tokens": prompt.input_ids.shape[1],
             "prefilled_tokens": answer.prefilled_tokens,
             "max_new_tokens": prompt.max_new_tokens,
             "cut": answer.cut,
             "interrupted": answer.interrupted,
         }
-        return Turn(report, self._line(prompt, answer), answer.interrupted)
 
-    def _line(self, prompt: Prompt, answer: Answer) -> str:
+    def line(self, prompt: Prompt, answer: Answer) -> str:
+        """One line about a turn."""
         recording = answer.recording
         if answer.interrupted and not recording.tokens:
-            return "no token came, and the turn is taken back"
+            return "interrupted: no token came, and the turn is taken back"
         line = counts_line(recording.statistics.tokens, recording.statistics.steps, recording.wall_seconds)
         line += f", {answer.prefilled_tokens} tokens prefilled"
         if answer.cut == "max_new_tokens":
@@ -168,7 +166,7 @@ class Conversation:
         elif answer.cut == "context":
             context = self._loaded.context_length
             line += f"; cut where the model's context of {context} tokens ends, /reset begins anew"
-        return line
+        return f"interrupted: {line}" if answer.interrupted else line
 
     def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
         ends = self._loaded.model.generation_config.eos_token_id
@@ -196,15 +194,14 @@ class Conversation:
 
 
 @contextmanager
-def local_partner(settings: ChatSettings) -> Iterator[Conversation]:
+def begun_conversation(settings: ChatSettings, notes: Console) -> Iterator[Conversation]:
     """Load the model that the settings name, to talk with it."""
-    notes = Consoles.create(no_color=settings.no_color).notes
     template = read_template(settings)
     with quiet_libraries():
         loaded = load_for_decoding(settings, notes)
         turns = choose_format(settings, template, loaded, notes)
         seed_draws(settings)
-        with traced(settings.trace, loaded, settings.config, notes) as config:
+        with traced(settings, loaded, notes) as config:
             yield Conversation(loaded, turns, settings, config)
 
 

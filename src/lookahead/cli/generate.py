@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +27,15 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def run(settings: DecodingSettings, text: str, page: Path | None = None) -> int:
-    """Continue `text`, print what was generated, write the page of its trace if one is named, and return the exit
-    code."""
+def run(settings: DecodingSettings, text: str) -> int:
+    """Continue `text`, print what was generated, and return the exit code."""
     if process.started_together():
         process.raise_on_interrupt()  # the other ranks are told
     with process.joined_ranks() as group:
-        return _run(settings if group is None else process.on_own_device(settings), text, page, group)
+        return _run(settings if group is None else process.on_own_device(settings), text, group)
 
 
-def _run(settings: DecodingSettings, text: str, page: Path | None, group: ParallelGroup | None) -> int:
+def _run(settings: DecodingSettings, text: str, group: ParallelGroup | None) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
@@ -45,7 +43,7 @@ def _run(settings: DecodingSettings, text: str, page: Path | None, group: Parall
         printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
         recording = Recording(None if printer is None else printer.step)
         seed_draws(settings)
-        with traced(page, loaded, settings.config, consoles.notes) as config:
+        with traced(settings, loaded, consoles.notes) as config:
             # Where it is raised, recording.complete stays False, and what was generated is still printed.
             with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
                 options = text_options(loaded, settings)
@@ -280,14 +278,13 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
 
 
 @contextmanager
-def traced(
-    path: Path | None, loaded: LoadedModel, config: LookaheadConfig, notes: Console
-) -> Iterator[LookaheadConfig]:
-    """A configuration that records what is decoded, and writes it to `path` in the end, if one is given.
+def traced(settings: DecodingSettings, loaded: LoadedModel, notes: Console) -> Iterator[LookaheadConfig]:
+    """How to draft: with a trace of what is decoded, written in the end, where the settings name its page.
 
     Raises:
         InvalidArgumentError: It cannot be written.
     """
+    path, config = settings.page, settings.config
     if path is None:
         yield config
         return

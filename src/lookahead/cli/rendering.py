@@ -96,16 +96,27 @@ def counts_line(tokens: int, steps: int, seconds: float) -> str:
     return f"{tokens} tokens in {steps} steps, step compression {compression:.2f}, {speed:.1f} tokens/s"
 
 
-class TextPrinter:
-    """Prints text as it arrives, that of one step in one colour."""
+class StepPrinter:
+    """Prints generated tokens as text as they arrive, those of one step in one colour."""
 
-    def __init__(self, out: Console) -> None:
-        self._out = out
+    def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
+        self._out, self._text = out, TextBuilder(tokenizer)
         self._steps = 0
         self._last = "\n"
 
-    def show(self, text: str) -> None:
-        """Print the text of one more step."""
+    def step(self, tokens: Sequence[int]) -> None:
+        """Print what is certain of the text after one more step."""
+        for token in tokens:
+            self._text.add(token)
+        self._show(self._text.take())
+
+    def finish(self) -> None:
+        """Print the rest, and end the line."""
+        self._show(self._text.finish())
+        if self._last != "\n":
+            self._show("\n")
+
+    def _show(self, text: str) -> None:
         if text and self._out.is_terminal:
             segment = Segment(visible(text), STEP_STYLES[self._steps % len(STEP_STYLES)])
             # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
@@ -115,30 +126,6 @@ class TextPrinter:
             self._out.file.flush()
         self._last = text[-1:] or self._last
         self._steps += 1
-
-    def finish(self) -> None:
-        """End the line."""
-        if self._last != "\n":
-            self.show("\n")
-
-
-class StepPrinter(TextPrinter):
-    """Prints generated tokens as text."""
-
-    def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
-        super().__init__(out)
-        self._text = TextBuilder(tokenizer)
-
-    def step(self, tokens: Sequence[int]) -> None:
-        """Print what is certain of the text after one more step."""
-        for token in tokens:
-            self._text.add(token)
-        self.show(self._text.take())
-
-    def finish(self) -> None:
-        """Print the rest, and end the line."""
-        self.show(self._text.finish())
-        super().finish()
 
 
 def print_json(out: Console, result: Mapping[str, Any]) -> None:

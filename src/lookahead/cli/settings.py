@@ -151,6 +151,7 @@ class DecodingSettings(TextSettings):
     )
     max_new_tokens: int = _max_new_tokens(128)
     json: bool = _json()
+    page: Path | None = None  # of a trace
 
     def __post_init__(self) -> None:
         for name in (*DRAWING, "sampling_seed"):
@@ -180,22 +181,7 @@ class PromptSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteSettings:
-    """Which server answers, instead of a model that is loaded here."""
-
-    server: str | None = option(
-        "--server URL",
-        SOURCE,
-        "Use this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model.",
-        shown=False,
-    )
-    api_key_file: Path | None = option(
-        "--api-key-file FILE", SOURCE, "Key for --server, in the first line.", shown=False
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateSettings(DecodingSettings, PromptSource, RemoteSettings):
+class GenerateSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead generate`."""
 
     parallel: int | None = option(
@@ -219,7 +205,7 @@ class GenerateSettings(DecodingSettings, PromptSource, RemoteSettings):
 class TraceSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead trace`."""
 
-    output: Path = option("--output -o FILE", OUTPUT, "The page.", default=Path("trace.html"))
+    page: Path = option("--output -o FILE", OUTPUT, "The page.", default=Path("trace.html"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +217,7 @@ class CompareSettings(DecodingSettings, PromptSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(DecodingSettings, RemoteSettings):
+class ChatSettings(DecodingSettings):
     """Settings of `lookahead chat`."""
 
     system: str | None = option("--system TEXT", CONVERSATION, "System message before the first turn.")
@@ -247,7 +233,7 @@ class ChatSettings(DecodingSettings, RemoteSettings):
     )
     max_new_tokens: int = _max_new_tokens(512)
     json: bool = _json("Print one JSON object for each turn.")
-    trace: Path | None = option(
+    page: Path | None = option(
         "--trace FILE", OUTPUT, "Write a page that shows every step, as `lookahead trace` does.", shown=False
     )
     # Turns learn from each other, and answers repeat what was said before.
