@@ -1,10 +1,12 @@
-"""A load run for the examples: so many clients, one request after another each, and a replica that is killed meanwhile.
+"""The command of the examples with Ray, and their load run: so many clients, one request after another each, and a
+replica that is killed meanwhile.
 
 Every request has to end in an answer or a clear error before its time-out; what did not is counted as hanging.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -14,10 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
+import ray
+from ray import serve
+
+from lookahead.demo import demo_model_path
 
 PROMPTS = (
     "def quicksort(items):\n",
@@ -107,3 +114,37 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
     said = [f"{answer.status}: {answer.body}" for answer in answers if answer.ended == "error"]
     row["errors"] = sorted({one.split(" (Request ID")[0][:200] for one in said})
     return row
+
+
+def main(
+    about: str, name: str, address: str, start: Callable[[str], None], measure: Callable[[int, int], dict[str, Any]]
+) -> None:
+    """The command of an example.
+
+    Args:
+        about: What it says of itself.
+        name: What its rows are called.
+        address: Where it serves.
+        start: Starts Ray and the deployments, for the model in a folder.
+        measure: Makes a load run of so many requests and clients.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo_model_path()))
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    start(options.model)
+    try:
+        if not options.load:
+            print(f"serving on {address}, Ctrl-C ends it")
+            while True:
+                time.sleep(1)
+        row = {"example": name, **measure(options.requests, options.clients)}
+        print(json.dumps(row, indent=1))
+        if options.output:
+            options.output.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    finally:
+        serve.shutdown()
+        ray.shutdown()

@@ -10,13 +10,10 @@ another one, as long as its time lasts: greedy and seeded texts are the same whe
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,7 +25,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 import load
-from lookahead.demo import demo_model_path
 
 SECONDS = 60.0
 """What a request may take."""
@@ -139,29 +135,5 @@ def measure(requests: int, clients: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_model_path()))
-    parser.add_argument("--load", action="store_true")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    start(options.model)
-    try:
-        if not options.load:
-            print(f"serving on http://{HOST}:{PORT}, Ctrl-C ends it")
-            while True:
-                time.sleep(1)
-        row = {"example": "ray_serve", **measure(options.requests, options.clients)}
-        print(json.dumps(row, indent=1))
-        if options.output:
-            options.output.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    load.main(__doc__, "ray_serve", f"http://{HOST}:{PORT}", start, measure)

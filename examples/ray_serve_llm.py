@@ -9,12 +9,9 @@ whose replica dies ends in an error of status 500; the client may send it again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,7 +19,6 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 import load
-from lookahead.demo import demo_model_path
 
 SECONDS = 60.0
 HOST, PORT, NAME = "127.0.0.1", 8766, "model"
@@ -85,29 +81,5 @@ def measure(requests: int, clients: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_model_path()))
-    parser.add_argument("--load", action="store_true")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    start(options.model)
-    try:
-        if not options.load:
-            print(f"serving on http://{HOST}:{PORT}/v1, Ctrl-C ends it")
-            while True:
-                time.sleep(1)
-        row = {"example": "ray_serve_llm", **measure(options.requests, options.clients)}
-        print(json.dumps(row, indent=1))
-        if options.output:
-            options.output.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    load.main(__doc__, "ray_serve_llm", f"http://{HOST}:{PORT}/v1", start, measure)
