@@ -342,18 +342,13 @@ def test_sizes_that_do_not_fit_the_weights(capsys: pytest.CaptureFixture[str], m
     assert "17 more tensors" in message
 
 
-def test_a_model_that_lacks_weights_is_refused_unless_that_is_allowed(
-    capsys: pytest.CaptureFixture[str], model_copy: Path
-) -> None:
+def test_a_model_that_lacks_weights_is_refused(capsys: pytest.CaptureFixture[str], model_copy: Path) -> None:
     path = model_copy / "model.safetensors"
     weights = load_file(path)
     del weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.3.self_attn.k_proj.weight"]
     save_file(weights, path, {"format": "pt"})
     message = refused(capsys, "generate", PROMPT, "--model", str(model_copy))
     assert "lacks 2 weights (model.layers.0.mlp.down_proj.weight, …)" in message
-    assert "--allow-missing" in message
-    assert main(["generate", PROMPT, *CPU, "-n", "2", "--model", str(model_copy), "--allow-missing"]) == 0
-    assert "lacks 2 weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "reuses"), [([], True), (["--no-prefix-cache"], False)])

@@ -43,7 +43,6 @@ class LoadedModel:
         tokenizer: Its tokenizer.
         sampling: What its own generation configuration says about sampling.
         processor: Makes inputs of images, if the model sees any.
-        lacks: What its files lack, in words; weights that are not there start at random.
     """
 
     path: Path
@@ -51,7 +50,6 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     sampling: dict[str, Any] = field(default_factory=dict)
     processor: Any = None
-    lacks: str = ""
 
     @property
     def is_gguf(self) -> bool:
@@ -116,9 +114,10 @@ def load_model(
     _check_token_ids(path, model.generation_config)
     sampling = _make_greedy(model.generation_config)
     missing = sorted(report["missing_keys"])
-    more = ", …" if len(missing) > 1 else ""
-    lacks = f"lacks {len(missing)} weights ({missing[0]}{more})" if missing else ""
-    return LoadedModel(path, model.to(device or "cpu"), read_tokenizer, sampling, processor, lacks)
+    if missing:  # transformers would start them at random
+        more = ", …" if len(missing) > 1 else ""
+        raise InvalidArgumentError(f"it lacks {len(missing)} weights ({missing[0]}{more}); copy the model again")
+    return LoadedModel(path, model.to(device or "cpu"), read_tokenizer, sampling, processor)
 
 
 def _check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:

@@ -80,8 +80,6 @@ def _trained(
 ) -> LoadedModel:
     """A model with trained weights. Only which tokens end a text is taken over; tasks say how tokens are chosen."""
     loaded = load_model(_folder(path), dtype, device, tokenizer)
-    if loaded.lacks:
-        raise InvalidArgumentError(f"it {loaded.lacks}; copy the model again")
     if not loaded.is_gguf:
         shipped = loaded.model.generation_config
         ends, pad = shipped.eos_token_id, shipped.pad_token_id

@@ -41,15 +41,9 @@ def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
         try:
-            loaded = loading.load_model(path, settings.dtype, device, **gguf)
+            return loading.load_model(path, settings.dtype, device, **gguf)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"--model {path}: {error}") from error
-    if loaded.lacks:
-        lacks = f"--model {path}: {loaded.lacks}"
-        if not settings.allow_missing:
-            raise InvalidArgumentError(f"{lacks}; copy the model again, or add --allow-missing to start them at random")
-        notes.print(f"note: {lacks}, which start at random")
-    return loaded
 
 
 def _gguf_options(path: Path, settings: ModelSettings) -> dict[str, Any]:

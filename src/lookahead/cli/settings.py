@@ -71,9 +71,6 @@ class ModelSettings(Settings):
         model_path,
         shown="the demonstration model",
     )
-    allow_missing: bool = option(
-        "--allow-missing", SOURCE, "Run a model that lacks some weights; they start at random.", default=False
-    )
     dtype: str = _dtype("auto")
     device: str | None = _device()
 
