@@ -333,7 +333,7 @@ def test_another_text_is_found(
     assert "NO, 0 of 2" in out
     for prompt in ("p/0", "p/1"):
         found = f"{method} on {prompt} (tiny, words, pass 1): differs from the reference at new token 3"
-        assert f"DIFFERENT: {found}" in err
+        assert found in err
     assert "2 outputs differ" in err
     monkeypatch.undo()
     assert bench(MODEL + TASK + PLAIN + ENGINE + LOOKUP) == 1, "the rows are still in the file"

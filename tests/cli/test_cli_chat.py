@@ -151,7 +151,7 @@ def test_answers_are_those_of_plain_decoding(loaded: LoadedModel, preset: str) -
         assert answer.recording.statistics.steps <= NEW_TOKENS
         assert answer.cut == "max_new_tokens"
         known = input_ids.shape[1] + len(answer.recording.tokens) - 1  # the last token was never read
-        assert talk.cached_tokens == known
+        assert len(talk.cached) == known
         assert len(talk.messages) == 1 + 2 * number
     assert talk.messages[0] == {"role": "system", "content": "Write Python."}
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
@@ -170,7 +170,7 @@ def test_reset_forgets_turns_but_not_the_system_message(loaded: LoadedModel) -> 
     first, _ = check_turn(loaded, talk, TURNS[0])
     check_turn(loaded, talk, TURNS[1])
     talk.reset()
-    assert talk.cached_tokens == 0
+    assert len(talk.cached) == 0
     assert len(talk.messages) == 1
     again, answer = check_turn(loaded, talk, TURNS[0])
     assert torch.equal(first, again)
@@ -244,7 +244,7 @@ def test_end_of_the_context(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", length + 7)
     _, answer = check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
     assert answer.cut == "context"
-    said = talk.messages
+    said = [*talk.messages]
     with pytest.raises(InvalidArgumentError, match=rf"context is {length + 7}.*/reset"):
         talk.prompt(TURNS[1])
     assert talk.messages == said
@@ -278,7 +278,7 @@ def test_models_whose_positions_change_with_length(name: str) -> None:
         reused += prompt.input_ids.shape[1] > ROPE_CONTEXT
     assert reused > 0
     # A template that makes a long text short again: back to the positions of short texts.
-    talk._messages = talk._messages[:2]
+    talk.messages = talk.messages[:2]
     prompt = talk.prompt("3 14")
     assert prompt.input_ids.shape[1] < ROPE_CONTEXT
     assert talk.answer(prompt).recording.tokens == plain_answer(loaded, prompt.input_ids, max_new_tokens=12)
@@ -291,10 +291,10 @@ def test_a_state_that_has_no_way_back_is_computed_anew(name: str, goes_on: bool)
     loaded = LoadedModel(Path(name), families.build(name, Variant(), "sdpa"), turns)
     talk = conversation(loaded, turns, config=LookaheadConfig(step_budget=8), max_new_tokens=8)
     check_numbers(loaded, talk, "3 14 15 9 2 6 5")
-    kept = talk.cached_tokens
+    kept = len(talk.cached)
     assert (kept > 0) is goes_on
     assert check_numbers(loaded, talk, "3 5 8 9") == talk.prompt("").input_ids.shape[1] - 8 - kept
-    talk._messages = talk._messages[:2]
+    talk.messages = talk.messages[:2]
     prompt = talk.prompt("2 7")
     assert check_numbers(loaded, talk, "2 7") == prompt.input_ids.shape[1]
 
@@ -327,7 +327,7 @@ def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.Mo
     assert answer.recording.complete  # the step under way came to its end
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
     known = prompt.input_ids.shape[1] + len(tokens) - 1
-    assert talk.cached_tokens == known
+    assert len(talk.cached) == known
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert answer.prefilled_tokens == second.shape[1] - known
 
@@ -337,7 +337,7 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
     cache is that of the turn before."""
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
-    known = talk.cached_tokens
+    known = len(talk.cached)
     move, moves = TreeCache.move, 0
 
     def broken_move(cache: TreeCache, *places: Any) -> None:
@@ -358,7 +358,7 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
     assert not answer.recording.complete
     assert 3 <= answer.recording.statistics.steps < 5
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
-    assert talk.cached_tokens == known
+    assert len(talk.cached) == known
     third, answer = check_turn(loaded, talk, TURNS[2])
     assert answer.prefilled_tokens == third.shape[1] - known
 
@@ -374,7 +374,7 @@ def test_a_turn_broken_off_before_its_answer_is_taken_back(
     talk = conversation(loaded)
     for text in earlier:
         check_turn(loaded, talk, text)
-    said = talk.messages
+    said = [*talk.messages]
     with monkeypatch.context() as patch:
         patch.setattr(loaded.model.lm_head, "forward", broken_forward)
         answer = talk.answer(talk.prompt(TURNS[1]))
@@ -391,7 +391,7 @@ def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, monkeypatch: pytes
 
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
-    said = talk.messages
+    said = [*talk.messages]
     with monkeypatch.context() as patch:
         on_steps(patch, fail)
         with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
-from lookahead.bench.rows import Row, RowsFile, describe_machine, open_results, read_files
+from lookahead.bench.rows import RowsFile, describe_machine, open_results, read_files
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, summarise
@@ -76,15 +76,6 @@ def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any]
 
         for row in benchmark.measure(file, circumstances, starting):
             bar.update(task, advance=1, refresh=row is not None)
-            for found in [] if row is None else _new_errors(row, file.rows):
-                notes.print(f"DIFFERENT: {found}")
-
-
-def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:
-    """What a new row shows: that it differs, or, if it is the reference, that earlier rows of the prompt do."""
-    of_prompt = [other for other in rows if all(other[name] == row[name] for name in ("model", "task", "prompt"))]
-    news = of_prompt if row["reference"] else [row]
-    return [found for found in differences(news, of_prompt) if found.is_error]
 
 
 def summary_table(summary: RunSet, title: str) -> Table:

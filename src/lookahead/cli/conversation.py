@@ -72,6 +72,8 @@ class Conversation:
     Attributes:
         name: Of the model's folder.
         tokenizer: The model's.
+        messages: What was said so far.
+        cached: The tokens whose keys and values the cache holds.
     """
 
     def __init__(
@@ -88,22 +90,12 @@ class Conversation:
         self._session.keep_text()
         self._takes_cache = "past_key_values" in signature(loaded.model.forward).parameters  # unlike Mamba
         self._cache: Cache | None = None
-        self._cached: list[int] = []  # the tokens whose keys and values the cache holds
+        self.cached: list[int] = []
         self.reset()
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """What was said so far."""
-        return tuple(self._messages)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return len(self._cached)
 
     def reset(self) -> None:
         """Forget what was said. What drafting has learned stays: it saves steps, and cannot change what is said."""
-        self._messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
+        self.messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
         self._forget_cache()
 
     def prompt(self, text: str) -> Prompt:
@@ -112,7 +104,7 @@ class Conversation:
         Raises:
             InvalidArgumentError: There is no room for an answer. The conversation is as it was.
         """
-        input_ids = self._turns.encode([*self._messages, _turn("user", text)])
+        input_ids = self._turns.encode([*self.messages, _turn("user", text)])
         what = "with this turn the conversation has"
         advice = "the turn was not sent; write a shorter one, or begin anew with /reset"
         return fitted(self._loaded, text, input_ids, self._max_new_tokens, what, advice)
@@ -134,13 +126,13 @@ class Conversation:
                     self._loaded, prompt, self._config, recording, stopping_criteria=criteria, **options
                 )
                 self._cache = output.past_key_values if self._takes_cache else None
-                self._cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read
+                self.cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read
             except KeyboardInterrupt:  # nobody waited for the step; the call has left the cache as it was
                 interruption.asked = True
         kept = self._session.reused_tokens(kept)
         said = decode(self.tokenizer, recording.tokens)
         if recording.tokens:
-            self._messages += [_turn("user", prompt.text), _turn("assistant", said)]
+            self.messages += [_turn("user", prompt.text), _turn("assistant", said)]
         return Answer(said, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
 
     def report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
@@ -176,21 +168,21 @@ class Conversation:
 
     def _crop(self, ids: Sequence[int]) -> int:
         """Crop the cache to what begins `ids`, as computing all of it anew would give it; returns the tokens kept."""
-        most = min(len(self._cached), len(ids) - 1)  # the last token is always computed, to see what follows it
-        kept = next((place for place in range(most) if self._cached[place] != ids[place]), most)
+        most = min(len(self.cached), len(ids) - 1)  # the last token is always computed, to see what follows it
+        kept = next((place for place in range(most) if self.cached[place] != ids[place]), most)
         limit = self._loaded.fixed_positions
-        if self._cache is not None and kept < len(self._cached):
+        if self._cache is not None and kept < len(self.cached):
             try:
-                self._cache.crop(kept - len(self._cached))
+                self._cache.crop(kept - len(self.cached))
             except (ValueError, RuntimeError):  # a layer with a window, or a state, has no way back
                 kept = 0
-        if kept == 0 or (limit is not None and max(len(ids), len(self._cached)) > limit):
+        if kept == 0 or (limit is not None and max(len(ids), len(self.cached)) > limit):
             self._forget_cache()
-        self._cached = self._cached[:kept]
-        return len(self._cached)
+        self.cached = self.cached[:kept]
+        return len(self.cached)
 
     def _forget_cache(self) -> None:
-        self._cache, self._cached = None, []
+        self._cache, self.cached = None, []
 
 
 @contextmanager

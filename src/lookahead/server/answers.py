@@ -61,8 +61,7 @@ class Form:
         chunk = self._chunk(self.delta(answer, piece))
         if piece is not None and piece.step is not None:
             chunk["lookahead"] = {"tokens": piece.tokens, "nodes": piece.nodes, "tree": self._tree(piece.step)}
-        options = self.request.stream_options
-        if options is not None and options.continuous_usage_stats:
+        if self.request.stream_options.continuous_usage_stats:
             chunk["usage"] = self._counts(self._streamed)
         return [chunk]
 
@@ -83,13 +82,10 @@ class Form:
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks that come after all others."""
-        options = self.request.stream_options
         chunk = self.usage()
-        if options is None or not options.include_usage:
+        if not self.request.stream_options.include_usage:
             chunk = {name: value for name, value in chunk.items() if name == "lookahead"}
-        if not chunk:
-            return []
-        return [self._chunk() | chunk]
+        return [self._chunk() | chunk] if chunk else []
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": list(choices)}
@@ -97,7 +93,7 @@ class Form:
     def usage(self) -> dict[str, Any]:
         """Counts of the whole request."""
         answers = self.generation.answers
-        counts = [answer.statistics for answer in answers]
+        counts = [answer.handle.statistics for answer in answers]
         completion = sum(count.tokens for count in counts)
         # each prompt counts once, however many answers it gets
         cached = sum(one.reused_tokens for one in counts[:: self.request.n])

@@ -22,7 +22,7 @@ from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.serving import RequestHandle
-from lookahead.serving.handle import RequestStatistics, TokenEvent
+from lookahead.serving.handle import TokenEvent
 from lookahead.text import TextBuilder
 from lookahead.trace import Trace, TracedStep
 
@@ -77,15 +77,10 @@ class Answer:
         )
 
     @property
-    def statistics(self) -> RequestStatistics:
-        """Its counts."""
-        return self.handle.statistics
-
-    @property
     def predicted(self) -> tuple[int, int]:
         """How many tokens of the predicted text came, and how many did not."""
         expected = len(self.plan.arguments["prediction"] or ())
-        came = min(self.statistics.predicted_tokens, expected)
+        came = min(self.handle.statistics.predicted_tokens, expected)
         return came, expected - came
 
     def _on_step(self, record: StepRecord) -> None:

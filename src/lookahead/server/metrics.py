@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,14 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
     "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda load: load.waiting),
     "lookahead:kv_bytes": ("Keys and values of running answers.", lambda load: load.kv_bytes),
     "lookahead:prefix_bytes": ("Keys and values that are kept.", lambda load: load.prefix_bytes),
+    "vllm:kv_cache_usage_perc": (
+        "Share of the memory for keys and values that running answers hold.",
+        lambda load: load.kv_bytes / (load.most_kv_bytes or math.inf),
+    ),
+    "lookahead:kv_limit_bytes": (
+        "Most bytes of keys and values, kept ones included.",
+        lambda load: load.most_kv_bytes or math.inf,
+    ),
 }
 
 
@@ -79,12 +88,7 @@ class Metrics:
             self._family(Counter, name, about).labels(model)  # which is told from now on, even if it stays 0
         for name, (about, bounds) in _TIMES.items():
             self._family(Histogram, name, about, buckets=bounds).labels(model)
-        gauges = dict(_GAUGES)
-        if (most := engine.load.most_kv_bytes) is not None:  # else there is nothing that it could be a share of
-            about = "Share of the memory for keys and values that running answers hold."
-            gauges["vllm:kv_cache_usage_perc"] = about, lambda load: load.kv_bytes / most
-            gauges["lookahead:kv_limit_bytes"] = "Most bytes of keys and values, kept ones included.", lambda load: most
-        for name, (about, value) in gauges.items():
+        for name, (about, value) in _GAUGES.items():
             self._family(Gauge, name, about).labels(model).set_function(lambda value=value: value(engine.load))
 
     def count(self, name: str, amount: int = 1, label: str | int | None = None) -> None:
@@ -111,9 +115,9 @@ class Metrics:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""
         for answer in answers[::count]:
             self.count(_ASKED, len(answer.plan.prompt))
-            self.count(_REUSED, answer.statistics.reused_tokens)
+            self.count(_REUSED, answer.handle.statistics.reused_tokens)
         for answer in answers:
-            if (waited := answer.statistics.queue_seconds) is not None:
+            if (waited := answer.handle.statistics.queue_seconds) is not None:
                 self.time(_QUEUE, waited)
 
     def refused(self, status: int) -> None:

@@ -107,8 +107,8 @@ class TextRequest(Body):
 
     model: str = Field(max_length=512, description="the name of the model, as `/v1/models` has it")
     stream: bool = Field(default=False, description="a chunk for each step: several tokens where drafts were accepted")
-    stream_options: StreamOptions | None = Field(
-        default=None, description="`include_usage`, and vLLM's `continuous_usage_stats`"
+    stream_options: StreamOptions = Field(
+        default_factory=StreamOptions, description="`include_usage`, and vLLM's `continuous_usage_stats`"
     )
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**63 - 1, description="of the draws; answer *i* of `n` has `seed` + *i*"
@@ -254,11 +254,6 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = Field(default=True, description="arguments always follow the schema")
-
-    @property
-    def schema_or_any(self) -> dict[str, Any]:
-        """The JSON schema of its arguments."""
-        return self.parameters or {"type": "object"}
 
 
 class FunctionTool(Fields, place=TOOL):

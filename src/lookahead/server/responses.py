@@ -169,7 +169,7 @@ class ResponsesRequest(TextRequest, place=RESPONSES):
             tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
-            **{name: getattr(self, name) for name in TextRequest.model_fields},
+            **{name: getattr(self, name) for name in self.model_fields_set.intersection(TextRequest.model_fields)},
         )
 
 

@@ -136,14 +136,14 @@ def _notes(generation: Generation) -> dict[str, Any]:
     return {
         "user": generation.request.user,
         "prompt_tokens": sum(len(plan.prompt) for plan in generation.plans),
-        "completion_tokens": sum(answer.statistics.tokens for answer in answers),
-        "steps": sum(answer.statistics.steps for answer in answers),
+        "completion_tokens": sum(answer.handle.statistics.tokens for answer in answers),
+        "steps": sum(answer.handle.statistics.steps for answer in answers),
         "finish_reasons": [answer.handle.finish_reason or "cancelled" for answer in answers],
     }
 
 
 def _check(request: ChoicesRequest) -> None:
-    if request.stream_options is not None and not request.stream:
+    if "stream_options" in request.model_fields_set and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")

@@ -127,7 +127,7 @@ def call_rules(
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
     rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
-        schema = tool.function.schema_or_any | {"x-guidance": {"whitespace_flexible": False}}
+        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": {"whitespace_flexible": False}}
         begin = literal(format_.begin.replace(NAME, tool.function.name), special)
         end = literal(format_.end, special)
         rules.append(f"{name}: {begin} %json {json.dumps(schema)} {end}")

@@ -177,7 +177,12 @@ class Trace:
         chosen = self.path if path is None else Path(path)
         if chosen is None:
             raise InvalidArgumentError("path is not given; say where to write the page, as in write('trace.html')")
-        write_whole(chosen, make_page(self.texts, self.tokenizer, self.title, self.facts))
+        check_path(chosen)
+        try:
+            with replaced(chosen) as file:
+                file.write(make_page(self.texts, self.tokenizer, self.title, self.facts))
+        except OSError as error:
+            raise _refusal(chosen, error) from error
         return chosen
 
     def __enter__(self) -> Trace:
@@ -199,28 +204,11 @@ def check_path(path: Path) -> None:
     Raises:
         InvalidArgumentError: The message says why.
     """
-    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        raise InvalidArgumentError(f"trace: {path} is a folder, or may not be written; choose another file")
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        raise InvalidArgumentError(f"trace: {path} is no file, or may not be written; choose another file")
     try:
-        if not path.exists() or path.is_file():
-            with NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent, prefix=f".{path.name}."):
-                pass
-    except OSError as error:
-        raise _refusal(path, error) from error
-
-
-def write_whole(path: Path, page: str) -> None:
-    """Write a file that is there whole or not at all; what is no regular file, such as a pipe, gets it as it comes.
-
-    Raises:
-        InvalidArgumentError: It cannot be written.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(page, encoding="utf-8")
-            return
-        with replaced(path) as file:
-            file.write(page)
+        with NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent, prefix=f".{path.name}."):
+            pass
     except OSError as error:
         raise _refusal(path, error) from error
 
