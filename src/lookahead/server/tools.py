@@ -245,68 +245,59 @@ class AnswerReader:
 
     def __init__(self, thinking: Thinking, format_: ToolFormat | None, reasoning: ReasoningFormat = TAGS) -> None:
         self._thinking, self._format, self._reasoning = thinking, format_, reasoning
-        self._text = ""  # what was not told yet
-        self._has_text = False  # whether text was
-        self._gap = False  # behind reasoning, before any text
-        self._mark = reasoning.answer  # before text, until it has come
+        self._text = ""
+        self._told = Part()
 
     def add(self, piece: str) -> Part:
-        """Add a piece of the answer; what is certain by now."""
+        """Add a piece of the answer; what is certain by now and was not told yet."""
         self._text += piece
-        return self._take(last=False)
+        reasoning, content, _ = self._split(last=False)
+        return self._news(reasoning, content)
 
     def finish(self) -> tuple[Part, list[dict[str, Any]]]:
         """What is left, and the calls in OpenAI's form. What is no whole call stays text."""
-        part = self._take(last=True)
-        calls = [] if self._format is None else read_calls(self._format, self._text)
-        if not calls:
-            part.content += self._text
-        return part, calls
+        reasoning, content, rest = self._split(last=True)
+        calls = [] if self._format is None else read_calls(self._format, rest)
+        return self._news(reasoning, content if calls else content + rest), calls
 
-    def _take(self, last: bool) -> Part:
-        part, marks = Part(), self._reasoning
-        if self._thinking is Thinking.MAY:
-            begin = self._text.lstrip()
-            if begin.startswith(marks.begin):
-                self._text, self._thinking = begin[len(marks.begin) :], Thinking.BEGUN
-            elif last or not marks.begin.startswith(begin):
-                self._thinking = Thinking.NEVER
-        if self._thinking is Thinking.BEGUN:
-            reasoning, found, rest = self._text.partition(marks.end)
-            if found:
-                self._text, self._gap = rest, True
-                self._thinking = Thinking.MAY if marks.answer else Thinking.NEVER  # channels may follow one another
-                further = self._take(last)
-                return Part(reasoning + further.reasoning, further.content)
-            part.reasoning = self._cut(0 if last else held_back(self._text, [marks.end]))
-        if self._gap:
-            self._text = self._text.lstrip("\n")
-            self._gap = not self._text
-        if self._thinking is Thinking.NEVER:
-            if self._mark and not last and self._mark.startswith(self._text):
-                return part
-            self._text, self._mark = self._text.removeprefix(self._mark), ""
-            part.content = self._cut(self._after_text(last))
-            self._has_text = self._has_text or bool(part.content)
-        return part
+    def _news(self, reasoning: str, content: str) -> Part:
+        news = Part(reasoning[len(self._told.reasoning) :], content[len(self._told.content) :])
+        self._told = Part(reasoning, content)
+        return news
 
-    def _after_text(self, last: bool) -> int:
-        """How many characters at the end are calls, or may be."""
+    def _split(self, last: bool) -> tuple[str, str, str]:
+        """Reasoning, text, and what stands where calls are or may be, of the answer so far. What more text may change
+        is left out, unless there will be none."""
+        marks, text, thinking, reasoning = self._reasoning, self._text, self._thinking, ""
+        while thinking is not Thinking.NEVER:
+            if thinking is Thinking.MAY:
+                begin = text.lstrip()
+                if not begin.startswith(marks.begin):
+                    if marks.begin.startswith(begin) and not last:
+                        return reasoning, "", ""
+                    break
+                text = begin[len(marks.begin) :]
+            thought, found, rest = text.partition(marks.end)
+            if not found:
+                held = 0 if last else held_back(text, [marks.end])
+                return reasoning + text[: len(text) - held], "", ""
+            reasoning, text = reasoning + thought, rest.lstrip("\n")
+            thinking = Thinking.MAY if marks.answer else Thinking.NEVER  # channels may follow one another
+        if marks.answer and marks.answer.startswith(text) and not last:
+            return reasoning, "", ""
+        text = text.removeprefix(marks.answer)
+        end = self._end_of_text(text, last)
+        return reasoning, text[:end], text[end:]
+
+    def _end_of_text(self, text: str, last: bool) -> int:
+        """Where calls begin in what follows reasoning, or may begin."""
         if self._format is None:
-            return 0
+            return len(text)
         trigger = self._format.trigger
         if not self._format.after_text:
-            begins = not self._has_text and (
-                self._text.startswith(trigger) or (not last and trigger.startswith(self._text))
-            )
-            return len(self._text) if begins else 0
-        begin = self._text.find(trigger)
-        if begin >= 0:
-            return len(self._text) - begin
-        return 0 if last else held_back(self._text, [trigger])
-
-    def _cut(self, kept: int) -> str:
-        """All but so many characters at the end, which stay."""
-        end = len(self._text) - kept
-        cut, self._text = self._text[:end], self._text[end:]
-        return cut
+            begins = text.startswith(trigger) or (trigger.startswith(text) and not last)
+            return 0 if begins else len(text)
+        place = text.find(trigger)
+        if place < 0:
+            place = len(text) - (0 if last else held_back(text, [trigger]))
+        return place
