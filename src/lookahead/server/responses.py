@@ -26,7 +26,6 @@ from lookahead.server.requests import (
     JsonSchemaFormat,
     Message,
     NamedTool,
-    ResponseFormat,
     TextFormat,
     TextPart,
     TextRequest,
@@ -115,11 +114,6 @@ class FlatTool(Function, place=TOOL):
 
     type: Literal["function"]
 
-    @property
-    def function(self) -> Function:
-        """The same as a chat has it."""
-        return Function(**self.model_dump(exclude={"type"}, exclude_unset=True))
-
 
 class FlatName(FunctionName):
     """The function that has to be called, as `/v1/responses` has it."""
@@ -156,16 +150,14 @@ class ResponsesRequest(TextRequest, place=RESPONSES):
         if self.instructions is not None:
             messages.insert(0, Message(role="system", content=self.instructions))
         asked, choice = self.text.format, self.tool_choice
-        if isinstance(asked, SchemaFormat):
-            schema = JsonSchema(name=asked.name, schema=asked.schema_)
-            format_: ResponseFormat = JsonSchemaFormat(type="json_schema", json_schema=schema)
-        else:
-            format_ = asked
+        form = (
+            JsonSchemaFormat(type="json_schema", json_schema=asked) if isinstance(asked, SchemaFormat) else asked
+        )
         return ChatRequest(
             messages=messages,
             max_tokens=self.max_output_tokens,
-            response_format=format_,
-            tools=[FunctionTool(type="function", function=tool.function) for tool in self.tools],
+            response_format=form,
+            tools=[FunctionTool(type="function", function=tool) for tool in self.tools],
             tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
