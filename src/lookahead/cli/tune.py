@@ -7,7 +7,6 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -24,9 +23,6 @@ from lookahead.cli.settings import TuneSettings
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
-
-LITTLE_MORE = (1.1, 1.5, 2.0)
-"""How many nodes fit into a step that takes this much of a one-token step is printed below the table."""
 
 
 def run(settings: TuneSettings) -> int:
@@ -119,20 +115,10 @@ def measurement_table(measured: Measurement, cost: StepCosts) -> Table:
 
 
 def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
-    """The memory limit, how far the curve is from the points, and what it says about sizes worth choosing."""
+    """The memory limit, and how far the curve is from the points."""
     errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in measured.points]
-    lines = [
+    return [
         f"memory limit: {1000 * measured.limit:.2f} ms to read {measured.weight_bytes / 1e6:,.0f} MB of weights "
         f"at {measured.bandwidth / 1e9:.1f} GB/s",
         f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most",
     ]
-    sizes = np.arange(1, max(point.nodes for point in measured.points) + 1)
-    for context in sorted({point.context for point in measured.points}):
-        relative = cost.expected(sizes, context) / cost.expected(1, context)
-        most = ", ".join(f"{int((relative <= factor).sum())} within {factor:g}x" for factor in LITTLE_MORE)
-        slope = (cost.expected(int(sizes[-1]), context) - cost.expected(1, context)) / max(1, len(sizes) - 1)
-        lines.append(
-            f"context {context:,}: a step of one token takes {1000 * cost.expected(1, context):.2f} ms, a further "
-            f"node {1000 * slope:.3f} ms on average; nodes in a step: {most}"
-        )
-    return lines
