@@ -231,15 +231,10 @@ class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
-        self._presence, self._frequency = presence, frequency
-        self._seen = prompt_length
-        self._counts: torch.Tensor | None = None
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logits `[1, vocabulary]` less the penalties of tokens that the answer has."""
-        if self._counts is None:
-            self._counts = torch.zeros_like(scores[0])
-        new = input_ids[0, self._seen :]
-        self._counts.index_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
-        self._seen = input_ids.shape[1]
-        return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
+        answer = input_ids[0, self._prompt_length :]
+        counts = torch.zeros_like(scores[0]).index_add_(0, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)

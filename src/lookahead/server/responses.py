@@ -150,9 +150,7 @@ class ResponsesRequest(TextRequest, place=RESPONSES):
         if self.instructions is not None:
             messages.insert(0, Message(role="system", content=self.instructions))
         asked, choice = self.text.format, self.tool_choice
-        form = (
-            JsonSchemaFormat(type="json_schema", json_schema=asked) if isinstance(asked, SchemaFormat) else asked
-        )
+        form = JsonSchemaFormat(type="json_schema", json_schema=asked) if isinstance(asked, SchemaFormat) else asked
         return ChatRequest(
             messages=messages,
             max_tokens=self.max_output_tokens,
