@@ -57,3 +57,14 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     logits = torch.zeros(2, 5000)
     logits[1, [4990, 700, 30]] = 1.0
     assert [row[:3] for row in top_predictions(logits, 8)[0].tolist()] == [[0, 1, 2], [30, 700, 4990]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("vocabulary", [8192, 8200])
+def test_where_logits_are_no_numbers_tokens_are_listed_all_the_same(value: float, vocabulary: int) -> None:
+    for places in (slice(77, 78), slice(-1, None), slice(None)):
+        logits = torch.randn(1, vocabulary)
+        logits[0, places] = value
+        ids, probabilities = top_predictions(logits, 8)
+        assert ((ids >= 0) & (ids < vocabulary)).all()
+        assert ((probabilities >= 0) & (probabilities <= 1)).all()

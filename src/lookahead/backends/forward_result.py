@@ -57,7 +57,8 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocabulary = logits.shape
-    ids, probabilities = np.empty((rows, count), dtype=np.int64), np.empty((rows, count), dtype=np.float32)
+    # Zeros, as the loop finds no token where logits are no numbers.
+    ids, probabilities = np.zeros((rows, count), dtype=np.int64), np.zeros((rows, count), dtype=np.float32)
     maxima, values = (np.empty(size, dtype=np.float32) for size in (vocabulary // BLOCK, count))
     room = maxima, np.empty(count, dtype=np.int64), values, ids, probabilities
     logits = logits.detach().contiguous()

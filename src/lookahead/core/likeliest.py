@@ -28,6 +28,9 @@ _P0, _P1, _P2 = np.float32(0.99999994), np.float32(0.69315308), np.float32(0.240
 _P3, _P4, _P5 = np.float32(0.055826318), np.float32(0.0089893397), np.float32(0.0018775767)
 """Polynomial for powers of two between 0 and 1 (minimax, relative error below one in a million)."""
 
+_EXPONENT = np.int32(0x7F800000)
+"""Bits of float32 that infinities and what is no number have all, and no number has."""
+
 _HALF = np.int32(16)
 """Bits by which bfloat16 is shorter than float32."""
 
@@ -116,7 +119,8 @@ def _list_row(
     for index in range(whole, len(row)):
         count = _insert(index, row[index], count, ids, probabilities)
     for rank in range(len(ids)):
-        probabilities[rank] = np.exp(probabilities[rank] - top) / total
+        share = np.float32(np.exp(probabilities[rank] - top) / total if total > 0.0 else 0.0)
+        probabilities[rank] = share if share.view(np.int32) & _EXPONENT != _EXPONENT else np.float32(0.0)
 
 
 @_compiled
