@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from types import FrameType
 from typing import Any, Literal
@@ -32,7 +32,6 @@ from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
-from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
 from lookahead.text import conversation_text
@@ -67,7 +66,6 @@ class Conversation:
         loaded: The model.
         turns: How turns become tokens.
         settings: What is told before the first turn, and how answers are made.
-        config: How to draft, instead of as the settings say.
 
     Attributes:
         name: Of the model's folder.
@@ -76,13 +74,10 @@ class Conversation:
         cached: The tokens whose keys and values the cache holds.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings, config: LookaheadConfig | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings) -> None:
         self.name, self.tokenizer = loaded.path.resolve().name, loaded.tokenizer
         self._loaded, self._turns = loaded, turns
-        self._config = settings.config if config is None else config
-        self._max_new_tokens, self._system = settings.max_new_tokens, settings.system
+        self._config, self._max_new_tokens, self._system = settings.config, settings.max_new_tokens, settings.system
         self._options = text_options(loaded, settings) | {"use_cache": True}
         if self._config.preset == "paper":
             self._options["ngram_pool"] = NGramPool(self._config.ngram_size, self._config.guess_set_size)
@@ -194,7 +189,7 @@ def begun_conversation(settings: ChatSettings, notes: Console) -> Iterator[Conve
         turns = choose_format(settings, template, loaded, notes)
         seed_draws(settings)
         with traced(settings, loaded, notes) as config:
-            yield Conversation(loaded, turns, settings, config)
+            yield Conversation(loaded, turns, replace(settings, config=config))
 
 
 def _turn(role: str, content: str) -> Message:
