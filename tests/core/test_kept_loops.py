@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,8 @@ def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(HERE + "from loop import run\n\nprint(run(1))\n")
     command = [sys.executable, str(tmp_path / "main.py")]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "2\n"
+
+
+def test_loops_run_as_plain_python_where_numba_is_told_not_to_compile() -> None:
+    code = "from lookahead.drafting.warm_up import compile_loops; compile_loops()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"})

@@ -185,7 +185,7 @@ def keep_compiled(loop: Any) -> None:
     try:
         loop._cache = _cache_class()(loop.py_func)
     except (AttributeError, RuntimeError):  # another numba, or no folder that could be written to
-        with suppress(RuntimeError):
+        with suppress(AttributeError, RuntimeError):  # nor does a function that is not compiled have one
             loop.enable_caching()
 
 
