@@ -17,7 +17,7 @@ from lookahead.bench.suite import read_suite
 from lookahead.cli import process
 from lookahead.cli.inputs import model_folder, read_prompt
 from lookahead.cli.options import command
-from lookahead.cli.rendering import starting
+from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
     BatchSettings,
     BenchSettings,
@@ -149,7 +149,7 @@ def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
 
         check_path(settings.page)
     model_folder(settings.model)
-    with starting(settings.no_color):
+    with spinner(Consoles.create(no_color=settings.no_color).notes, "loading the model"):
         run = import_module(f"lookahead.cli.{command}").run
     code: int = run(settings, *arguments)
     return code

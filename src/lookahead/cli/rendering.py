@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -78,11 +78,6 @@ def spinner(notes: Console, message: str) -> Iterator[None]:
         return
     with Live(Spinner("dots", text=message), console=notes, transient=True):
         yield
-
-
-def starting(no_color: bool) -> AbstractContextManager[None]:
-    """Say on a terminal what a command begins with, before torch is imported, which takes seconds."""
-    return spinner(_console(sys.stderr, no_color), "loading the model")
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

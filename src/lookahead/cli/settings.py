@@ -47,10 +47,6 @@ def _max_new_tokens(default: int) -> Any:
     return option("--max-new-tokens -n", RUN, "Most tokens to generate.", positive_whole_number, default)
 
 
-def _repeats(default: int, about: str) -> Any:
-    return option("--repeats", RUN, about, positive_whole_number, default)
-
-
 def _json(about: str = "Print one JSON object and nothing else.") -> Any:
     return option("--json", OUTPUT, about, default=False)
 
@@ -210,7 +206,7 @@ class CompareSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead compare`."""
 
     dtype: str = _dtype("float32")
-    repeats: int = _repeats(3, "Timed runs of each side; medians are shown.")
+    repeats: int = option("--repeats", RUN, "Timed runs of each side; medians are shown.", positive_whole_number, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +331,9 @@ class TuneSettings(ModelSettings):
         positive_whole_number,
         shown="1, 2, 4, ... 128",
     )
-    repeats: int = _repeats(7, "Timed steps of each size at each length; medians count.")
+    repeats: int = option(
+        "--repeats", RUN, "Timed steps of each size at each length; medians count.", positive_whole_number, 7
+    )
     pack_weights: bool = option(
         "--pack-weights",
         RUN,
