@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lookahead.errors import LookaheadError
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError, as_api_error
 from lookahead.server.guard import Guard, ServerSettings
-from lookahead.server.metrics import Metrics
+from lookahead.server.metrics import REFUSED
 from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
 from lookahead.server.served_model import ServedModel
@@ -57,9 +58,9 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
         exception_handlers=failures,
     )
     service = app.state.service = Service(models, settings)
-    metrics = service.metrics[models[0].name]
-    app.add_middleware(Guard, settings=settings, refused=metrics.refused)
-    _add_state(app, service, metrics)
+    refused = partial(service.metrics.count, models[0].name, REFUSED, 1)
+    app.add_middleware(Guard, settings=settings, refused=refused)
+    _add_state(app, service)
     _add_texts(app, service)
 
     @app.get("/", include_in_schema=False)
@@ -71,7 +72,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
     return app
 
 
-def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_state(app: FastAPI, service: Service) -> None:
     """What is asked about the server and its models."""
 
     @app.get("/health")
@@ -96,7 +97,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def metric_counts() -> Response:
         """Counts, for Prometheus."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -164,8 +164,8 @@ class Generation:
         if not self._closed:
             self._closed = True
             if self.answers and not self._settled:
-                self._metrics.count(LEFT)
-            self._metrics.time(WHOLE, time.monotonic() - self._begin)
+                self._metrics.count(self.served.name, LEFT)
+            self._metrics.time(self.served.name, WHOLE, time.monotonic() - self._begin)
             self._ended()
         for answer in self.answers:
             answer.handle.cancel()
@@ -190,19 +190,19 @@ class Generation:
             answer.handle.result()  # which raises what ended it early
             left -= 1
             self._settled = left == 0
-            self._metrics.count(FINISHED, label=answer.handle.finish_reason)
+            self._metrics.count(self.served.name, FINISHED, 1, answer.handle.finish_reason or "")
             yield answer, None
 
     def _count(self, index: int, piece: Piece) -> None:
         """Count a step of an answer."""
         now, before = time.monotonic(), self._last.get(index)
         self._last[index] = now
-        self._metrics.step(piece.tokens, piece.nodes)
+        self._metrics.step(self.served.name, piece.tokens, piece.nodes)
         if before is None:
-            self._metrics.time(FIRST_TOKEN, now - self._begin)
+            self._metrics.time(self.served.name, FIRST_TOKEN, now - self._begin)
         else:
             for _ in range(piece.tokens):
-                self._metrics.time(PER_TOKEN, (now - before) / piece.tokens)
+                self._metrics.time(self.served.name, PER_TOKEN, (now - before) / piece.tokens)
 
     async def _next(self) -> tuple[int, Piece | ApiError | None]:
         try:

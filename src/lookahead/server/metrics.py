@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from lookahead.serving import Engine
-from lookahead.serving.handle import EngineLoad
 
 if TYPE_CHECKING:
     from lookahead.server.generation import Answer
@@ -51,85 +52,74 @@ _TIMES = {
 """What each histogram is about, and its bounds, in seconds."""
 
 
-_GAUGES: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
-    "vllm:num_requests_running": ("Answers that are being made.", lambda load: load.running),
-    "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda load: load.waiting),
-    "lookahead:kv_bytes": ("Keys and values of running answers.", lambda load: load.kv_bytes),
-    "lookahead:prefix_bytes": ("Keys and values that are kept.", lambda load: load.prefix_bytes),
+_GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "vllm:num_requests_running": ("Answers that are being made.", lambda engine: engine.load.running),
+    "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda engine: engine.load.waiting),
+    "lookahead:kv_bytes": ("Keys and values of running answers.", lambda engine: engine.load.kv_bytes),
+    "lookahead:prefix_bytes": ("Keys and values that are kept.", lambda engine: engine.load.prefix_bytes),
     "vllm:kv_cache_usage_perc": (
         "Share of the memory for keys and values that running answers hold.",
-        lambda load: load.kv_bytes / (load.most_kv_bytes or math.inf),
+        lambda engine: engine.load.kv_bytes / (engine.load.most_kv_bytes or math.inf),
     ),
     "lookahead:kv_limit_bytes": (
         "Most bytes of keys and values, kept ones included.",
-        lambda load: load.most_kv_bytes or math.inf,
+        lambda engine: engine.load.most_kv_bytes or math.inf,
     ),
 }
 
 
 class Metrics:
-    """Counts of one served model, labelled with its name.
+    """Counts of the served models, labelled with their names.
 
     Args:
-        model: Its name.
-        engine: Its engine.
-        others: Of another model of the same server; all are told together.
+        engines: The engine of each model, by its name.
     """
 
-    def __init__(self, model: str, engine: Engine, others: Metrics | None = None) -> None:
-        self._model = model
-        self._registry: CollectorRegistry = CollectorRegistry() if others is None else others._registry
-        self._families: dict[str, Any] = {} if others is None else others._families
-        if others is None:
-            ProcessCollector(registry=self._registry)  # memory, time, open files of this process
-            for name, (about, label) in _LABELLED.items():
-                self._family(Counter, name, about, label)
-        for name, about in _COUNTERS.items():
-            self._family(Counter, name, about).labels(model)  # which is told from now on, even if it stays 0
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # memory, time, open files of this process
+        self._families: dict[str, Any] = {
+            name: Counter(name, about, ["model_name"], registry=registry) for name, about in _COUNTERS.items()
+        }
         for name, (about, bounds) in _TIMES.items():
-            self._family(Histogram, name, about, buckets=bounds).labels(model)
+            self._families[name] = Histogram(name, about, ["model_name"], registry=registry, buckets=bounds)
+        for model, family in product(engines, list(self._families.values())):
+            family.labels(model)  # which is told from now on, even if it stays 0
+        for name, (about, label) in _LABELLED.items():
+            self._families[name] = Counter(name, about, ["model_name", label], registry=registry)
         for name, (about, value) in _GAUGES.items():
-            self._family(Gauge, name, about).labels(model).set_function(lambda value=value: value(engine.load))
+            gauge = Gauge(name, about, ["model_name"], registry=registry)
+            for model, engine in engines.items():
+                gauge.labels(model).set_function(partial(value, engine))
 
-    def count(self, name: str, amount: int = 1, label: str | int | None = None) -> None:
-        """Add to a counter; `label` is what it has besides the model."""
-        labels = (self._model,) if label is None else (self._model, label)
-        self._families[name].labels(*labels).inc(amount)
+    def count(self, model: str, name: str, amount: int = 1, *labels: str | int) -> None:
+        """Add to a counter of a model; `labels` are what it has besides the model."""
+        self._families[name].labels(model, *labels).inc(amount)
 
-    def time(self, name: str, seconds: float) -> None:
-        """Add to a histogram."""
-        self._families[name].labels(self._model).observe(seconds)
+    def time(self, model: str, name: str, seconds: float) -> None:
+        """Add to a histogram of a model."""
+        self._families[name].labels(model).observe(seconds)
 
-    def step(self, tokens: int, nodes: int) -> None:
+    def step(self, model: str, tokens: int, nodes: int) -> None:
         """Count a step of one request."""
-        self.count(_STEPS)
-        self.count(_GENERATED, tokens)
+        self.count(model, _STEPS)
+        self.count(model, _GENERATED, tokens)
         if nodes > 1:
-            self.count(_DRAFTS)
-            self.count(_DRAFTED, nodes - 1)
-            self.count(_ACCEPTED, max(tokens - 1, 0))
+            self.count(model, _DRAFTS)
+            self.count(model, _DRAFTED, nodes - 1)
+            self.count(model, _ACCEPTED, max(tokens - 1, 0))
             for position in range(tokens - 1):
-                self.count(_BY_DEPTH, label=position)
+                self.count(model, _BY_DEPTH, 1, position)
 
-    def through(self, answers: Sequence[Answer], count: int) -> None:
+    def through(self, model: str, answers: Sequence[Answer], count: int) -> None:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""
         for answer in answers[::count]:
-            self.count(_ASKED, len(answer.plan.prompt))
-            self.count(_REUSED, answer.handle.statistics.reused_tokens)
+            self.count(model, _ASKED, len(answer.plan.prompt))
+            self.count(model, _REUSED, answer.handle.statistics.reused_tokens)
         for answer in answers:
             if (waited := answer.handle.statistics.queue_seconds) is not None:
-                self.time(_QUEUE, waited)
-
-    def refused(self, status: int) -> None:
-        """Count a request that was not answered."""
-        self.count(REFUSED, label=status)
+                self.time(model, _QUEUE, waited)
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
         return generate_latest(self._registry)
-
-    def _family(self, kind: type[Any], name: str, about: str, *labels: str, **more: Any) -> Any:
-        """The numbers of one name, of all models."""
-        if name not in self._families:
-            self._families[name] = kind(name, about, ["model_name", *labels], registry=self._registry, **more)
-        return self._families[name]

@@ -37,13 +37,12 @@ class Service:
 
     Attributes:
         models: By the names that clients call them.
-        metrics: What is told to Prometheus of each.
+        metrics: What is told to Prometheus.
     """
 
     def __init__(self, models: Sequence[ServedModel], settings: ServerSettings) -> None:
         self.models = {served.name: served for served in models}
-        self.metrics = {models[0].name: (first := Metrics(models[0].name, models[0].engine))}
-        self.metrics |= {served.name: Metrics(served.name, served.engine, first) for served in models[1:]}
+        self.metrics = Metrics({served.name: served.engine for served in models})
         self._settings = settings
         self._answers = 0  # that are being made or wait
         self._running: set[Generation] = set()
@@ -86,7 +85,7 @@ class Service:
         """
         if self._stopped is not None:
             raise self._stopped
-        served, metrics = self.model(request.model), self.metrics[request.model]
+        served = self.model(request.model)
         _check(request)
         images = await self.images(served, request.messages) if isinstance(request, ChatRequest) else []
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
@@ -96,14 +95,14 @@ class Service:
         def ended() -> None:
             self._running.discard(generation)
             self._answers -= count
-            metrics.through(generation.answers, request.n)
+            self.metrics.through(served.name, generation.answers, request.n)
             http.state.notes.update(_notes(generation))
 
-        generation = Generation(served, request, self._settings, metrics, ended)
+        generation = Generation(served, request, self._settings, self.metrics, ended)
         self._running.add(generation)
         try:
             await self.prepared(partial(generation.submit, images, asyncio.get_running_loop()))
-            metrics.count(PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
+            self.metrics.count(served.name, PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
             return await deliver(http, form(generation))
         except BaseException:
             generation.close()
