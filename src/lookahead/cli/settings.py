@@ -245,10 +245,8 @@ class EngineSettings(TextSettings):
         positive_whole_number,
         shown="any number; a server takes half of the free memory",
     )
-
-
-_SHARED: Mapping[str, Mapping[str, Any]] = {"auto": {"memory": "process"}}
-"""Requests learn from each other, unless a memory is given."""
+    # Requests learn from each other, unless a memory is given.
+    learning: ClassVar = {"auto": {"memory": "process"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +257,6 @@ class BatchSettings(DecodingSettings, EngineSettings):
     output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", default=...)
     restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
     json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
-    learning: ClassVar = _SHARED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +307,6 @@ class ServeSettings(EngineSettings):
         "Keep keys and values of finished texts for requests with a common prefix.",
         default=True,
     )
-    learning: ClassVar = _SHARED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,10 @@ from starlette.exceptions import HTTPException
 from lookahead.errors import LookaheadError, ModelChangedError
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -74,7 +70,7 @@ class ApiError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         """The body of the answer."""
-        kind = _TYPES.get(self.status_code, "server_error")
+        kind = _TYPES.get(self.status_code, "server_error" if self.status_code >= FAILED else "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
