@@ -126,25 +126,9 @@ def _allowed(matcher: LLMatcher) -> NDArray[np.bool_]:
     return np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8) > 0
 
 
-def _forced(matcher: LLMatcher) -> tuple[LLMatcher, list[int]]:
-    """The tokens that have to follow, without one that ends the answer, and the grammar behind them."""
-    chain = [] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
-    if chain:
-        matcher = matcher.deep_copy()
-        matcher.consume_tokens(chain)
-    return matcher, chain
-
-
-def _branches(matcher: LLMatcher) -> list[tuple[list[int], LLMatcher]]:
-    """What may follow, each with what has to follow it and the grammar behind it, if there are few choices."""
-    choices = [] if matcher.is_stopped() else np.flatnonzero(_allowed(matcher)).tolist()
-    branches = []
-    for choice in choices if len(choices) <= _FEW else ():
-        after = matcher.deep_copy()
-        after.consume_token(choice)
-        after, chain = _forced(after)
-        branches.append(([choice, *chain], after))
-    return branches
+def _forced(matcher: LLMatcher) -> list[int]:
+    """The tokens that have to follow, without one that ends the answer."""
+    return [] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -190,7 +174,10 @@ class GrammarSource:
 
     def certain(self) -> list[int]:
         """See `Source`: the tokens that have to follow, as far as there is no choice."""
-        self._ahead, chain = _forced(self._matcher)
+        self._ahead, chain = self._matcher, _forced(self._matcher)
+        if chain:
+            self._ahead = self._matcher.deep_copy()
+            self._ahead.consume_tokens(chain)
         return chain
 
     def propose(self) -> TokenPaths:
@@ -198,11 +185,14 @@ class GrammarSource:
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
-        branches = _branches(self._ahead)
-        for branch, _ in branches:
+        choices = [] if self._ahead.is_stopped() else np.flatnonzero(_allowed(self._ahead)).tolist()
+        for choice in choices if len(choices) <= _FEW else ():
+            after = self._ahead.deep_copy()
+            after.consume_token(choice)
+            branch = [choice, *_forced(after)]
             parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
             tokens += branch
-            probabilities += [1 / len(branches), *[_FORCED] * (len(branch) - 1)]
+            probabilities += [1 / len(choices), *[_FORCED] * (len(branch) - 1)]
         return TokenPaths(tokens, parents, probabilities)
 
     def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
