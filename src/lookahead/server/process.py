@@ -133,5 +133,4 @@ def bind(settings: ServerSettings) -> socket.socket:
             f"--host {settings.host} --port {settings.port}: no server can listen there: {error}; choose another port, "
             "or an address of this machine"
         ) from error
-    listener.set_inheritable(True)
     return listener
