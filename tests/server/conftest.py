@@ -40,7 +40,8 @@ def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """A running server with small limits, that asks for a key."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text(f"another-key\n{KEY}\n")
-    limits = ["--max-rows", "8", "--queue", "56", "--max-body-bytes", "300000", "--read-timeout", "5"]
+    # Longer than clients keep idle connections, 5 s: one must not be closed while a request is on its way.
+    limits = ["--max-rows", "8", "--queue", "56", "--max-body-bytes", "300000", "--read-timeout", "8"]
     options = ["--dtype", "float32", "--step-budget", "16", *limits]
     with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options) as process:
         yield process
