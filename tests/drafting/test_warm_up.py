@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.warm_up import compile_loops, compile_source_loops
+from lookahead.drafting.warm_up import compile_loops
 from lookahead.serving.drafting import MOST_LOGITS, MOST_READ, warm_up_tokens
 from model_zoo import build
 
@@ -50,7 +50,6 @@ class Forces(LogitsProcessor):  # type: ignore[misc]
 
 def test_forced_and_expected_texts_compile_nothing_more() -> None:
     compile_loops()
-    compile_source_loops()
     before = compiled_signatures()
     model, prompt = build("llama"), torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
     lookahead.generate(model, prompt, logits_processor=LogitsProcessorList([Forces()]), max_new_tokens=48)

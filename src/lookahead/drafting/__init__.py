@@ -16,7 +16,7 @@ from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
-from lookahead.drafting.warm_up import compile_loops, compile_source_loops
+from lookahead.drafting.warm_up import compile_loops
 from lookahead.drafting.window import JacobiWindow
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -152,6 +152,4 @@ def _sources(
     before: Sequence[int] = ()
     if predicted is not None:
         sources, before = [*sources, predicted], predicted.tokens
-    if sources:
-        compile_source_loops()
     return sources, before

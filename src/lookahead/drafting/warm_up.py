@@ -13,7 +13,6 @@ from lookahead.core.shared_pace import compile_shared_pace
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.predicted_text import PredictedText
 
 
 @cache
@@ -30,20 +29,15 @@ def compile_loops() -> None:
     try:
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
         compile_shared_pace()
-        _draft(AutoDrafter(DraftMemory(16, 2, 4), 8))
+        _draft()
     finally:
         if collects:
             gc.enable()
 
 
-@cache
-def compile_source_loops() -> None:
-    """The same for those of texts with sources."""
-    _draft(AutoDrafter(DraftMemory(16, 2, 4), 8, sources=[PredictedText([0, 1])]))
-
-
-def _draft(drafter: AutoDrafter) -> None:
+def _draft() -> None:
     """One step, after which another token is forced."""
+    drafter = AutoDrafter(DraftMemory(16, 2, 4), 8)
     drafter.start([0, 1, 2])
     tree = TokenTree([2])
     drafter.propose(tree)
