@@ -106,7 +106,7 @@ class DraftMemory:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """What weighs proposals where a model's predictions come true, and where texts alone are gone by, `[2, orders + 1,
+        """What weighs proposals where predictions come true, and where texts alone are gone by, `[2, orders + 1,
         columns]`; see `build_weights`."""
         return np.stack([build_weights(self.orders, table) for table in (MODEL_WEIGHTS, TEXT_WEIGHTS)])
 
