@@ -101,11 +101,15 @@ def test_half_of_a_surrogate_pair_comes_back_as_it_was(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == row
 
 
-def test_compressed_rows_are_read_and_gone_on_with_under_the_name_without_the_ending(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id":1}\n'))
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_compressed_rows_are_gone_on_with_under_either_name(tmp_path: Path, name: str) -> None:
+    path, compressed = tmp_path / name, tmp_path / "rows.jsonl.gz"
+    compressed.write_bytes(gzip.compress(b'{"id":1}\n'))
     assert read_lines(path) == [{"id": 1}]
     with open_rows(path, kept_lines(path)) as file:
         file.append({"id": 2})
-    assert read_lines(path) == [{"id": 1}, {"id": 2}]  # the file itself goes before what is compressed beside it
+        assert read_lines(path) == [{"id": 1}, {"id": 2}], "a crash here costs no row"
+    assert os.listdir(tmp_path) == ["rows.jsonl.gz"]
+    assert gzip.decompress(compressed.read_bytes()) == b'{"id":1}\n{"id":2}\n'
+    assert read_lines(path) == [{"id": 1}, {"id": 2}]
     assert kept_lines(path, restart=True) == []

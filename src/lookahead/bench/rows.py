@@ -43,7 +43,11 @@ _ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 class RowsFile:
-    """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file."""
+    """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file.
+
+    A compressed file (`.gz`, named or beside the one that is named) grows plainly, so that no crash costs a row, and is
+    compressed again when it is closed.
+    """
 
     def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
         """Write the rows that are kept anew, so that a line cut off by a crash is gone before rows are added.
@@ -59,7 +63,9 @@ class RowsFile:
         """
         _check_regular(path)
         self.path = path
-        self._target = Path(os.path.realpath(path))
+        plain, compressed = _names(path)
+        self._target = Path(os.path.realpath(plain))
+        self._compressed = compressed if path == compressed or compressed.exists() else None
         self._key = key
         self._rows: dict[Hashable, list[Row]] = {}
         self._add(kept)
@@ -74,6 +80,11 @@ class RowsFile:
     ) -> None:
         with named(self.path):  # what could not be written is tried once more
             self._file.close()
+            if self._compressed is not None:
+                part = self._compressed.with_suffix(".part")
+                part.write_bytes(gzip.compress(self._target.read_bytes(), mtime=0))
+                os.replace(part, self._compressed)
+                self._target.unlink()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows
@@ -152,9 +163,15 @@ def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
 
 
 def stored(path: Path) -> Path:
-    """Where the rows of a file are: there, or compressed beside it under the same name with `.gz`."""
-    compressed = path.with_name(f"{path.name}.gz")
-    return compressed if compressed.exists() and not path.exists() else path
+    """Where the rows of a file are: plainly, or compressed under the same name with `.gz`."""
+    plain, compressed = _names(path)
+    return compressed if compressed.exists() and not plain.exists() else plain
+
+
+def _names(path: Path) -> tuple[Path, Path]:
+    """The names of a file as it is and compressed, of which `path` is one."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    return plain, plain.with_name(f"{plain.name}.gz")
 
 
 def read_lines(path: Path) -> list[Row]:
