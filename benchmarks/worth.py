@@ -3,10 +3,11 @@
     python benchmarks worth --base COMMIT [--quick] [--turns N] [--only TEXT]
 
 Two processes, one of each commit, take turns case by case; each turn has new processes, and another one begins. Rows go
-to `build/worth`, turn by turn for each line, and the same command goes on where it stopped. For each line stand the
-medians of the ratios of S and of speed (CPU time of the base over that of this checkout), with the bootstrap interval
-over cases that holds 95 %. A line passes if the worse end of its intervals is above -1 % in S and above -2 % in speed;
-it fails if the better end is below; else it is undecided. `--quick` compares S alone, at fixed numbers of nodes.
+to `build/worth`, where one command runs at a time, turn by turn for each line, and the same command goes on where it
+stopped. For each line stand the medians of the ratios of S and of speed (CPU time of the base over that of this
+checkout), with the bootstrap interval over cases that holds 95 %. A line passes if the worse end of its intervals is
+above -1 % in S and above -2 % in speed; it fails if the better end is below; else it is undecided. `--quick` compares S
+alone, at fixed numbers of nodes.
 
 The exit status is 0 if all lines pass, 1 if one fails, 3 if some are undecided, 2 where nothing could be compared.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lookahead.bench.rows import Row, RowsFile, kept_lines
@@ -72,7 +74,7 @@ class Source:
         archive = None
         if commit is not None:
             archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-        waiting = FOLDER / f"sources/{os.getpid()}"
+        waiting = FOLDER / "sources/new"
         shutil.rmtree(waiting, ignore_errors=True)
         waiting.mkdir(parents=True)
         if archive is None:
@@ -240,6 +242,15 @@ def compare_commits(given: Sequence[str], notes: Console) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="only lines whose names hold it")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
     options = parser.parse_args(given)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(FOLDER / "lock", timeout=0):  # rows and times of two runs at once would mix
+            return _compare(options)
+    except Timeout as error:
+        raise InvalidArgumentError(f"another comparison is running in {FOLDER}; wait until it has ended") from error
+
+
+def _compare(options: argparse.Namespace) -> int:
     turns = options.turns or (1 if options.quick else 3)
     if not (options.shared / "data").is_dir():
         raise InvalidArgumentError(f"--shared {options.shared}: no folder with data and models")

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
+from command import main
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, play_text
@@ -85,3 +87,13 @@ def test_the_exit_status_is_that_of_the_worst_line(
     add(comparison, "x", [10] * 3, steps)
     assert report(comparison, ["line"], 1, ["S"]) == status
     assert ("undecided: --turns 4" in capsys.readouterr().out) == (status == 3)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("worth.FOLDER", tmp_path)
+    with FileLock(tmp_path / "lock"):
+        assert main(["worth", "--base", "HEAD", "--quick"]) == 2
+    assert f"another comparison is running in {tmp_path}" in capsys.readouterr().err.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
