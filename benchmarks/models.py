@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lookahead.backends import loading
 from lookahead.demo import demo_model_path
-from lookahead.errors import InvalidArgumentError
 
 SMALL: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 8192}
 TINY: dict[str, Any] = {
@@ -93,21 +93,16 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu", ends: boo
     Raises:
         InvalidArgumentError: It cannot be loaded.
     """
-    number_type = getattr(torch, dtype)
     if name in RANDOM:
         torch.manual_seed(0)
         config = AutoConfig.for_model(**RANDOM[name], **TOKENS)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=number_type)
-    else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=number_type, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise InvalidArgumentError(f"the model {name!r} cannot be loaded: {error}") from error
-        if not ends:
-            model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-    return model.to(device).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    model = loading.load_model(model_folder(name), dtype, torch.device(device)).model
+    model.generation_config.pad_token_id = 0
+    if not ends:
+        model.generation_config.eos_token_id = None
+    return model
 
 
 def model_folder(name: str) -> Path:
