@@ -238,9 +238,9 @@ class MethodFigures(MethodSummary):
     def time_over_reference(self) -> float | None:
         """CPU time of all runs over that of plain `model.generate` on the same prompts."""
         plain = {run_of(row): row["cpu_seconds"] for row in self.runs.by_method.get(self.runs.plain or "", [])}
-        times: list[Any] = [row["cpu_seconds"] for row in self.rows]
-        of_plain: list[Any] = [plain.get(run_of(row)) for row in self.rows]
-        return None if None in times + of_plain else float(sum(times) / sum(of_plain))
+        if not all(run_of(row) in plain for row in self.rows):
+            return None
+        return float(sum(row["cpu_seconds"] for row in self.rows) / sum(plain[run_of(row)] for row in self.rows))
 
 
 def final_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> float:

@@ -30,7 +30,8 @@ from bench_suite import (
     write_prompts,
 )
 from lookahead.backends.session import open_session
-from lookahead.bench.measuring import MethodRunner, Run, load, noted_passes, steps_of
+from lookahead.bench.measuring import MethodRunner, load, noted_passes, steps_of
+from lookahead.bench.rows import Row
 from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main
 from lookahead.errors import InvalidArgumentError
@@ -89,7 +90,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     done = 0
 
     class Interrupted(MethodRunner):
-        def run(self, *arguments: Any) -> Run:
+        def run(self, *arguments: Any) -> Row:
             nonlocal done
             if done == runs:
                 raise KeyboardInterrupt
@@ -203,7 +204,8 @@ def test_random_weights_come_from_the_seed(folder: Path) -> None:
         load(ModelSpec("x", None, sizes, seed=seed, tokenizer=folder / "tiny"), torch.device("cpu"))
         for seed in (1, 1, 2)
     )
-    assert first.identity == same.identity != other.identity
+    identities = [model.settings["identity"] for model in (first, same, other)]
+    assert identities[0] == identities[1] != identities[2]
     assert torch.equal(state, torch.random.get_rng_state()), "nobody else's draws are changed"
 
 
@@ -220,7 +222,7 @@ def test_a_method_with_a_memory_begins_every_pass_with_an_empty_one(
     met: dict[tuple[int, str], list[str]] = {}
 
     class Watched(MethodRunner):
-        def run(self, *arguments: Any) -> Run:
+        def run(self, *arguments: Any) -> Row:
             met.setdefault((id(self._model), self.method.name), []).append(arguments[0].tolist()[0])
             self.models = [*getattr(self, "models", []), self._model]  # keeps their ids theirs
             return super().run(*arguments)
@@ -314,10 +316,10 @@ def wrong(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Let a method say another word at its fourth place."""
 
     class Wrong(MethodRunner):
-        def run(self, *arguments: Any) -> Run:
+        def run(self, *arguments: Any) -> Row:
             run = super().run(*arguments)
             if self.method.name == method:
-                run.output[3] = (run.output[3] + 1) % len(WORDS)
+                run["output"][3] = (run["output"][3] + 1) % len(WORDS)
             return run
 
     monkeypatch.setattr(measuring, "MethodRunner", Wrong)
@@ -332,8 +334,7 @@ def test_another_text_is_found(
     out, err = capsys.readouterr()
     assert "NO, 0 of 2" in out
     for prompt in ("p/0", "p/1"):
-        found = f"{method} on {prompt} (tiny, words, pass 1): differs from the reference at new token 3"
-        assert found in err
+        assert f"{method} on {prompt} (tiny, words, pass 1): differs from the reference at new token 3" in err
     assert "2 outputs differ" in err
     monkeypatch.undo()
     assert bench(MODEL + TASK + PLAIN + ENGINE + LOOKUP) == 1, "the rows are still in the file"

@@ -70,11 +70,6 @@ def test_tasks_may_name_their_models(folder: Path) -> None:
     assert [[task.name for task in suite.tasks_of(model)] for model in suite.models] == [["words"], ["words", "drawn"]]
 
 
-def test_penalties_are_settings_only_where_there_are_some() -> None:
-    assert "repetition_penalty" not in SamplingSpec().settings()
-    assert SamplingSpec(repetition_penalty=1.1).settings()["repetition_penalty"] == 1.1
-
-
 def test_prompts_are_found_in_the_data_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("suites") / "suite.toml"
     path.write_text(MODEL.replace('"tiny"\n', '"demo"\n') + TASK + PLAIN)

@@ -16,12 +16,12 @@ from lookahead.backends.transformers.findings import cost_file, describe_setting
 from lookahead.bench.tuning import (
     BRANCH,
     StepBench,
-    WeightReader,
     bytes_read,
     clock_of,
     measure,
     seconds_of,
     timings,
+    weight_reader,
 )
 from lookahead.cli import main
 from model_zoo import build
@@ -190,10 +190,10 @@ def test_bytes_read_leave_out_an_untied_embedding(llama: Any, demo: Any) -> None
 
 
 def test_large_weights_are_read_in_part() -> None:
-    reader = WeightReader(torch.device("cpu"), 4000, most=1000)
-    reader.read()
-    assert reader.seconds(1.0) == 4.0
-    assert WeightReader(torch.device("cpu"), 4000).seconds(1.0) == 1.0
+    read, share = weight_reader(torch.device("cpu"), 4000, most=1000)
+    assert float(read()) == 250, "numbers of four bytes"
+    assert share == 0.25
+    assert weight_reader(torch.device("cpu"), 4000)[1] == 1.0
 
 
 def test_cpu_time_counts_on_cpus_alone() -> None:

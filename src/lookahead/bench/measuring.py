@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import accumulate, chain
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel, load_model
@@ -37,21 +37,12 @@ class BenchModel:
     Attributes:
         spec: What the benchmark says of it.
         loaded: The model, which stays greedy: whatever it shipped for sampling is gone.
-        identity: A name for its weights.
+        settings: What the measured figures depend on, the identity of its weights among it.
     """
 
     spec: ModelSpec
     loaded: LoadedModel
-    identity: str
-
-    def settings(self) -> dict[str, Any]:
-        """What the measured figures depend on."""
-        return {
-            **self.spec.settings(),
-            "architecture": type(self.loaded.model).__name__,
-            "parameters": open_session(self.loaded.model).parameters,
-            "identity": self.identity,
-        }
+    settings: Row
 
 
 def load(spec: ModelSpec, device: torch.device) -> BenchModel:
@@ -60,15 +51,24 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
     Raises:
         InvalidArgumentError: It cannot be loaded; the message names the model.
     """
-    try:
+    with _named(f"models: {spec.name!r}"):
         tokenizer = None if spec.tokenizer is None else _folder(spec.tokenizer)
         if spec.path is None:
             loaded = _random(spec, tokenizer or demo_model_path(), device)
         else:
             loaded = _trained(spec.path, spec.dtype, device, tokenizer)
+    model = loaded.model
+    settings = spec.settings() | {"architecture": type(model).__name__, "parameters": open_session(model).parameters}
+    return BenchModel(spec, loaded, settings | {"identity": model_identity(model)})
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say which model of the benchmark cannot be loaded."""
+    try:
+        yield
     except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
-        raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
-    return BenchModel(spec, loaded, model_identity(loaded.model))
+        raise InvalidArgumentError(f"{what} cannot be loaded: {error}") from error
 
 
 def _folder(path: Path | str) -> Path:
@@ -92,38 +92,16 @@ def _trained(
 
 
 def _random(spec: ModelSpec, folder: Path, device: torch.device) -> LoadedModel:
-    """A model with random weights, a Llama if not said otherwise, and no token that ends a text."""
+    """A Llama with random weights, and no token that ends a text."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    sizes = {"vocab_size": len(tokenizer), "model_type": "llama", **spec.random}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(sizes.pop("model_type"), **special | sizes)
+    config = LlamaConfig(**{"vocab_size": len(tokenizer), **special, **spec.random})
     if config.vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} tokens of the tokenizer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return LoadedModel(folder, model.to(getattr(torch, spec.dtype)).to(device).eval(), tokenizer)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one call did.
-
-    Attributes:
-        output: The tokens generated.
-        nodes_per_step: Tokens sent in each forward pass that decoded tokens, those of the prompt not counted.
-        accepted_lengths: Tokens that each of them added.
-        cpu_seconds: CPU time of the call, all threads together.
-        wall_seconds: Wall time of the call.
-        seconds: Wall time by part of the step, empty for transformers.
-    """
-
-    output: list[int]
-    nodes_per_step: list[int]
-    accepted_lengths: list[int]
-    cpu_seconds: float
-    wall_seconds: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 Pass = tuple[int, int]
@@ -178,11 +156,8 @@ class MethodRunner:
         self._model: Any = model if method.lookahead is None else open_session(model).sharing_weights()
         self._assistant: PreTrainedModel | None = None
         if method.assistant is not None:
-            try:
+            with _named(f"methods: the assistant of {method.name!r}"):
                 self._assistant = _trained(method.assistant, model.dtype, model.device).model
-            except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
-                message = f"methods: the assistant of {method.name!r} cannot be loaded: {error}"
-                raise InvalidArgumentError(message) from error
         self._assistant_config = None if self._assistant is None else self._assistant.generation_config
 
     def warm_up(self, input_ids: torch.Tensor, task: TaskSpec) -> None:
@@ -204,8 +179,9 @@ class MethodRunner:
                 raise  # no error of the benchmark file
             raise InvalidArgumentError(f"methods: {self.method.name!r}: transformers refuses it: {error}") from error
 
-    def run(self, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Run:
-        """Measure one call.
+    def run(self, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Row:
+        """Measure one call; returns output, times, and of each step the tokens that it sent, those of the prompt not
+        counted, and those that it added, as rows have them.
 
         Args:
             input_ids: The prompt, `[1, S]`.
@@ -214,50 +190,55 @@ class MethodRunner:
         """
         return self._call(self.method, input_ids, task, number)
 
-    def _call(self, method: MethodSpec, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Run:
+    def _call(self, method: MethodSpec, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Row:
         arguments: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "do_sample": task.sampling is not None}
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         devices = [input_ids.device] if input_ids.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # the caller's own draws go on as if nothing had happened
             if task.sampling is not None:
-                drawing = task.sampling.settings()
+                drawing = asdict(task.sampling)
                 torch.manual_seed(drawing.pop("seed") + number)
                 arguments |= drawing
             if method.lookahead is not None:
                 return self._with_lookahead(method, arguments)
             return self._with_transformers(method, arguments)
 
-    def _with_lookahead(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
-        call = partial(generate, self._model, lookahead_config=method.lookahead, return_dict_in_generate=True)
-        tokens, output, cpu, wall = timed(call, arguments)
+    def _with_lookahead(self, method: MethodSpec, arguments: dict[str, Any]) -> Row:
+        row, output = timed(partial(generate, self._model, lookahead_config=method.lookahead), arguments)
         found: Any = output.statistics
-        return Run(tokens, found.nodes_per_step, found.accepted_lengths, cpu, wall, asdict(found.seconds))
+        seconds = {part: round(seconds, 6) for part, seconds in asdict(found.seconds).items()}
+        return row | {
+            "nodes_per_step": found.nodes_per_step,
+            "accepted_lengths": found.accepted_lengths,
+            "seconds": seconds,
+        }
 
-    def _with_transformers(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
+    def _with_transformers(self, method: MethodSpec, arguments: dict[str, Any]) -> Row:
         if self._assistant is not None:
             # transformers adapts how much is drafted, and keeps it there for the next call
             self._assistant.generation_config = copy.deepcopy(self._assistant_config)
             arguments = {**arguments, "assistant_model": self._assistant}
-        call = partial(self._model.generate, return_dict_in_generate=True, **method.transformers)
+        call = partial(self._model.generate, **method.transformers)
         if method.is_reference:  # one token a step needs no counting, and so costs nothing
-            tokens, _, cpu, wall = timed(call, arguments)
-            nodes = lengths = [1] * len(tokens)
+            row, _ = timed(call, arguments)
+            nodes = lengths = [1] * len(row["output"])
         else:
             with noted_passes(self._model) as passes:
-                tokens, _, cpu, wall = timed(call, arguments)
-            nodes, lengths = steps_of(passes, arguments["input_ids"].shape[1], len(tokens))
-        return Run(tokens, nodes, lengths, cpu, wall)
+                row, _ = timed(call, arguments)
+            nodes, lengths = steps_of(passes, arguments["input_ids"].shape[1], len(row["output"]))
+        return row | {"nodes_per_step": nodes, "accepted_lengths": lengths, "seconds": {}}
 
 
-def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[int], Any, float, float]:
-    """The new tokens of a call of `generate`, what it returned, its CPU and its wall time.
+def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any]:
+    """The new tokens of a call of `generate` with its CPU and wall seconds, and what it returned.
 
     It ends with reading the tokens, for which it waits for a device.
     """
     wall, cpu = perf_counter(), process_time()
-    output = call(**arguments)
-    tokens: list[int] = output.sequences[0, arguments["input_ids"].shape[1] :].tolist()
-    return tokens, output, process_time() - cpu, perf_counter() - wall
+    output = call(**arguments, return_dict_in_generate=True)
+    tokens = output.sequences[0, arguments["input_ids"].shape[1] :].tolist()
+    cpu, wall = process_time() - cpu, perf_counter() - wall
+    return {"output": tokens, "cpu_seconds": round(cpu, 6), "wall_seconds": round(wall, 6)}, output
 
 
 @dataclass(frozen=True)
@@ -265,11 +246,7 @@ class Request:
     """One run that a benchmark asks for.
 
     Attributes:
-        model: The model.
-        task: The task.
-        prompt: The prompt.
-        method: The method.
-        order: Its place among the methods, from 0.
+        order: Place of the method among the methods, from 0.
         repeat: Which pass over the prompts, from 0.
         input_ids: The prompt as it is sent, `[1, S]`.
     """
@@ -287,43 +264,30 @@ class Request:
         """The key of its row."""
         return (self.model.spec.name, self.task.name, self.method.name, self.prompt.id, self.repeat)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Row:
         """All settings that its figures depend on, except machine and versions."""
         prompt = hashlib.sha256(json.dumps(self.input_ids.tolist()).encode()).hexdigest()[:16]
-        return {
-            "model": self.model.settings(),
-            "task": {**self.task.settings(), "input": prompt},
-            "method": self.method.settings(),
-        }
+        task = {**self.task.settings(), "input": prompt}
+        return {"model": self.model.settings, "task": task, "method": self.method.settings()}
 
-    def row(self, run: Run, circumstances: Row) -> Row:
-        """The row of the run.
-
-        Args:
-            run: What happened.
-            circumstances: Versions and machine.
-        """
-        tokens, lengths = len(run.output), run.accepted_lengths
-        early = steps_within(lengths, tokens_before_cycles(run.output))
+    def row(self, run: Row, circumstances: Row) -> Row:
+        """The row of what `MethodRunner.run` found, under circumstances: versions and machine."""
+        output, lengths = run["output"], run["accepted_lengths"]
+        early = steps_within(lengths, tokens_before_cycles(output))
         return {
             **dict(zip(("model", "task", "method", "prompt", "repeat"), self.key, strict=True)),
             "order": self.order,
             "reference": self.method.is_reference,
             "exact": self.model.spec.exact and self.method.keeps_draws(self.task),
             "prompt_tokens": self.input_ids.shape[1],
-            "tokens": tokens,
+            "tokens": len(output),
             "steps": len(lengths),
-            "S": round(tokens / len(lengths), 4) if lengths else 0.0,
-            "cpu_seconds": round(run.cpu_seconds, 6),
-            "wall_seconds": round(run.wall_seconds, 6),
-            "seconds": {part: round(seconds, 6) for part, seconds in run.seconds.items()},
-            "cycle_share": round(repeated_cycle_share(run.output), 4),
+            "S": round(len(output) / len(lengths), 4) if lengths else 0.0,
+            "cycle_share": round(repeated_cycle_share(output), 4),
             "tokens_before_cycles": sum(early),
             "steps_before_cycles": len(early),
             "S_before_cycles": round(sum(early) / len(early), 4) if early else None,
-            "nodes_per_step": run.nodes_per_step,
-            "accepted_lengths": lengths,
-            "output": run.output,
+            **run,
             "settings": self.settings(),
             **circumstances,
             "date": date.today().isoformat(),
@@ -397,26 +361,21 @@ class Benchmark:
         runners: dict[str, MethodRunner] = {}
         for requests in passes:
             self._forget_unfinished(requests, file)
-            ready: set[str] = set()
+            # methods with a memory begin every pass with an empty one
+            runners = {name: runner for name, runner in runners.items() if not runner.method.has_memory}
             for request in chain(*requests):
+                method = request.method
                 if request.key in file:
                     yield None
                     continue
-                starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
-                if request.method.name not in ready:
-                    self._prepare(request, runners)
-                    ready.add(request.method.name)
-                run = runners[request.method.name].run(request.input_ids, request.task, request.prompt.number)
+                starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {method.name}")
+                if method.name not in runners:
+                    runners[method.name] = MethodRunner(model, method)
+                    runners[method.name].warm_up(request.input_ids, request.task)
+                run = runners[method.name].run(request.input_ids, request.task, request.prompt.number)
                 row = request.row(run, circumstances)
                 file.append(row)
                 yield row
-
-    def _prepare(self, request: Request, runners: dict[str, MethodRunner]) -> None:
-        """Warm a method up before its first run of a pass; one with a memory begins with an empty one."""
-        method = request.method
-        if method.name not in runners or method.has_memory:
-            runners[method.name] = MethodRunner(request.model, method)
-            runners[method.name].warm_up(request.input_ids, request.task)
 
     def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[Request]:
         """All methods on one prompt, in the order in which they take their turns."""

@@ -1,4 +1,4 @@
-"""What a benchmark consists of, models, tasks and methods, and the file that says so."""
+"""What a benchmark consists of, models, tasks and methods, and the file that says so (keys: docs/benchmarks.md)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ else:
 
 DEMO = "demo"
 DTYPES = ("float32", "bfloat16", "float16")
-
-_LATER_OPTIONS = ("drafter", "sources", "invariant", "trace")
-"""Options of drafting that there have not always been: rows name them only where they are set, so that older rows stay
-those of the same method."""
 
 _NOT_FOR_METHODS = (
     *("input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p"),
@@ -62,17 +58,7 @@ def _key(kind: type, default: Any = MISSING, **about: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to measure on.
-
-    Attributes:
-        name: What to call it.
-        path: Folder of the model, `"demo"` for the one that comes with the package, `None` for a random one.
-        random: Of a model with random weights: arguments of its configuration, and its `model_type` if it is no Llama.
-        seed: Of a model with random weights: what they are drawn with.
-        tokenizer: Folder of the tokenizer, or `"demo"`; `None` for the one in `path`.
-        dtype: Name of the type of the weights.
-        exact: Whether an output that differs is an error; in float32 it is one, in shorter types rounding decides.
-    """
+    """A model to measure on: one of a folder, or a Llama with random weights, whose `path` is `None`."""
 
     name: str = _key(str)
     path: Path | str | None = _key(str, None)
@@ -90,15 +76,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How tokens are sampled.
-
-    Attributes:
-        temperature: Divides the logits.
-        top_k: Sample from this many of the likeliest tokens, 0 for all.
-        top_p: Sample from the likeliest tokens that together are at least this probable.
-        repetition_penalty: Divides the logits of tokens that the text has already, 1 for none.
-        seed: The draws after the prompt number n of a task, counted from 0, are those of seed + n.
-    """
+    """How tokens are sampled, as `generate` calls it; the draws after prompt n of a task are those of seed + n."""
 
     temperature: float = _key(float, 1.0, above=0)
     top_k: int = _key(int, 0, least=0)
@@ -106,29 +84,10 @@ class SamplingSpec:
     repetition_penalty: float = _key(float, 1.0, above=0)
     seed: int = _key(int, 0, least=0)
 
-    def settings(self) -> dict[str, Any]:
-        """What the draws depend on; what older results do not name is left out where it changes nothing."""
-        penalty = {"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {}
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, **penalty, "seed": self.seed}
-
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Prompts, and how to go on from them.
-
-    Attributes:
-        name: What to call it.
-        data: JSON lines, one prompt each.
-        field: Where in a line the prompt is; `None` for `prompt`, or the first of `turns`.
-        only: Take only the prompts whose `task` in the file is this, or begins with this and a slash.
-        every: Take only every so many-th of these: 1 for all, 2 for the first, third, ...
-        prompts: Take only the first so many of these, `None` for all.
-        max_new_tokens: Most tokens to generate.
-        max_prompt_tokens: Cut longer prompts, `None` for what the model has room for.
-        keep: Which part of a prompt that is cut stays, `"end"` or `"beginning"`.
-        sampling: How tokens are sampled, `None` for greedy decoding.
-        models: Names of the models to measure on, `None` for all.
-    """
+    """Prompts, and how to go on from them; greedily without `sampling`."""
 
     name: str = _key(str)
     data: Path = _key(str)
@@ -150,18 +109,15 @@ class TaskSpec:
             "max_new_tokens": self.max_new_tokens,
             "max_prompt_tokens": self.max_prompt_tokens,
             "keep": self.keep,
-            "sampling": None if self.sampling is None else self.sampling.settings(),
+            "sampling": None if self.sampling is None else asdict(self.sampling),
         }
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A way to decode: with this library, or with transformers' own `generate`.
+    """A way to decode: with this library, or with transformers' own `generate` and further arguments of it.
 
     Attributes:
-        name: What to call it.
-        lookahead: How this library drafts, `None` for transformers.
-        transformers: Further arguments of `model.generate`.
         assistant: Folder of the model that drafts for transformers' assisted generation, or `"demo"`.
     """
 
@@ -187,22 +143,16 @@ class MethodSpec:
     def settings(self) -> dict[str, Any]:
         """What the measured figures depend on."""
         if self.lookahead is not None:
-            options = {**asdict(self.lookahead), "memory": str(self.lookahead.memory)}
-            chosen = {name: value for name, value in options.items() if value or name not in _LATER_OPTIONS}
-            return {"name": self.name, "lookahead": chosen}
+            return {"name": self.name, "lookahead": asdict(self.lookahead) | {"sources": []}}  # no file can name any
         assistant = None if self.assistant is None else Path(self.assistant).name
         return {"name": self.name, "transformers": dict(self.transformers), "assistant": assistant}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark: every method on every task on every model.
+    """A benchmark: every method on every task on every model; exactly one method is the reference.
 
     Attributes:
-        models: The models.
-        tasks: The tasks.
-        methods: The methods; exactly one is the reference.
-        repeats: How often everything is measured.
         exact: Whether outputs that differ are errors, where models do not say so themselves.
     """
 
@@ -312,7 +262,8 @@ def _model(table: dict[str, Any], where: str, *folders: Path) -> ModelSpec:
     if "random" in table:
         from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
 
-        if unknown := [name for name in table["random"] if name not in LlamaConfig().to_dict()]:
+        known = LlamaConfig().to_dict().keys() - {"model_type"}
+        if unknown := [name for name in table["random"] if name not in known]:
             raise InvalidArgumentError(
                 f"{where}.random.{unknown[0]} is no argument of LlamaConfig, of which the model is made"
             )

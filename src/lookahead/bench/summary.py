@@ -299,9 +299,8 @@ def run_of(row: Row) -> tuple[Any, ...]:
 
 
 def _seconds(row: Row | None, clock: str) -> float | None:
-    """Seconds per token of a run, if it was timed and gave any."""
-    seconds = None if row is None else row[f"{clock}_seconds"]
-    return None if row is None or seconds is None or not row["tokens"] else seconds / row["tokens"]
+    """Seconds per token of a run, if it gave any."""
+    return row[f"{clock}_seconds"] / row["tokens"] if row and row["tokens"] else None
 
 
 def _compression(rows: Sequence[Row], part: str = "") -> float | None:

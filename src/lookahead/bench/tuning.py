@@ -209,13 +209,13 @@ def measure(
     weight_bytes = bytes_read(model)
     note = progress or (lambda _: None)
     with torch.no_grad():
-        reader = WeightReader(model.device, weight_bytes)
+        read, share = weight_reader(model.device, weight_bytes)
         benches = [StepBench(model, context, pack_weights=pack_weights) for context in contexts]
         for repeat in range(repeats + 1):
             if repeat == 1:
                 times.clear()  # the warm-up
             note("reading the weights")
-            times["limit"].append(seconds_of(model.device, reader.read))
+            times["limit"].append(seconds_of(model.device, read))
             for bench, nodes in product(benches, node_counts):
                 note(f"{nodes} nodes, context {bench.context}")
                 work = partial(bench.step, bench.tree(nodes))
@@ -225,7 +225,7 @@ def measure(
         Point(nodes, context, median(times[nodes, context]), repeats)
         for context, nodes in product(contexts, node_counts)
     ]
-    return Measurement(points, weight_bytes, reader.seconds(median(times["limit"])), clock_of(model.device))
+    return Measurement(points, weight_bytes, median(times["limit"]) / share, clock_of(model.device))
 
 
 def timings(node_counts: Sequence[int], contexts: Sequence[int], repeats: int) -> int:
@@ -247,8 +247,8 @@ def bytes_read(model: PreTrainedModel) -> int:
     )
 
 
-class WeightReader:
-    """Reads as much memory as the weights take, as fast as it goes.
+def weight_reader(device: torch.device, weight_bytes: int, most: int = MOST_READ) -> tuple[Callable[[], object], float]:
+    """What reads as much memory as the weights take, as fast as it goes, and the share of the weights that this is.
 
     On a CPU it sums float32 numbers: an addition for four bytes is hidden behind the reading, and of the ways that
     torch has to read memory (sums, maxima, dot products, matrix by vector) no other is faster. On other devices it
@@ -260,22 +260,9 @@ class WeightReader:
         weight_bytes: Bytes of the weights.
         most: Most bytes to read; the time for more is in proportion.
     """
-
-    def __init__(self, device: torch.device, weight_bytes: int, most: int = MOST_READ) -> None:
-        self._share = min(1.0, most / weight_bytes)
-        numbers = max(1, int(weight_bytes * self._share) // 4)
-        self._copies = device.type != "cpu"
-        # Of a copy each byte counts twice, once read and once written.
-        self._array = torch.ones(numbers // 2 + 1 if self._copies else numbers, device=device)
-        self._target = torch.empty_like(self._array) if self._copies else None
-
-    def read(self) -> None:
-        """Read all of it once."""
-        if self._target is not None:
-            self._target.copy_(self._array)
-        else:
-            self._array.sum()
-
-    def seconds(self, seconds: float) -> float:
-        """Seconds for all the weights, from the seconds of one `read`."""
-        return seconds / self._share
+    share = min(1.0, most / weight_bytes)
+    numbers = max(1, int(weight_bytes * share) // 4)
+    if device.type == "cpu":
+        return torch.ones(numbers).sum, share
+    array = torch.ones(numbers // 2 + 1, device=device)  # each byte counts twice, once read and once written
+    return partial(torch.empty_like(array).copy_, array), share
