@@ -8,21 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 import lookahead.cli.tune as cli_tune
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.transformers.findings import cost_file, describe_setting, load_costs
-from lookahead.bench.tuning import (
-    BRANCH,
-    StepBench,
-    bytes_read,
-    clock_of,
-    measure,
-    seconds_of,
-    timings,
-    weight_reader,
-)
+from lookahead.bench.tuning import BRANCH, StepBench, clock_of, measure, seconds_of, timings
 from lookahead.cli import main
 from model_zoo import build
 
@@ -51,8 +41,6 @@ def test_tune_prints_a_table_and_stores_the_curve(
     assert main(["tune", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
     assert "over one token" in out
-    assert "over memory limit" in out
-    assert "memory limit: " in out
     assert "fit: off by" in out
     assert "\x1b" not in out + err
     (file,) = folder.iterdir()
@@ -79,8 +67,6 @@ def test_stores_in_the_users_cache(
     assert [(point["nodes"], point["repeats"]) for point in result["points"]] == [(1, 2), (4, 2)]
     assert all(point["seconds"] > 0 for point in result["points"])
     assert result["clock"] == "cpu"
-    assert result["limit"] > 0
-    assert result["bandwidth"] == pytest.approx(result["weight_bytes"] / result["limit"])
     assert result["setting"]["dtype"] == "float32"
 
 
@@ -139,12 +125,11 @@ def test_tune_names_options_that_cannot_work(
 def test_each_size_takes_its_turn(llama: Any) -> None:
     notes: list[str] = []
     measured = measure(llama, [1, 6], [8, 16], repeats=2, progress=notes.append)
-    turn = ["reading the weights"]
-    turn += [f"{nodes} nodes, context {context}" for context in (8, 16) for nodes in (1, 6)]
+    turn = [f"{nodes} nodes, context {context}" for context in (8, 16) for nodes in (1, 6)]
     assert notes == 3 * turn, "one round of warm-up, and two that count"
     assert len(notes) == timings([1, 6], [8, 16], 2)
-    assert [(point.nodes, point.context) for point in measured.points] == [(1, 8), (6, 8), (1, 16), (6, 16)]
-    assert measured.costs().expected(1, 8) > 0
+    assert [(point.nodes, point.context) for point in measured] == [(1, 8), (6, 8), (1, 16), (6, 16)]
+    assert all(point.seconds > 0 for point in measured)
 
 
 def test_trees_are_those_of_a_drafter(llama: Any) -> None:
@@ -176,24 +161,6 @@ def test_more_candidates_than_tokens_are_refused(llama: Any) -> None:
     vocabulary = llama.config.vocab_size
     with torch.no_grad(), pytest.raises(InvalidArgumentError, match="node_counts"):
         StepBench(llama, context=4).tree(BRANCH * vocabulary + 2)
-
-
-def test_bytes_read_leave_out_an_untied_embedding(llama: Any, demo: Any) -> None:
-    whole = sum(parameter.numel() * 4 for parameter in llama.parameters())
-    embeddings = llama.get_input_embeddings().weight.numel() * 4
-    assert isinstance(llama, LlamaForCausalLM)
-    assert not llama.config.tie_word_embeddings
-    assert bytes_read(llama) == whole - embeddings
-    tied = demo[0]
-    assert tied.config.tie_word_embeddings
-    assert bytes_read(tied) == sum(parameter.numel() * 4 for parameter in tied.parameters())
-
-
-def test_large_weights_are_read_in_part() -> None:
-    read, share = weight_reader(torch.device("cpu"), 4000, most=1000)
-    assert float(read()) == 250, "numbers of four bytes"
-    assert share == 0.25
-    assert weight_reader(torch.device("cpu"), 4000)[1] == 1.0
 
 
 def test_cpu_time_counts_on_cpus_alone() -> None:

@@ -1,15 +1,14 @@
-"""Measures what a step costs: its time against nodes and context, beside what reading the weights alone takes."""
+"""Measures what a step costs: its time against nodes and context."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from lookahead.backends.transformers.engine_model import engine_model, runs_stat
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_engine import acquire_steps
 from lookahead.config import LookaheadConfig
-from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -28,9 +26,6 @@ CONTEXTS = (128, 512, 2048)
 
 BRANCH = 4
 """Nodes of each candidate of the trees that are timed: an n-gram of five without its first token."""
-
-MOST_READ = 2**31
-"""Most bytes that the memory limit is measured with."""
 
 LISTED = 8
 """Likeliest tokens that a step with a draft lists for each node; one without lists none."""
@@ -54,37 +49,6 @@ class Point:
     context: int
     seconds: float
     repeats: int
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What was measured of one model on one device.
-
-    Attributes:
-        points: Each size at each context, in the order they were asked for.
-        weight_bytes: Bytes of weights that one step reads at least.
-        limit: Seconds that reading these bytes once takes on this device: no step can be shorter while the weights
-            do not fit into its caches.
-        clock: `"cpu"` or `"wall"`, the clock of `Point.seconds` and `limit`.
-    """
-
-    points: list[Point]
-    weight_bytes: int
-    limit: float
-    clock: str
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes read in a second."""
-        return self.weight_bytes / self.limit
-
-    def costs(self) -> StepCosts:
-        """The curve through the points."""
-        return StepCosts.fit((point.nodes, point.context, point.seconds) for point in self.points)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers and lists, ready for JSON."""
-        return asdict(self) | {"bandwidth": self.bandwidth}
 
 
 def clock_of(device: torch.device) -> str:
@@ -183,8 +147,8 @@ def measure(
     repeats: int = 7,
     progress: Progress | None = None,
     pack_weights: bool = False,
-) -> Measurement:
-    """Time steps of each size after texts of each length.
+) -> list[Point]:
+    """Time steps of each size after texts of each length; the points are in the order in which they were asked for.
 
     All sizes and contexts take turns, `repeats` times, after one round that does not count. So a machine that
     becomes slower meets all of them, and the medians are comparable.
@@ -205,64 +169,22 @@ def measure(
     for name, values in (("node_counts", node_counts), ("contexts", contexts), ("repeats", [repeats])):
         if not values or min(values) < 1:
             raise InvalidArgumentError(f"{name}={values} must be at least 1, and at least one number")
-    times: dict[Hashable, list[float]] = defaultdict(list)
-    weight_bytes = bytes_read(model)
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
     note = progress or (lambda _: None)
     with torch.no_grad():
-        read, share = weight_reader(model.device, weight_bytes)
         benches = [StepBench(model, context, pack_weights=pack_weights) for context in contexts]
-        for repeat in range(repeats + 1):
-            if repeat == 1:
-                times.clear()  # the warm-up
-            note("reading the weights")
-            times["limit"].append(seconds_of(model.device, read))
+        for _ in range(repeats + 1):
             for bench, nodes in product(benches, node_counts):
                 note(f"{nodes} nodes, context {bench.context}")
                 work = partial(bench.step, bench.tree(nodes))
                 times[nodes, bench.context].append(seconds_of(model.device, work))
                 bench.undo()
-    points = [
-        Point(nodes, context, median(times[nodes, context]), repeats)
+    return [
+        Point(nodes, context, median(times[nodes, context][1:]), repeats)
         for context, nodes in product(contexts, node_counts)
     ]
-    return Measurement(points, weight_bytes, median(times["limit"]) / share, clock_of(model.device))
 
 
 def timings(node_counts: Sequence[int], contexts: Sequence[int], repeats: int) -> int:
     """How often `measure` calls `progress`."""
-    return (repeats + 1) * (len(node_counts) * len(contexts) + 1)
-
-
-def bytes_read(model: PreTrainedModel) -> int:
-    """Bytes of weights that a step reads at least.
-
-    All of them, but for the table of input embeddings, of which a step reads a row for each node; a table that is
-    also the output's (tied) is read in full. Of a mixture of experts this counts every expert, so it is no bound.
-    """
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = outputs is not None and getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
-    skipped = set() if tied or inputs is None else {id(parameter) for parameter in inputs.parameters()}
-    return sum(
-        parameter.numel() * parameter.element_size() for parameter in model.parameters() if id(parameter) not in skipped
-    )
-
-
-def weight_reader(device: torch.device, weight_bytes: int, most: int = MOST_READ) -> tuple[Callable[[], object], float]:
-    """What reads as much memory as the weights take, as fast as it goes, and the share of the weights that this is.
-
-    On a CPU it sums float32 numbers: an addition for four bytes is hidden behind the reading, and of the ways that
-    torch has to read memory (sums, maxima, dot products, matrix by vector) no other is faster. On other devices it
-    copies, as is usual for them: half the bytes are read and half of them written. The array is as large as the
-    weights, so that weights that fit into a cache are read from the cache here too.
-
-    Args:
-        device: Where the memory is.
-        weight_bytes: Bytes of the weights.
-        most: Most bytes to read; the time for more is in proportion.
-    """
-    share = min(1.0, most / weight_bytes)
-    numbers = max(1, int(weight_bytes * share) // 4)
-    if device.type == "cpu":
-        return torch.ones(numbers).sum, share
-    array = torch.ones(numbers // 2 + 1, device=device)  # each byte counts twice, once read and once written
-    return partial(torch.empty_like(array).copy_, array), share
+    return (repeats + 1) * len(node_counts) * len(contexts)

@@ -211,9 +211,8 @@ def serve(settings: ServeSettings) -> int:
 def tune(settings: TuneSettings) -> int:
     """Measure what a step costs, and keep the curve for later runs.
 
-    Steps of several sizes are timed after texts of several lengths, beside what reading the weights alone takes on
-    this machine. The curve is stored for this model, type, device and these versions; without a stored one the
-    decoder learns it in its first steps.
+    Steps of several sizes are timed after texts of several lengths. The curve is stored for this model, type, device
+    and these versions; without a stored one the decoder learns it in its first steps.
     """
     return _start("tune", settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -11,11 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lookahead.backends.loading import LoadedModel
-from lookahead.backends.transformers.findings import (
-    describe_setting,
-    store_costs,
-)
-from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, measure, timings
+from lookahead.backends.transformers.findings import describe_setting, store_costs
+from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Point, clock_of, measure, timings
 from lookahead.cli import process
 from lookahead.cli.loading import load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
@@ -36,19 +34,20 @@ def run(settings: TuneSettings) -> int:
         process.raise_on_interrupt()
         contexts = _contexts(settings, loaded, consoles.notes)
         try:
-            measured = _measure(loaded, nodes, contexts, settings, consoles.notes)
+            points = _measure(loaded, nodes, contexts, settings, consoles.notes)
         except KeyboardInterrupt:
             consoles.notes.print("interrupted; nothing is stored")
             return process.INTERRUPTED
-    cost = measured.costs()
+    cost = StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
+    clock = clock_of(loaded.model.device)
+    measured = {"points": [asdict(point) for point in points], "clock": clock}
     stored: Path | None = None
     if settings.store:
-        details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
-        stored = store_costs(setting, cost, details)
+        stored = store_costs(setting, cost, {"measured": measured, "date": date.today().isoformat()})
     if settings.json:
         report = {
-            **measured.to_dict(),
+            **measured,
             "cost": cost.to_dict(),
             "setting": setting,
             "model": str(loaded.path),
@@ -57,8 +56,8 @@ def run(settings: TuneSettings) -> int:
         }
         print_json(consoles.out, report)
         return process.OK
-    consoles.out.print(measurement_table(measured, cost))
-    for line in fit_lines(measured, cost):
+    consoles.out.print(measurement_table(points, cost, clock))
+    for line in fit_lines(points, cost):
         consoles.out.print(line)
     if stored is not None:
         consoles.notes.print(f"stored in {stored}")
@@ -79,7 +78,7 @@ def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> li
 
 def _measure(
     loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], settings: TuneSettings, notes: Console
-) -> Measurement:
+) -> list[Point]:
     memory = memory_errors_explained(
         f"on {loaded.model.device} while measuring", "a shorter --context, fewer --nodes or --dtype bfloat16"
     )
@@ -93,32 +92,27 @@ def _measure(
             return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
 
 
-def measurement_table(measured: Measurement, cost: StepCosts) -> Table:
-    """A line for each size at each length: its time, that over a one-token step and over the memory limit, the fit."""
-    table = Table(title=f"{'CPU' if measured.clock == 'cpu' else 'wall'} time of a step")
-    for title in ("context", "nodes", "ms", "over one token", "over memory limit", "fit, ms"):
+def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> Table:
+    """A line for each size at each length: its time, that over a one-token step, the fit."""
+    table = Table(title=f"{'CPU' if clock == 'cpu' else 'wall'} time of a step")
+    for title in ("context", "nodes", "ms", "over one token", "fit, ms"):
         table.add_column(title, justify="right")
-    for context in sorted({point.context for point in measured.points}):
-        points = [point for point in measured.points if point.context == context]
-        single = next(point for point in points if point.nodes == 1)
-        for point in points:
+    for context in sorted({point.context for point in points}):
+        of_context = [point for point in points if point.context == context]
+        single = next(point for point in of_context if point.nodes == 1)
+        for point in of_context:
             table.add_row(
                 f"{context:,}",
                 f"{point.nodes:,}",
                 f"{1000 * point.seconds:.2f}",
                 f"{point.seconds / single.seconds:.2f}x",
-                f"{point.seconds / measured.limit:.2f}x",
                 f"{1000 * cost.expected(point.nodes, context):.2f}",
             )
         table.add_section()
     return table
 
 
-def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
-    """The memory limit, and how far the curve is from the points."""
-    errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in measured.points]
-    return [
-        f"memory limit: {1000 * measured.limit:.2f} ms to read {measured.weight_bytes / 1e6:,.0f} MB of weights "
-        f"at {measured.bandwidth / 1e9:.1f} GB/s",
-        f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most",
-    ]
+def fit_lines(points: Sequence[Point], cost: StepCosts) -> list[str]:
+    """How far the curve is from the points."""
+    errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in points]
+    return [f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most"]

@@ -218,7 +218,7 @@ def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[s
     Args:
         setting: See `describe_setting`.
         costs: The curve.
-        details: What else was measured, as plain numbers and lists: the points, the memory limit, the date.
+        details: What else was measured, as plain numbers and lists: the points, the date.
 
     Raises:
         OSError: The folder cannot be made or written to.
