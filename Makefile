@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server bench-aiperf test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -107,15 +107,6 @@ LOAD_PROMPTS = $(if $(filter file,$(origin SHARED)),$(wildcard $(SHARED)/data/hu
 bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone; installs the generator first (four minutes)
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm $(addprefix --prompts ,$(LOAD_PROMPTS)) \
 		--output $(OUT)/benchmarks/results/load.jsonl
-
-build/aiperf/installed:
-	$(PYTHON) -m venv build/aiperf
-	build/aiperf/bin/python -m pip install --quiet --disable-pip-version-check aiperf
-	touch $@
-
-bench-aiperf: build/aiperf/installed | $(VENV)/installed  ## The same by aiperf, without transformers serve (two minutes; installs it first)
-	$(BIN)/python benchmarks load --aiperf build/aiperf/bin/aiperf $(addprefix --prompts ,$(LOAD_PROMPTS)) \
-		--output $(OUT)/benchmarks/results/load-aiperf.jsonl
 
 # In environments of their own, which see what is installed here: they bring data sets, and what reads these.
 build/trl: PACKAGE = trl

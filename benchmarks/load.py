@@ -1,10 +1,9 @@
 """Measure servers with a public load generator: so many users at once, each with one request after another.
 
-A generator, guidellm or aiperf, sends the prompts to `lookahead serve` with drafts, to the same with `--preset
-autoregressive`, and to `transformers serve`, which runs on the same model. Servers follow each other, each in a process
-of its own on the loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and
-are bounded in number, length and time; no two of a server have the same prompt. A server has one core, and the load
-generator the others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's
+guidellm sends the prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
+`transformers serve`, which runs on the same model. Servers follow each other, each in a process of its own on the
+loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and are bounded in
+number, length and time; no two of a server have the same prompt. A server has one core, and guidellm the others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's
 process took for a load.
 """
 
@@ -39,19 +38,6 @@ START_SECONDS = 300
 PROMPT_CHARACTERS = 450
 """Length of a prompt of `own_prompts`, about that of HumanEval's."""
 
-AIPERF = {
-    "request_count": "avg",
-    "request_throughput": "avg",
-    "output_token_throughput": "avg",
-    "time_to_first_token": "p50",
-    "inter_token_latency": "p50",
-    "request_latency": "p50",
-    "spec_decode_token_weighted_acceptance_length": "avg",
-    "spec_decode_overall_draft_acceptance_rate": "avg",
-    "total_output_tokens": "avg",
-}
-"""What is kept of the report of aiperf, under its names: milliseconds, tokens and requests a second, per cent."""
-
 GUIDELLM = {
     "latency_seconds": "request_latency",
     "first_token_ms": "time_to_first_token_ms",
@@ -67,7 +53,6 @@ class Options:
     """What to measure."""
 
     guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make bench-server` installs it")
-    aiperf: str = option("", "this load generator instead; `make bench-aiperf` installs it")
     prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; this library's own files without")
     users: tuple[int, ...] = option((1, 8, 32), "users at once")
     requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")
@@ -160,31 +145,12 @@ class Bench:
                 texts, start = self._prompts[start : start + requests], start + requests
                 before = _seconds(process)
                 with tempfile.TemporaryDirectory() as folder:
-                    load = self._by_aiperf if self._options.aiperf else self._by_guidellm
-                    figures = load(url, name, texts, users, Path(folder))
+                    figures = self._load(url, name, texts, users, Path(folder))
                 after = _seconds(process)
                 row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
                 yield row | figures | {key: after[key] - before[key] for key in after}
 
-    def _by_aiperf(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
-        """A load by aiperf, in its terms. Answers do not end early: it takes one without text for an error."""
-        prompts = folder / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        extra = (f"max_tokens:{self._options.max_tokens}", "temperature:0", "ignore_eos:true")
-        command = [
-            *(self._options.aiperf, "profile", "--model", name, "--url", url, "--endpoint-type", "completions"),
-            *("--streaming", "--concurrency", str(users), "--request-count", str(len(texts)), "--ui", "none"),
-            *("--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--tokenizer", self._model),
-            *(word for value in extra for word in ("--extra-inputs", value)),
-            *("--output-artifact-dir", str(folder)),
-        ]
-        subprocess.run(command, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, check=True, capture_output=True)
-        report = json.loads((folder / "profile_export_aiperf.json").read_text(encoding="utf-8"))
-        row: Row = {name: report[name].get(figure) for name, figure in AIPERF.items() if name in report}
-        failed = report.get("error_request_count", {"avg": 0})["avg"]
-        return row | ({"error": f"{failed} requests failed"} if failed else {})
-
-    def _by_guidellm(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
+    def _load(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
         options = self._options
         prompts, report = folder / "prompts.jsonl", folder / "report.json"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
@@ -233,11 +199,10 @@ def probe(options: Options) -> Probe:
     """The units: each server, as often as there are repeats, in turn."""
     model = str(demo_model_path())
     bench = Bench(options, model)
-    servers = SERVERS[:2] if options.aiperf else SERVERS  # transformers serve knows no `ignore_eos`
     units = [
         Unit(f"{server}, {repeat}", partial(bench.rows, server, repeat))
         for repeat in range(options.repeats)
-        for server in servers
+        for server in SERVERS
     ]
-    about = {"model": "demo", "dtype": "float32", "servers": list(servers), "max_tokens": options.max_tokens}
+    about = {"model": "demo", "dtype": "float32", "servers": list(SERVERS), "max_tokens": options.max_tokens}
     return Probe(units, about)

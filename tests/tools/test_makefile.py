@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WRITERS = (
-    *("bench", "bench-aiperf", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
+    *("bench", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
     *("standard", "tables", "test-page", "trl"),
 )
 INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
