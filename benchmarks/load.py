@@ -3,8 +3,8 @@
 guidellm sends the prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
 `transformers serve`, which runs on the same model. Servers follow each other, each in a process of its own on the
 loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and are bounded in
-number, length and time; no two of a server have the same prompt. A server has one core, and guidellm the others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's
-process took for a load.
+number, length and time; no two of a server have the same prompt. A server has one core, and guidellm the others. Times
+are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's process took for a load.
 """
 
 from __future__ import annotations

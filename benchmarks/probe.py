@@ -12,7 +12,7 @@ from lookahead.bench.rows import Row
 from lookahead.bench.summary import first_difference, repeated_cycle_share
 from lookahead.errors import LookaheadError
 
-Way = Callable[[Case, int], Counts | None]
+Way = Callable[[Case, int], Counts]
 
 WARM_UP_TOKENS = 8
 
@@ -40,12 +40,10 @@ class Probe:
     Attributes:
         units: In the order in which they are done.
         header: What the figures depend on besides the machine and the versions of libraries.
-        writes: Whether this process keeps the rows; of several ranks one does.
     """
 
     units: Sequence[Unit]
     header: Mapping[str, Any] = field(default_factory=dict)
-    writes: bool = True
 
 
 def option(default: Any, help: str) -> Any:
@@ -57,8 +55,8 @@ class Turns:
     """Decodes cases in several ways, which take turns: each case begins with another one.
 
     Args:
-        ways: By name. They take a case and its number, and return `None` for a case that is not for them. The texts of
-            the first one are those that the others are compared with, where a case has no answer.
+        ways: By name. They take a case and its number. The texts of the first one are those that the others are
+            compared with, where a case has no answer.
         exact: Whether another text is an error.
     """
 
@@ -74,27 +72,26 @@ class Turns:
         first = self._turn % len(names)
         runs = {name: self._ways[name](case, self._turn) for name in (*names[first:], *names[:first])}
         self._turn += 1
-        wanted = list(case.answer) or list(runs[names[0]].tokens)  # type: ignore[union-attr]
+        wanted = list(case.answer) or list(runs[names[0]].tokens)
         for name in names:
             counts = runs[name]
-            if counts is not None:
-                tokens = list(counts.tokens)
-                row: Row = {
-                    "kind": "run",
-                    "id": case.id,
-                    "method": name,
-                    "prompt_tokens": len(case.prompt),
-                    "tokens": len(tokens),
-                    "steps": counts.steps,
-                    "nodes": counts.nodes,
-                    "cpu_seconds": round(counts.seconds, 5),
-                    "cycle_tokens": round(repeated_cycle_share(tokens) * len(tokens), 3),
-                    "first_difference": first_difference(tokens, wanted),
-                    "equal": tokens == wanted,
-                }
-                if self._exact and not row["equal"]:
-                    row["error"] = f"{name} on {case.id}: another text"
-                yield row
+            tokens = list(counts.tokens)
+            row: Row = {
+                "kind": "run",
+                "id": case.id,
+                "method": name,
+                "prompt_tokens": len(case.prompt),
+                "tokens": len(tokens),
+                "steps": counts.steps,
+                "nodes": counts.nodes,
+                "cpu_seconds": round(counts.seconds, 5),
+                "cycle_tokens": round(repeated_cycle_share(tokens) * len(tokens), 3),
+                "first_difference": first_difference(tokens, wanted),
+                "equal": tokens == wanted,
+            }
+            if self._exact and not row["equal"]:
+                row["error"] = f"{name} on {case.id}: another text"
+            yield row
 
     def _warm_up(self, case: Case) -> Iterator[Row]:
         for name, way in list(self._ways.items()):
