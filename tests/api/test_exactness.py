@@ -32,7 +32,7 @@ from model_zoo import (
 )
 from quick import REPRESENTATIVES, quickly
 
-EXAMPLES = 3
+EXAMPLES = 2
 """Drawn cases for each architecture."""
 
 NAMES = sorted(ARCHITECTURES)

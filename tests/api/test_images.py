@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -39,10 +40,21 @@ def tiny(family: str, window: int = 12) -> PreTrainedModel:
 
 def both(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **options: Any) -> tuple[Any, Any]:
     """What transformers and what lookahead decoding gives, under the same seed."""
+    expected = seeded(type(model).generate, model, **inputs, **options)
+    return expected, seeded(lookahead.generate, model, **inputs, lookahead_config=config, **options)
+
+
+def seeded(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     torch.manual_seed(3)
-    expected = type(model).generate(model, **inputs, **options)
-    torch.manual_seed(3)
-    return expected, lookahead.generate(model, **inputs, lookahead_config=config, **options)
+    return call(*arguments, **options)
+
+
+def all_equal(model: PreTrainedModel, inputs: dict[str, Any], configs: list[LookaheadConfig], **options: Any) -> None:
+    """Every configuration gives what transformers gives."""
+    expected = seeded(type(model).generate, model, **inputs, **options)
+    for config in configs:
+        found = seeded(lookahead.generate, model, **inputs, lookahead_config=config, **options)
+        assert torch.equal(found, expected), config
 
 
 @pytest.mark.parametrize("family", quickly([*TREES, *CHAINS], ["gemma3", "qwen2_5_vl/multimodal", *CHAINS]))
@@ -52,10 +64,8 @@ def test_texts_are_those_of_generate(family: str) -> None:
     presets = [LookaheadConfig(), LookaheadConfig(step_budget=16)]
     if family not in CHAINS:
         presets += [LookaheadConfig(preset="paper"), LookaheadConfig(step_budget=16, engine="static")]
-    for config in presets:
-        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
-            expected, output = both(model, inputs, config, max_new_tokens=32, **options)
-            assert torch.equal(output, expected)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
+        all_equal(model, inputs, presets, max_new_tokens=32, **options)
     mirrored = inputs | {"pixel_values": -inputs["pixel_values"]}
     with torch.no_grad():
         change = model(**inputs).logits[:, -1] - model(**mirrored).logits[:, -1]
@@ -89,10 +99,9 @@ def test_rows_with_padding(family: str) -> None:
     inputs["input_ids"][0, 4] = 17
     inputs["attention_mask"][1, 3] = 1
     inputs["input_ids"][1, :4] = 19
-    for config in (LookaheadConfig(step_budget=12), LookaheadConfig(step_budget=12, engine="static")):
-        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2}):
-            expected, output = both(model, inputs, config, max_new_tokens=24, pad_token_id=0, **options)
-            assert torch.equal(output, expected)
+    configs = [LookaheadConfig(step_budget=12), LookaheadConfig(step_budget=12, engine="static")]
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2}):
+        all_equal(model, inputs, configs, max_new_tokens=24, pad_token_id=0, **options)
 
 
 @pytest.mark.parametrize("family", ["llava/multimodal", "qwen2_5_vl/multimodal", *CHAINS])
