@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import law_fit
-from lookahead.bench.summary import MAX_PERIOD, MethodSummary, RunSet, repeated_cycles, run_of, tokens_before_cycles
+from lookahead.bench.summary import MethodSummary, RunSet, run_of, tokens_before_cycles
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -230,27 +230,12 @@ class MethodFigures(MethodSummary):
         return sum(tokens_before_cycles(row["output"]) for row in self.rows)
 
     @property
-    def final_cycle_share(self) -> float:
-        """Share of all tokens that lie in a repeated cycle which lasts to the end of the text."""
-        return self.share_of_tokens(final_cycle_share(row["output"]) for row in self.rows)
-
-    @property
     def time_over_reference(self) -> float | None:
         """CPU time of all runs over that of plain `model.generate` on the same prompts."""
         plain = {run_of(row): row["cpu_seconds"] for row in self.runs.by_method.get(self.runs.plain or "", [])}
         if not all(run_of(row) in plain for row in self.rows):
             return None
         return float(sum(row["cpu_seconds"] for row in self.rows) / sum(plain[run_of(row)] for row in self.rows))
-
-
-def final_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> float:
-    """Share of the tokens that lie in a repeated cycle which lasts to the end of the text, from 0 to 1.
-
-    This is the trap that greedy decoding does not leave again. Cycles are those of `repeated_cycle_share`; of
-    all that reach the last token, the longest counts.
-    """
-    lengths = [end - start for start, end, _ in repeated_cycles(tokens, max_period) if end == len(tokens)]
-    return max(lengths) / len(tokens) if lengths else 0.0
 
 
 class _MissingError(Exception):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.bench.summary import repeated_cycle_share, tokens_before_cycles
-from tables import final_cycle_share
 
 # Few different tokens, so that runs of all periods are common; and texts made of a block said often.
 NOISE = st.lists(st.integers(0, 2), max_size=40)
@@ -45,21 +44,9 @@ def test_repeated_share_follows_the_definition(tokens: list[int], max_period: in
 
 
 @given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
-def test_final_share_follows_the_definition(tokens: list[int], max_period: int) -> None:
-    lengths = [end - start for start, end in cycles_by_definition(tokens, max_period) if end == len(tokens)]
-    expected = max(lengths) / len(tokens) if lengths else 0.0
-    assert final_cycle_share(tokens, max_period=max_period) == pytest.approx(expected)
-
-
-@given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
 def test_tokens_before_cycles_follow_the_definition(tokens: list[int], max_period: int) -> None:
     starts = [start for start, _ in cycles_by_definition(tokens, max_period)]
     assert tokens_before_cycles(tokens, max_period=max_period) == min(starts, default=len(tokens))
-
-
-@given(tokens=TEXTS)
-def test_final_cycle_is_part_of_all_cycles(tokens: list[int]) -> None:
-    assert 0.0 <= final_cycle_share(tokens) <= repeated_cycle_share(tokens) <= 1.0
 
 
 @given(tokens=TEXTS)
@@ -70,26 +57,25 @@ def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "repeated", "final", "before"),
+    ("tokens", "repeated", "before"),
     [
-        ([], 0.0, 0.0, 0),
-        ([5], 0.0, 0.0, 1),
-        (list(range(50)), 0.0, 0.0, 50),
-        ([1] * 8, 0.0, 0.0, 8),  # only seven tokens repeat the one before
-        ([1] * 9, 1.0, 1.0, 0),
-        ([1, 2] * 4, 0.0, 0.0, 8),
-        ([1, 2] * 5, 1.0, 1.0, 0),
-        ([*range(20), *range(20)], 1.0, 1.0, 0),  # both copies count
-        ([*range(20), *range(19)], 0.0, 0.0, 39),  # not yet twice
-        ([*range(20), *range(20), *range(7)], 1.0, 1.0, 0),  # the last copy is cut short
-        ([*range(100, 110), *[7] * 10], 0.5, 0.5, 10),
-        ([*[7] * 10, *range(100, 110)], 0.5, 0.0, 0),
-        ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0.25, 0),
+        ([], 0.0, 0),
+        ([5], 0.0, 1),
+        (list(range(50)), 0.0, 50),
+        ([1] * 8, 0.0, 8),  # only seven tokens repeat the one before
+        ([1] * 9, 1.0, 0),
+        ([1, 2] * 4, 0.0, 8),
+        ([1, 2] * 5, 1.0, 0),
+        ([*range(20), *range(20)], 1.0, 0),  # both copies count
+        ([*range(20), *range(19)], 0.0, 39),  # not yet twice
+        ([*range(20), *range(20), *range(7)], 1.0, 0),  # the last copy is cut short
+        ([*range(100, 110), *[7] * 10], 0.5, 10),
+        ([*[7] * 10, *range(100, 110)], 0.5, 0),
+        ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0),
     ],
 )
-def test_cycles_are_found_by_their_definition(tokens: list[int], repeated: float, final: float, before: int) -> None:
+def test_cycles_are_found_by_their_definition(tokens: list[int], repeated: float, before: int) -> None:
     assert repeated_cycle_share(tokens) == pytest.approx(repeated)
-    assert final_cycle_share(tokens) == pytest.approx(final)
     assert tokens_before_cycles(tokens) == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from command import main
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.bench.measuring import steps_within
-from lookahead.bench.rows import read_files
+from lookahead.bench.rows import read_results
 from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import RunSet, differences, first_difference, summarise
 from tables import MethodFigures
@@ -173,25 +172,13 @@ def test_old_rows_without_nodes_of_each_step_are_summarised() -> None:
     assert (auto.mean_nodes, auto.same) == (8, 1)
 
 
-def test_files_measured_in_two_ways_are_refused(tmp_path: Path) -> None:
-    first, again, elsewhere = (tmp_path / f"{name}.jsonl" for name in "abc")
-    first.write_text(json.dumps(row("plain", "a", [1, 1], 1.0)) + "\n")
-    again.write_text(json.dumps(row("plain", "a", [1, 1], 3.0)) + "\n")
-    assert [line["cpu_seconds"] for line in read_files([first, again])] == [3.0]
-    elsewhere.write_text(again.read_text().replace("A Processor", "Another"))
-    assert len(read_files([first, elsewhere])) == 1, "the last one counts"
-    elsewhere.write_text(elsewhere.read_text().replace('"prompt": "a"', '"prompt": "b"'))
-    with pytest.raises(InvalidArgumentError, match="machine: device: 'A Processor' then, 'Another' now"):
-        read_files([first, elsewhere])
-
-
 @pytest.mark.parametrize(
     ("text", "message"), [("{\n", "line 1 is no JSON"), ('{"kind": "header"}\n', "line 1 is no result of")]
 )
 def test_files_of_other_content_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(InvalidArgumentError, match=message):
-        read_files([tmp_path / "bad.jsonl"])
+        read_results(tmp_path / "bad.jsonl")
 
 
 def test_plots_need_matplotlib_and_a_folder(

@@ -147,7 +147,7 @@ def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
     for name, value in now.items():
         if then.get(name) != value:
             raise InvalidArgumentError(
-                f"{path} measured{what} with another {name} ({difference(then.get(name), value)}); choose another "
+                f"{path} measured{what} with another {name} ({_difference(then.get(name), value)}); choose another "
                 "--output, or begin this file anew with --restart"
             )
 
@@ -200,6 +200,15 @@ def read_lines(path: Path) -> list[Row]:
     return rows
 
 
+def read_results(path: Path) -> list[Row]:
+    """The rows of a suite.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or holds something else.
+    """
+    return _checked(path, read_lines(path))
+
+
 def _checked(path: Path, rows: list[Row]) -> list[Row]:
     for number, row in enumerate(rows, start=1):
         if any(name not in row for name in _NEEDED):
@@ -207,32 +216,12 @@ def _checked(path: Path, rows: list[Row]) -> list[Row]:
     return rows
 
 
-def read_files(paths: Sequence[Path]) -> list[Row]:
-    """The rows of several files as if they were one; of a run that is in two of them the last row counts.
-
-    Raises:
-        InvalidArgumentError: A file cannot be read, or rows of one task and method cannot be put into one table.
-    """
-    rows = {key_of(row): row for path in paths for row in _checked(path, read_lines(path))}
-    first: dict[tuple[str, str, str], Any] = {}
-    for row in rows.values():
-        how = {name: row.get(name) for name in ("machine", "versions")}
-        how |= {name: row["settings"][name] for name in ("model", "method")}
-        first_settings = first.setdefault((row["model"], row["task"], row["method"]), how)
-        if first_settings != how:
-            raise InvalidArgumentError(
-                f"{', '.join(map(str, paths))}: {row['method']!r} on {row['task']!r} was measured in two ways "
-                f"({difference(first_settings, how)}); make a report of each"
-            )
-    return list(rows.values())
-
-
-def difference(then: Any, now: Any) -> str:
+def _difference(then: Any, now: Any) -> str:
     """Describe the first value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             if then.get(name) != now.get(name):
-                return f"{name}: {difference(then.get(name), now.get(name))}"
+                return f"{name}: {_difference(then.get(name), now.get(name))}"
     return f"{then!r} then, {now!r} now"
 
 
@@ -261,12 +250,10 @@ def _line(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt, and its place in the file, from 0.
 
     Attributes:
         id: What its file calls it; the place of its line where that says nothing.
-        number: Its place in the file, from 0.
-        text: The whole text.
         task: What its file says it belongs to, empty if nothing.
         fault: Why it has no text that a model could read, empty if it has.
     """
@@ -282,7 +269,7 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
     """The prompts of a task, in the order of the file.
 
     Args:
-        task: The task.
+        task: Its file, and which prompts of it.
         limit: Take only the first so many, whatever the task says.
         faulty: Give back prompts without a text, too, and say in `fault` what is wrong with them.
 

@@ -58,13 +58,7 @@ class ScalingLaw(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One measured S.
-
-    Attributes:
-        window_size: W, which is G as well.
-        ngram_size: N.
-        step_compression: S, tokens generated over steps (Eq. 6).
-    """
+    """One measured S, tokens generated over steps (Eq. 6), of W, which is G as well, and N."""
 
     window_size: int
     ngram_size: int
@@ -72,12 +66,7 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The law that fits some measured S best.
-
-    Attributes:
-        law: It.
-        deviation: Root of the mean squared difference of measured and computed S.
-    """
+    """The law that fits measured S best, and the root of the mean squared difference of measured and computed S."""
 
     law: ScalingLaw
     deviation: float

@@ -179,15 +179,9 @@ class RunSet:
 
 
 class MethodSummary:
-    """One method, on the runs in `rows`. A figure is `None` where nothing was measured that it could come from.
+    """One method, on the runs in `rows`, of which there is one at least, compared with those of others in `runs`.
 
-    Attributes:
-        rows: Its runs, one at least.
-        runs: All runs, to compare with.
-        method: Its name.
-        settings: Its settings.
-        preset: The preset of this library, `None` for transformers.
-        size: How many runs they are.
+    A figure is `None` where nothing was measured that it could come from.
     """
 
     def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:

@@ -36,14 +36,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Point:
-    """One size at one context length.
-
-    Attributes:
-        nodes: Nodes of the tree, the root included.
-        context: Tokens of text in the cache.
-        seconds: Median time of a step, by the clock that suits the device (see `clock_of`).
-        repeats: Steps timed.
-    """
+    """The median of so many steps of a size after a text: nodes with the root, tokens in the cache, and seconds by the
+    clock that suits the device (see `clock_of`)."""
 
     nodes: int
     context: int

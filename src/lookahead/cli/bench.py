@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
-from lookahead.bench.rows import RowsFile, describe_machine, open_results, read_files
+from lookahead.bench.rows import RowsFile, describe_machine, open_results, read_results
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, summarise
@@ -53,10 +53,11 @@ def run(settings: BenchSettings, suite: Suite) -> int:
 def fit_law(settings: LawSettings) -> int:
     """Print alpha and f of the scaling law for each model and task, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
-    rows = read_files(settings.results)
+    rows = read_results(settings.results)
     if not law_points(rows):
-        names = ", ".join(map(str, settings.results))
-        raise InvalidArgumentError(f"{names}: no runs of the paper's method with W = G and a pool of the window's own")
+        raise InvalidArgumentError(
+            f"{settings.results}: no runs of the paper's method with W = G and a pool of the window's own"
+        )
     for (model, task), runs in summarise(rows).items():
         if law_points(runs.rows):
             titles, lines = law_fit(runs.rows)

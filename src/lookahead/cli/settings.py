@@ -368,4 +368,4 @@ class BenchSettings(Settings):
 class LawSettings(Settings):
     """Settings of `lookahead bench law`."""
 
-    results: list[Path] = argument("RESULTS", "Raw results (JSON lines, also as .gz); several count as one.")
+    results: Path = argument("RESULTS", "Rows of `bench run` (JSON lines, also as .gz).")
