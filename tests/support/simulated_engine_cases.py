@@ -28,6 +28,7 @@ from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
 EIGHT = LookaheadConfig(step_budget=8)
+UNCAPTURED = LookaheadConfig(step_budget=8, engine="dynamic")
 
 
 def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, **options: Any) -> list[int]:
@@ -132,7 +133,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     """More requests than there is room for: some wait again, and pages of those that end are taken by others."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
-    size = Engine(there, EIGHT)._memory.token_bytes
+    size = Engine(there, UNCAPTURED)._memory.token_bytes
     engine = Engine(there, EIGHT, max_rows=4, kv_bytes=200 * size, prefix_cache=False)
     pool = pool_of(engine)
     capacity, pages = pool.capacity, len(pool.free)
@@ -250,7 +251,7 @@ def test_texts_that_are_evicted_make_room(device: Simulation) -> None:
     """What ended with the last step, too: no row takes more memory than there is."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
-    size = Engine(there, EIGHT)._memory.token_bytes
+    size = Engine(there, UNCAPTURED)._memory.token_bytes
     engine = Engine(there, EIGHT, max_rows=2, kv_bytes=165 * size)
     capacity = pool_of(engine).capacity
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 60}

@@ -203,7 +203,7 @@ class MethodSummary:
     @property
     def cycle_share(self) -> float:
         """Share of all tokens that lie in a repeated cycle."""
-        return self.share_of_tokens(row["cycle_share"] for row in self.rows)
+        return float(sum(row["cycle_share"] * row["tokens"] for row in self.rows)) / (_sum(self.rows, "tokens") or 1)
 
     @property
     def mean_nodes(self) -> float:
@@ -244,11 +244,6 @@ class MethodSummary:
             return "yes" if self.compared else "not compared"
         is_error = any(found.is_error for found in differences(self.rows, self.runs.rows))
         return "NO, " * is_error + f"{self.same} of {self.compared}"
-
-    def share_of_tokens(self, shares: Iterable[float]) -> float:
-        """The mean of shares of the runs, by their tokens."""
-        weighted = (share * row["tokens"] for share, row in zip(shares, self.rows, strict=True))
-        return float(sum(weighted)) / (_sum(self.rows, "tokens") or 1)
 
     def _over(self, base: str | None) -> Ratio | None:
         """Times as fast per token as another method, run against run of a prompt and pass; medians of its passes."""
