@@ -91,7 +91,7 @@ def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulatio
     """Rows join and leave, three of them at a time, without a capture after the start."""
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=3)
-    texts = [PROMPT[:, : 15 - 2 * row] for row in range(5)]
+    texts = [PROMPT[:, : 15 - 2 * row] for row in range(3)]
     device.take()
     handles = [
         (
@@ -138,7 +138,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     pool = pool_of(engine)
     capacity, pages = pool.capacity, len(pool.free)
     assert capacity <= 200 + 2 * pool.block
-    prompts = [PROMPT[:, : 15 - row] for row in range(6)]
+    prompts = [PROMPT[:, : 15 - row] for row in range(4)]
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 80}
     handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
     engine.run()
@@ -156,7 +156,7 @@ def test_texts_begin_with_what_others_have(
     device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     """Finished texts and running ones; a long prompt is read in parts, larger than what is captured."""
-    engine = Engine(there, LookaheadConfig(), max_rows=2, prompt_tokens=300)
+    engine = Engine(there, EIGHT, max_rows=2, prompt_tokens=300)
     long = torch.cat([demo_prompt, demo_prompt[:, :250]], dim=1)
     texts = [long, long[:, :-5], torch.cat([long[:, :-5], demo_prompt[:, :40]], dim=1)]
     options = {**OPTIONS, **GREEDY}

@@ -111,14 +111,14 @@ def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
     return outputs
 
 
-def differences(rows: Sequence[Row], among: Iterable[Row] | None = None) -> list[Difference]:
+def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]] | None = None) -> list[Difference]:
     """The outputs that are not the reference's; those without a reference are not compared.
 
     Args:
         rows: The runs to compare.
-        among: Where the references are, if not in `rows`.
+        expected: The references, if they are not in `rows`.
     """
-    expected = references(rows if among is None else among)
+    expected = references(rows) if expected is None else expected
     compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
     places = [(row, first_difference(row["output"], text)) for row, text in compared]
     return [Difference(row, place, bool(row["exact"])) for row, place in places if place is not None]
@@ -235,15 +235,19 @@ class MethodSummary:
     @property
     def same(self) -> int:
         """Those of them whose output is the reference's."""
-        return self.compared - len(differences(self.rows, self.runs.rows))
+        return self.compared - len(self.differences)
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """Those of them whose output is another one."""
+        return differences(self.rows, self.runs.references)
 
     @property
     def identical(self) -> str:
         """Whether the outputs are those of the reference, and whether they have to be."""
-        if not self.compared or self.same == self.compared:
+        if not self.differences:
             return "yes" if self.compared else "not compared"
-        is_error = any(found.is_error for found in differences(self.rows, self.runs.rows))
-        return "NO, " * is_error + f"{self.same} of {self.compared}"
+        return "NO, " * any(found.is_error for found in self.differences) + f"{self.same} of {self.compared}"
 
     def _over(self, base: str | None) -> Ratio | None:
         """Times as fast per token as another method, run against run of a prompt and pass; medians of its passes."""
