@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.bench.summary import repeated_cycle_share, tokens_before_cycles
@@ -36,6 +36,7 @@ def cycles_by_definition(tokens: list[int], max_period: int) -> Iterator[tuple[i
                     yield start, end
 
 
+@settings(deadline=None)
 @given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
 def test_repeated_share_follows_the_definition(tokens: list[int], max_period: int) -> None:
     covered = {i for cycle in cycles_by_definition(tokens, max_period) for i in range(*cycle)}
@@ -43,12 +44,14 @@ def test_repeated_share_follows_the_definition(tokens: list[int], max_period: in
     assert repeated_cycle_share(tokens, max_period=max_period) == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
 def test_tokens_before_cycles_follow_the_definition(tokens: list[int], max_period: int) -> None:
     starts = [start for start, _ in cycles_by_definition(tokens, max_period)]
     assert tokens_before_cycles(tokens, max_period=max_period) == min(starts, default=len(tokens))
 
 
+@settings(deadline=None)
 @given(tokens=TEXTS)
 def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
     share = repeated_cycle_share(tokens)
