@@ -20,7 +20,7 @@ from fuzz.rows import CaseRows
 from fuzz.variant import Variant
 from run_fuzz import Enough, draw_cases, run_all
 
-SLICE = 4
+SLICE = 6
 """How many cases are run here; `make fuzz` runs more."""
 TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})
 
