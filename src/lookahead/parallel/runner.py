@@ -5,16 +5,14 @@ rank that did not run an accepted run of tokens has a shorter cache than others,
 pending tokens; nothing of that is ever sent between ranks.
 
 For greedy decoding of raw logits, every rank walks by itself, over predictions that are the same everywhere. Otherwise
-a token is selected by the rank that has the logits: rank 0 selects the one after the root, and the rank that runs the
-branch it leads into continues to the end of the walk. The selected tokens are sent to the other ranks, which repeat the
-selection: stateful processors and criteria see every token, in order, and the random state advances by as many samples.
+each token is selected by the rank that has the logits, and sent to the others, which repeat the selection: stateful
+processors and criteria see every token, in order, and the random state advances by as many samples.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,20 +28,8 @@ from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
 
-Codes = NDArray[np.int32]
-
-_NOTHING = -1
-"""What a message holds behind its tokens; a token is sent as twice its id, plus 1 if the text is complete."""
-
-
-@dataclass
-class _Row:
-    """A walk in progress."""
-
-    number: int
-    sequence: TextSequence
-    result: ForwardResult
-    walk: Walk
+_HEAD = np.dtype(np.int32).itemsize
+"""Bytes of the checksum that a message begins with."""
 
 
 class ParallelRunner:
@@ -54,8 +40,7 @@ class ParallelRunner:
     Args:
         local: The model of this rank.
         exchange: Communication with the other ranks.
-        alone: Whether every rank can select tokens from predictions alone, without logits. Otherwise no branch of
-            candidates is run on several ranks.
+        alone: Whether every rank can select tokens from predictions alone, without logits.
     """
 
     def __init__(self, local: ModelRunner, exchange: Exchange, alone: bool) -> None:
@@ -123,7 +108,7 @@ class ParallelRunner:
                 local_tree = self.idle_tree()
                 split = split_tree(tree, [1] * self._exchange.size)
             else:
-                split = split_tree(tree, self._pending(row, tree), whole_branches=not self._alone)
+                split = split_tree(tree, self._pending(row, tree))
             self._splits.append(split)
             self._places.append(_grow(local_tree, tree, split, self.rank))
             local_trees.append(local_tree)
@@ -139,25 +124,18 @@ class ParallelRunner:
     ) -> list[Walk | None]:
         """Walk the trees of all sequences, as `lookahead.core.step.verify`; the same walks on every rank.
 
-        Tokens are selected row after row, as in one process, since all rows sample from one random state. A rank
-        continues from row to row while the walks stay in its own branches. So one sequence takes at most two exchanges,
-        and a batch one more for each walk that leads to another rank than the walk before it.
+        Tokens are selected row after row, as in one process, since all rows sample from one random state.
 
         Raises:
             ParallelError: A rank does not come, or has drafted something else.
         """
+        self._share()
         if self._alone:
-            self._share(np.empty(0, dtype=np.int32))
             return verify(sequences, trees, outputs)
         walks = [None if sequence.finished else Walk(tree) for sequence, tree in zip(sequences, trees, strict=True)]
-        parts = zip(sequences, outputs, walks, strict=True)
-        self._walk(
-            [
-                _Row(number, sequence, result, walk)
-                for number, (sequence, result, walk) in enumerate(parts)
-                if walk is not None
-            ]
-        )
+        for sequence, result, walk, split in zip(sequences, outputs, walks, self._splits, strict=True):
+            while walk is not None and not walk.done:
+                walk.take(*self._select(sequence, result, walk.node, int(split.owners[walk.node])))
         return walks
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -200,89 +178,47 @@ class ParallelRunner:
         self._local.commit([range(last - first) if place == row else [] for place in range(len(trees))])
         self._cached[self.rank][row] = self._lengths[row]
 
-    def _share(self, note: Codes) -> list[Codes]:
-        """Tell the other ranks what this one predicts, and `note`; take in what they predict.
-
-        Args:
-            note: Of the same length on every rank.
-
-        Returns:
-            The notes of all ranks.
-        """
+    def _share(self) -> None:
+        """Tell the other ranks what this one predicts; take in what they predict."""
         size = self._exchange.size
         answers = [
             [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
         ]  # [ranks][rows], nodes
         most = max(sum(map(len, rows)) for rows in answers)
-        received = self._exchange.gather(self._packed(answers[self.rank], most, note))
-        head = 4 * (1 + len(note))
+        received = self._exchange.gather(self._packed(answers[self.rank], most))
         for rank, message in enumerate(received):
-            if message[:head].view(np.int32)[0] != self._checksum():
+            if message[:_HEAD].view(np.int32)[0] != self._checksum():
                 self._disagree(rank)
-            self._take(answers[rank], message[head:].view(self._said))
-        return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
+            self._take(answers[rank], message[_HEAD:].view(self._said))
 
-    def _walk(self, rows: list[_Row]) -> None:
-        room = sum(_most_tokens(row.walk.tree) for row in rows)
-        keeps = any(row.sequence.sampler.keeps for row in rows)
-        walker, shared = 0, False
-        while not shared or not all(row.walk.done for row in rows):
-            message = np.full(room, _NOTHING, dtype=np.int32)
-            logits: list[torch.Tensor] = []
-            if self.rank == walker:
-                codes = self._select(rows, logits)
-                message[: len(codes)] = codes
-            if shared:
-                received = self._exchange.gather(message.view(np.uint8))[walker].view(np.int32)
-            else:
-                received, shared = self._share(message)[walker], True
-            codes = received[received != _NOTHING].tolist()
-            given = self._broadcast_logits(logits, codes, rows, walker) if keeps else None
-            if self.rank != walker:
-                _repeat(rows, codes, given)
-            ahead = next((row for row in rows if not row.walk.done), None)
-            if ahead is not None:
-                walker = self._owner(ahead)
+    def _select(self, sequence: TextSequence, result: ForwardResult, node: int, owner: int) -> tuple[int, bool]:
+        """The token after `node`, and whether the text is complete with it, as the rank `owner` has it."""
+        sampler, mine = sequence.sampler, self.rank == owner
+        message = np.zeros(2, dtype=np.int32)
+        if mine:
+            selected = select_token(sequence, result, node)
+            message[:] = selected, sequence.append(selected)
+        token, stopped = self._exchange.gather(message.view(np.uint8))[owner].view(np.int32).tolist()
+        logits = result.logits_after(node).cpu() if mine and sampler.keeps else torch.zeros(1, result.logits.shape[-1])
+        if sampler.keeps:
+            self._exchange.broadcast(logits, owner)
+        if not mine:
+            if sampler.needs_logits:
+                # The token sampled here is discarded, but processors see the text, and the random state advances by an
+                # amount that depends on the vocabulary size alone.
+                sampler.choose(sequence.ids, logits.to(sequence.device))
+            sequence.append(token)
+        return token, bool(stopped)
 
-    def _select(self, rows: list[_Row], logits: list[torch.Tensor]) -> list[int]:
-        """Select tokens while this rank has the logits; returns their codes for the other ranks."""
-        codes: list[int] = []
-        for row in rows:
-            sequence = row.sequence
-            while not row.walk.done:
-                if row.walk.node != row.walk.tree.root and self._owner(row) != self.rank:
-                    return codes
-                token = select_token(sequence, row.result, row.walk.node)
-                if sequence.sampler.keeps:
-                    logits.append(row.result.logits_after(row.walk.node))
-                row.walk.take(token, sequence.append(token))
-                codes.append(2 * token + row.walk.stopped)
-        return codes
-
-    def _broadcast_logits(
-        self, logits: list[torch.Tensor], codes: list[int], rows: list[_Row], walker: int
-    ) -> torch.Tensor | None:
-        """The logits `[tokens, vocabulary]` that the tokens were selected from, for a caller who wants them."""
-        if not codes:
-            return None
-        mine = self.rank == walker
-        given = torch.cat(logits).cpu() if mine else torch.empty(len(codes), rows[0].result.logits.shape[-1])
-        self._exchange.broadcast(given, walker)
-        return given
-
-    def _owner(self, row: _Row) -> int:
-        """The rank that has the logits after the node that a walk has come to."""
-        return int(self._splits[row.number].owners[row.walk.node])
-
-    def _packed(self, nodes: list[NDArray[np.int64]], most: int, note: Codes) -> Bytes:
-        """One message: checksum, note, and what is said of each of `nodes`, of which `most` have room."""
+    def _packed(self, nodes: list[NDArray[np.int64]], most: int) -> Bytes:
+        """One message: checksum, and what is said of each of `nodes`, of which `most` have room."""
         said = np.zeros(most, dtype=self._said)
         count = sum(map(len, nodes))
         pairs = list(zip(self._results, nodes, strict=True))
         said["likeliest"][:count] = np.concatenate([result.predictions[rows] for result, rows in pairs])
         said["ids"][:count] = np.concatenate([result.top_ids[rows] for result, rows in pairs])
         said["chances"][:count] = np.concatenate([result.top_probabilities[rows] for result, rows in pairs])
-        head = np.array([self._checksum(), *note], dtype=np.int32)
+        head = np.array([self._checksum()], dtype=np.int32)
         return np.concatenate([head.view(np.uint8), said.view(np.uint8)])
 
     def _take(self, nodes: list[NDArray[np.int64]], said: NDArray[Any]) -> None:
@@ -353,27 +289,3 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
     listed = Listed(top_ids, chances, predictions)
     return ForwardResult(result.logits, rows, lambda: listed, result.borrowed)
-
-
-def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> None:
-    """Repeat the steps of the rank that selected these tokens."""
-    unfinished = iter([row for row in rows if not row.walk.done])
-    row = next(unfinished)
-    for place, code in enumerate(codes):
-        if row.walk.done:
-            row = next(unfinished)
-        token, stopped = code >> 1, bool(code & 1)
-        sampler = row.sequence.sampler
-        if sampler.needs_logits:
-            # The token sampled here is discarded, but processors see the text, and the random state advances by an
-            # amount that depends on the vocabulary size alone.
-            logits = torch.zeros(row.result.logits.shape[-1]) if given is None else given[place]
-            sampler.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
-        row.sequence.append(token)
-        row.walk.take(token, stopped)
-
-
-def _most_tokens(tree: TokenTree) -> int:
-    """Most tokens that a walk of `tree` may select."""
-    kinds = zip(tree.depths, tree.kinds, strict=True)
-    return 1 + max((depth for depth, kind in kinds if kind is NodeKind.CANDIDATE), default=tree.root) - tree.root

@@ -1,9 +1,8 @@
 """Splitting the tree of a step into one tree for each rank (section 3.4 of the paper, Figure 3).
 
-Whole branches of candidates go to one rank, so that the rank that answers for the first token of an accepted run
-answers for all of it; where nobody needs that, large branches are cut further down. Columns of the window go to one
-rank each, together with the part of the trunk that they hang from. That part, the root, and the tokens above a cut are
-what ranks compute in duplicate. The split depends on nothing but its arguments, so every rank finds the same one.
+Branches of candidates go to one rank each, large ones cut further down. Columns of the window go to one rank each,
+together with the part of the trunk that they hang from. That part, the root, and the tokens above a cut are what ranks
+compute in duplicate. The split depends on nothing but its arguments, so every rank finds the same one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Split:
     held: list[list[int]]
 
 
-def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = True) -> Split:
+def split_tree(tree: TokenTree, pending: Sequence[int]) -> Split:
     """Split `tree` so that the largest load is small, in nodes.
 
     Candidates are dealt out from rank 0 upwards, the window from the last rank downwards: the likeliest path is
@@ -40,23 +39,13 @@ def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = T
         tree: The tree of the step.
         pending: For each rank how many decided tokens it has to run anyway, the root included. They differ where
             a rank did not run the run of tokens that was accepted last.
-        whole_branches: Cut no branch of candidates below the root.
     """
     ranks = len(pending)
     columns = _columns(tree)
-    low = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
-    high = max(pending) + len(tree)
-    branches = _branches(tree, len(tree) if whole_branches or ranks == 1 else max(1, low // 2))
-    best = _deal(branches, columns, pending, high)
-    assert best is not None  # one rank alone has room for everything
-    while low < high:
-        middle = (low + high) // 2
-        dealt = _deal(branches, columns, pending, middle)
-        if dealt is None:
-            low = middle + 1
-        else:
-            best, high = dealt, middle
-    return _split(tree, best)
+    least = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
+    branches = _branches(tree, len(tree) if ranks == 1 else max(1, least // 2))
+    loads = range(least, max(pending) + len(tree) + 1)  # one rank alone has room for everything
+    return next(split for load in loads if (split := _deal(tree, branches, columns, pending, load)) is not None)
 
 
 def _branches(tree: TokenTree, most: int) -> list[set[int]]:
@@ -107,13 +96,9 @@ def _columns(tree: TokenTree) -> list[set[int]]:
 
 
 def _deal(
-    branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], most: int
-) -> list[set[int]] | None:
-    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if none was found.
-
-    Returns:
-        The nodes below the root that each rank runs.
-    """
+    tree: TokenTree, branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], most: int
+) -> Split | None:
+    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if none was found."""
     held: list[set[int]] = [set() for _ in pending]
 
     def takes(rank: int, piece: set[int]) -> bool:
@@ -132,16 +117,9 @@ def _deal(
     for branch in branches:
         if not any(takes(rank, branch) for rank in range(len(pending))):
             return None
-    return held
-
-
-def _split(tree: TokenTree, held: list[set[int]]) -> Split:
     owners = np.full(len(tree), -1, dtype=np.int64)
-    for node, wanted in enumerate(tree.needs_logits[: tree.root + 1]):
-        if wanted:
-            owners[node] = 0  # every rank has it; one decides, as rounding may differ
-    for rank, nodes in enumerate(held):
-        for node in nodes:
-            if owners[node] < 0 and tree.needs_logits[node]:
-                owners[node] = rank
+    for rank, nodes in reversed(list(enumerate(held))):  # of several that run a node the first one answers for it
+        owners[list(nodes)] = rank
+    owners[: tree.root + 1] = 0  # every rank has these; one decides, as rounding may differ
+    owners[~np.array(tree.needs_logits)] = -1
     return Split(owners, [sorted(nodes) for nodes in held])
