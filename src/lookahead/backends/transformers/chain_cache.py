@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.model_state import forward_arguments
+from lookahead.backends.transformers.snapshots import hold_only
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Source = Mapping[str, Any]
@@ -120,19 +121,17 @@ class SavedState:
 
     Args:
         content: The cache.
-        buffers: Tensors of an earlier one of the same cache, to copy to; copies that fit none are added.
 
     Attributes:
         copied_bytes: Bytes of states that were copied.
         held_bytes: Bytes of all that the cache holds.
     """
 
-    def __init__(self, content: Any, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, content: Any) -> None:
         self.copied_bytes = self.held_bytes = 0
         self._containers: list[tuple[Any, Any]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._buffers = buffers
         self._visit(content, copies=not isinstance(content, Cache), opens=True)
 
     def restore(self) -> None:
@@ -146,8 +145,7 @@ class SavedState:
                 raise UnsupportedModelError("the model writes into a part of its cache that transformers only replaces")
         for container, content in self._containers:
             if isinstance(container, dict):
-                container.clear()
-                container.update(content)
+                hold_only(container, content)
             else:
                 container[:] = content
         for tensor, saved in self._copies:
@@ -155,9 +153,10 @@ class SavedState:
 
     def _visit(self, value: Any, copies: bool, opens: bool = False) -> None:
         if isinstance(value, torch.Tensor):
-            self.held_bytes += value.numel() * value.element_size()
+            self.held_bytes += value.nbytes
             if copies:
-                self._copy(value)
+                self._copies.append((value, value.clone()))
+                self.copied_bytes += value.nbytes
             elif not value.is_inference():
                 self._versions.append((value, value._version))
         elif isinstance(value, dict | list | tuple):
@@ -173,19 +172,6 @@ class SavedState:
             running = _RUNNING_STATES if isinstance(value, LinearAttentionCacheLayerMixin) else ()
             for name, item in attributes.items():
                 self._visit(item, copies or name in running)
-
-    def _copy(self, tensor: torch.Tensor) -> None:
-        number = len(self._copies)
-        if number == len(self._buffers):
-            self._buffers.append(torch.empty_like(tensor))
-        elif not _fits(self._buffers[number], tensor):
-            self._buffers[number] = torch.empty_like(tensor)
-        self._copies.append((tensor, self._buffers[number].copy_(tensor)))
-        self.copied_bytes += tensor.numel() * tensor.element_size()
-
-
-def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and buffer.device == tensor.device
 
 
 class ChainRow(TextRow):
@@ -214,13 +200,12 @@ class ChainRow(TextRow):
         self.copied_bytes = 0
         self._source = source or {}
         self._whole = torch.empty(1, 0, dtype=torch.long, device=model.device) if reads_whole(model) else None
-        self._buffers: list[torch.Tensor] = []
         self._saved: SavedState | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes that states, keys and values take."""
-        return SavedState(self.content, []).held_bytes
+        return SavedState(self.content).held_bytes
 
     def arguments(self) -> dict[str, Any]:
         """What a pass takes of it."""
@@ -234,8 +219,8 @@ class ChainRow(TextRow):
         return self._given
 
     def save(self) -> None:
-        """Remember the cache as it is; the copies are taken into the buffers of the last time."""
-        self._saved = SavedState(self.content, self._buffers)
+        """Remember the cache as it is."""
+        self._saved = SavedState(self.content)
         self.copied_bytes += self._saved.copied_bytes
 
     def settle(self, sent: int, kept: int) -> None:

@@ -102,7 +102,7 @@ class PromptPass:
         inputs = self._model.prepare_inputs_for_generation(
             self._ids, next_sequence_length=new, is_first_iteration=True, **arguments
         )
-        saved = None if self._runner.chains else SavedState(cache, [])
+        saved = None if self._runner.chains else SavedState(cache)
         try:
             outputs = self._model(**inputs, return_dict=True)
             self._go_on(outputs)
@@ -156,7 +156,7 @@ class PromptPass:
 
     def _plain_step(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Logits `[rows, vocabulary]` of that, which leaves no trace."""
-        saved = SavedState(inputs[self._cache_name], [])
+        saved = SavedState(inputs[self._cache_name])
         logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1].float()
         saved.restore()
         return logits

@@ -23,7 +23,7 @@ from lookahead.backends.transformers.packed_linear import (
     PackedLinear,
     can_pack,
 )
-from lookahead.backends.transformers.snapshots import all_modules, in_threads, preserved_state
+from lookahead.backends.transformers.snapshots import all_modules, hold_only, in_threads, preserved_state
 from lookahead.errors import UnsupportedModelError
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
@@ -202,10 +202,7 @@ def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[
     current.pop("generate", None)
     if children := module._modules:
         current["_modules"] = {name: None if child is None else clones[id(child)] for name, child in children.items()}
-    attributes.update(current)
-    if len(attributes) != len(current):
-        for name in attributes.keys() - current.keys():
-            del attributes[name]
+    hold_only(attributes, current)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, int]:

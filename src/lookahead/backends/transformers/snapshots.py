@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_int32
@@ -76,36 +76,26 @@ def preserved_state(model: torch.nn.Module) -> Iterator[None]:
     The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
     a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
     """
-    kept = [
-        (module, dict(vars(module)), [(name, buffer, _copy(buffer)) for name, buffer in module._buffers.items()])
-        for module in model.modules()
-    ]
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         for module, attributes, buffers in kept:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            _put_back(module._buffers, buffers)
+            hold_only(vars(module), attributes)
+            hold_only(module._buffers, buffers)
+        for buffer, saved in values:
+            if not buffer.is_meta and not torch.equal(buffer, saved):  # on the meta device there are no values
+                with torch.no_grad():
+                    buffer.copy_(saved)
 
 
-def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
-
-
-def _put_back(
-    registered: dict[str, torch.Tensor | None], buffers: list[tuple[str, torch.Tensor | None, torch.Tensor | None]]
-) -> None:
-    for name in registered.keys() - {name for name, _, _ in buffers}:
-        del registered[name]
-    for name, buffer, values in buffers:
-        if registered.get(name) is not buffer or name not in registered:
-            registered[name] = buffer
-        # On the meta device there are no values.
-        if buffer is not None and values is not None and not buffer.is_meta and not torch.equal(buffer, values):
-            with torch.no_grad():
-                buffer.copy_(values)
+def hold_only(target: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Let a dict hold these items alone. A thread that reads it meanwhile misses none of them."""
+    target.update(items)
+    if len(target) != len(items):
+        for name in target.keys() - items.keys():
+            del target[name]
 
 
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
