@@ -250,7 +250,7 @@ class ModelRunner(TransformersRunner):
             self._steps.cache.adopt(texts)
         else:
             for row, text in zip(self.rows, texts, strict=True):
-                row.adopt(text)
+                row.cache.adopt([text])
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.

@@ -116,6 +116,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(*(part[:1].expand(len(texts), -1, -1, -1) for part in _states(filled[0])))
         if max(lengths) > self.keys.shape[2]:
             self._grow(max(lengths), 0)
+        for states in _states(self):
+            # What is not filled is hidden: attention with a dense mask multiplies it by 0, and 0 * NaN is NaN.
+            states[:, :, : max(lengths)] = 0
         for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
             if layer.is_initialized:
                 for held, given in zip(_states(self), _states(layer), strict=True):
@@ -162,11 +165,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         for name in ("keys", "values"):
             states = getattr(self, name)
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
-                # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
                 size = (*states.shape[:2], capacity, states.shape[3])
-                moved = torch.zeros(size, dtype=states.dtype, device=states.device)
-            if kept:
-                moved[:, :, :kept] = states[:, :, first : first + kept]
+                moved = torch.empty(size, dtype=states.dtype, device=states.device)
+            moved[:, :, :kept] = states[:, :, first : first + kept]
             setattr(self, name, moved)
 
 
@@ -335,10 +336,6 @@ class Row(TextRow):
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
         self.cache.crop(tokens, self.place)
-
-    def adopt(self, text: Row) -> None:
-        """Begin with all that another row has."""
-        self.cache.adopt([text])
 
 
 def rows_of(cache: TreeCache) -> list[Row]:
