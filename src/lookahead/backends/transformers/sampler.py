@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,7 +202,7 @@ class TextSampler:
         scores = self._process(None, scores)
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         # What is not a number is left to `_sample`, which refuses it.
-        _, tokens = _largest(probabilities, torch.cat(noise).index_select(0, places[1]))
+        tokens = _selected(probabilities, torch.cat(noise).index_select(0, places[1]))
         read = outputs.downloads.add(tokens.int())
         self._foreseen = _Foreseen({node: place for place, node in enumerate(nodes)}, read, scores, probabilities)
 
@@ -250,23 +249,16 @@ class TextSampler:
     def _sample(self, scores: torch.Tensor, noise: SamplingNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        if probabilities.device.type == "cpu":
-            selected: Any = (probabilities / noise.take(self._row, probabilities)).argmax(dim=-1)
-            is_number = not isnan(probabilities[0, selected])
-        else:
-            _, marked = _largest(probabilities, noise.take(self._row, probabilities))
-            selected = int(marked)  # one number, as each makes the host wait
-            is_number = selected >= 0
-        if not is_number:
+        selected = int(_selected(probabilities, noise.take(self._row, probabilities)))  # the host waits for one number
+        if selected < 0:
             torch.multinomial(probabilities, num_samples=1)  # which refuses it
-        return int(selected)
+        return selected
 
 
-def _largest(probabilities: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `torch.multinomial` selects of each row with its noise, `[rows]`; and the same, with -1 where the
-    probabilities are not numbers."""
+def _selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """What `torch.multinomial` selects of each row with its noise, `[rows]`; -1 where probabilities are no numbers."""
     selected = (probabilities / noise).argmax(dim=-1)
-    return selected, selected.masked_fill(probabilities.gather(1, selected[:, None])[:, 0].isnan(), -1)
+    return selected.masked_fill(probabilities.gather(1, selected[:, None])[:, 0].isnan(), -1)
 
 
 def _listed(processor: Processor | None) -> list[Any]:
