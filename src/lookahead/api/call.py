@@ -76,11 +76,11 @@ class Call:
         self._arguments, self._statistics = arguments, Statistics()
         self._noise = noise = SamplingNoise(prompts.rows)
         self._call = call = session.begin(prompts, config, arguments.config)
-        runner, packed = call.runner, call.packed
+        runner = call.runner
         predicted = predicted_texts(prediction, config, prompts.rows, model)
         pace: Pace | SharedPace | None = None
-        if config.chooses_nodes and packed is not None:
-            pace = SharedPace(partial(draft_pace, packed.model, config))
+        if config.chooses_nodes and call.rows_leave:
+            pace = SharedPace(partial(draft_pace, runner.model, config))
         elif config.chooses_nodes:
             pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains)
         config = shielded(config, prompts.input_ids.device)
@@ -89,13 +89,13 @@ class Call:
             Request(arguments, drafting, noise, runner.last_length, row, predicted[row]) for row in range(prompts.rows)
         ]
         self._sequences = [request.sequence for request in requests]
-        self._steps = steps = Steps(packed or runner, call.clock, pace, come_and_go=packed is not None)
-        if packed is None:
-            steps.batch.sequences = self._sequences
-            steps.backend = call.backend(steps.batch, requests[0].rule.asks_others)
-        else:
+        self._steps = steps = Steps(runner, call.clock, pace, come_and_go=call.rows_leave)
+        if call.rows_leave:
             for request, row in zip(requests, runner.rows, strict=True):
                 request.row = row
+        else:
+            steps.batch.sequences = self._sequences
+            steps.backend = call.backend(steps.batch, requests[0].rule.asks_others)
         self._fills = requests[0].rule.has_eos  # rows that end before others, with padding
         token = arguments.config._pad_token_tensor
         self._pad_token = int(token) if token is not None and self._fills else None

@@ -211,15 +211,15 @@ class Call:
     Attributes:
         runner: Runs the trees.
         clock: The clock for its steps, in seconds.
-        packed: Runs the same rows, packed into one row of tokens as an `Engine` does it, where that is faster.
+        rows_leave: Whether a row takes part in no step once its text is complete, as in an `Engine`; the runner has all
+            rows when the call begins.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         invariant_rows: See `Statistics.invariant_rows`.
     """
 
     runner: Runner
     clock: Callable[[], float]
-    packed: Runner | None = None
-    keeps_cache = False
+    rows_leave = keeps_cache = False
     invariant_rows = 0
 
     @property

@@ -213,7 +213,7 @@ class ModelRunner(TransformersRunner):
         self._forgets = batch_size == 1 and steps is None and attention not in PACKED_MASKS
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
-        self.rows: list[Any] = [Row(TreeCache(windows)) for _ in range(batch_size)]
+        self.rows: list[Any] = rows_of(TreeCache(windows, texts=batch_size))
         if steps is not None:
             steps.cache.crop(0)
             self.rows = rows_of(steps.cache)
@@ -233,7 +233,11 @@ class ModelRunner(TransformersRunner):
     @property
     def texts(self) -> list[Row]:
         """The rows of a call, in memory that no later call uses."""
-        return self.rows if self._steps is None else _gathered(self.rows)
+        if self._steps is None:
+            return self.rows
+        cache = TreeCache(texts=len(self.rows))
+        cache.adopt(self.rows)
+        return rows_of(cache)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
@@ -245,12 +249,13 @@ class ModelRunner(TransformersRunner):
         """Go on from what these rows hold, which are used no more."""
         if self._forgets:
             self.rows[0].cache = texts[0].cache
-        elif self._steps is not None:
-            self._steps.make_room(max(text.length for text in texts))
-            self._steps.cache.adopt(texts)
+        elif self._shares:
+            if self._steps is not None:
+                self._steps.make_room(max(text.length for text in texts))
+            self.rows[0].cache.adopt(texts)
         else:
             for row, text in zip(self.rows, texts, strict=True):
-                row.cache.adopt([text])
+                row.adopt(text)
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -307,12 +312,7 @@ class ModelRunner(TransformersRunner):
         """What the model takes for the cache of some rows."""
         if self.packed:
             return PackedCache(rows, step.counts)
-        if not self._shares:
-            return rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
-        if any(row.cache is not rows[0].cache for row in rows):  # in the first pass
-            for row, gathered in zip(rows, _gathered(rows), strict=True):
-                row.cache, row.place = gathered.cache, gathered.place
-        return rows[0].cache
+        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, step.counts)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -327,13 +327,6 @@ class ModelRunner(TransformersRunner):
     def _prefill_size(self, texts: int) -> int | None:
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
         return None if texts == 1 and not self.is_invariant else self._chunk
-
-
-def _gathered(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one new memory that hold what these do."""
-    cache = TreeCache(texts=len(rows))
-    cache.adopt(rows)
-    return rows_of(cache)
 
 
 class ChainRunner(TransformersRunner):

@@ -108,7 +108,9 @@ class TreeCall(Call):
         self._steps = steps = _static_steps(engine, config, prompts, generation_config) if is_static else None
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
-        self.runner = runner = ModelRunner(
+        packed = _packed_runner(model, prompts, config)
+        self.rows_leave = packed is not None
+        self.runner = runner = packed or ModelRunner(
             engine,
             prompts.rows,
             prompts.input_ids.device,
@@ -122,7 +124,6 @@ class TreeCall(Call):
             runner.engine = "compiled" if config.engine == "compiled" else "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
-        self.packed = _packed_runner(model, prompts, config)
         self._model, self._engine = model, engine
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
@@ -151,7 +152,10 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
     if config.engine not in ("auto", "dynamic") or config.invariant or config.pack_weights:
         return None
     runner = packed_runner(model)
-    return runner if isinstance(runner, ModelRunner) else None
+    if isinstance(runner, str):
+        return None
+    runner.rows = [runner.new_row() for _ in range(prompts.rows)]
+    return runner
 
 
 def _static_steps(

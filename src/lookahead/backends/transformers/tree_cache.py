@@ -337,6 +337,10 @@ class Row(TextRow):
         """Forget all behind the first `tokens` tokens."""
         self.cache.crop(tokens, self.place)
 
+    def adopt(self, text: Row) -> None:
+        """Begin with all that another row has."""
+        self.cache.adopt([text])
+
 
 def rows_of(cache: TreeCache) -> list[Row]:
     """The texts of a cache."""
