@@ -11,22 +11,15 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
     from lookahead.parallel.group import TIMEOUT, ParallelGroup, join, shard_model
-    from lookahead.parallel.split import Split, split_tree
 
-__all__ = ["TIMEOUT", "ParallelGroup", "Split", "join", "scale_config", "shard_model", "split_tree"]
-
-_LATE = {
-    "split_tree": "split",
-    "Split": "split",
-    **dict.fromkeys(("TIMEOUT", "ParallelGroup", "join", "shard_model"), "group"),
-}
+__all__ = ["TIMEOUT", "ParallelGroup", "join", "scale_config", "shard_model"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what is first used: the process that starts ranks must neither wait for torch nor keep it in memory."""
-    if name not in _LATE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
+    value = getattr(import_module(f"{__name__}.group"), name)
     globals()[name] = value
     return value
 

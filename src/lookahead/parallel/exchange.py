@@ -161,11 +161,8 @@ class Exchange:
 
 def digest(value: object) -> bytes:
     """A few bytes that differ where `value` does: a tensor, or something with a `repr` that is the same everywhere."""
-    if isinstance(value, torch.Tensor):
-        data = np.ascontiguousarray(value.detach().cpu().numpy()).tobytes() + str(tuple(value.shape)).encode()
-    else:
-        data = repr(value).encode()
-    return hashlib.sha256(data).digest()[:12]
+    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+    return hashlib.sha256(repr(plain).encode()).digest()[:12]
 
 
 def settings(config: GenerationConfig) -> str:
@@ -199,9 +196,8 @@ def share_random_state(exchange: Exchange, device: torch.device) -> None:
     """Give all ranks the random state of rank 0, which tokens on `device` are sampled with."""
     cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
-    shared: Bytes = exchange.gather(state.numpy())[0]
-    tensor = torch.from_numpy(shared.copy())
+    exchange.broadcast(state, 0)
     if cuda:
-        torch.cuda.set_rng_state(tensor, device)
+        torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(tensor)
+        torch.set_rng_state(state)

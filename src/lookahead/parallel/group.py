@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -229,8 +228,12 @@ def join(
             ) from error
     world, this_rank = dist.get_world_size(), dist.get_rank()
     _check("tensor_parallel", tensor_parallel, world % tensor_parallel == 0, f"a divisor of {world} processes")
-    if process_group is None:
-        group, names = _copies_group(world, this_rank, tensor_parallel, timeout)
+    if process_group is None:  # the ranks that hold the same part of the model
+        parts = [list(range(part, world, tensor_parallel)) for part in range(tensor_parallel)]
+        names = parts[this_rank % tensor_parallel]
+        # Waits end by themselves before the group's own time-out does, which knows no names.
+        patience = timedelta(seconds=2 * timeout + TIMEOUT)
+        group, _ = dist.new_subgroups_by_enumeration(parts, patience, "gloo")  # type: ignore[no-untyped-call]
     else:
         group, names = process_group, dist.get_process_group_ranks(process_group)
         _check("tensor_parallel", tensor_parallel, tensor_parallel == 1, "1 with a process_group")
@@ -241,21 +244,6 @@ def join(
     store = PrefixStore(f"lookahead/{group.group_name}", _get_default_store())
     monitor = Monitor(store, names.index(this_rank), len(names))
     return ParallelGroup(Exchange(group, monitor, names, timeout), mesh, owns_processes)
-
-
-def _copies_group(
-    world: int, this_rank: int, tensor_parallel: int, timeout: float
-) -> tuple[dist.ProcessGroup, list[int]]:
-    """The process group of the ranks that hold the same part of the model as this one, and who they are."""
-    result: tuple[dist.ProcessGroup, list[int]] | None = None
-    for part in range(tensor_parallel):
-        names = list(range(part, world, tensor_parallel))
-        # Waits end by themselves before the group's own time-out does, which knows no names.
-        group: Any = dist.new_group(names, timeout=timedelta(seconds=2 * timeout + TIMEOUT), backend="gloo")
-        if this_rank in names:
-            result = group, names
-    assert result is not None
-    return result
 
 
 def _check(name: str, value: object, holds: bool, meaning: str) -> None:
