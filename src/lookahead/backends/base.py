@@ -72,7 +72,7 @@ class Recorded:
 
 
 class Runner:
-    """Rows of text on one model, and the trees that continue them: a `lookahead.core.protocols.Backend`.
+    """Rows of text on one model, and the trees that continue them: a `Backend` of `lookahead.core.protocols`.
 
     Attributes:
         model: What runs them, in the interface of transformers.
@@ -162,7 +162,7 @@ class Runner:
         return None if self.last_length is None else self.last_length - 1
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`."""
+        """See `Backend`."""
         raise NotImplementedError
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
@@ -181,17 +181,11 @@ class Runner:
         """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
-
-        Args:
-            trees: One for each sequence.
-            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
-        """
+        """See `Backend`."""
         raise NotImplementedError
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep what the last step computed of `kept`, for each sequence a path of nodes from its tree's first one
-        downwards, and forget the other nodes."""
+        """See `Backend`."""
         raise NotImplementedError
 
 

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.backends.base import TextRow
+from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.snapshots import hold_only
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -196,7 +197,7 @@ class ChainRow(TextRow):
         self.name = cache_name(model)
         self.content: Any = empty_cache(model) if content is None else content
         self.length = 0 if content is None else content.get_seq_length()
-        self.before = before
+        self.before, self.shift = before, limits_of(model).first_position
         self.copied_bytes = 0
         self._source = source or {}
         self._whole = torch.empty(1, 0, dtype=torch.long, device=model.device) if reads_whole(model) else None

@@ -372,15 +372,11 @@ class ChainRunner(TransformersRunner):
             self._takes_positions = False
         self._engine = model if engine is None else engine
         self.rows = [ChainRow(model)] if rows is None else list(rows)
-        for row in self.rows:
-            row.shift = self._limits.first_position
         self._layout = Padded(model, None, self._device)
 
     def new_row(self, block: int | None = None) -> ChainRow:
         """See `Runner`."""
-        row = ChainRow(self.model)
-        row.shift = self._limits.first_position
-        return row
+        return ChainRow(self.model)
 
     def token_bytes(self) -> int:
         """See `Runner`; beside running states, found by running some."""
