@@ -252,8 +252,7 @@ def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
         row: The row.
         counted: Which columns count, `[columns]` bool; hidden ones come first.
     """
-    row_cache = copy.copy(cache)
-    row_cache.layers = [_copied(layer) for layer in cache.layers]
+    row_cache = copy.deepcopy(cache)
     row_cache.reorder_cache(torch.tensor([row], device=counted.device))
     for layer in row_cache.layers:
         for name in _COLUMNS:
@@ -263,15 +262,6 @@ def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length -= int((~counted).sum())
     return row_cache
-
-
-def _copied(layer: Any) -> Any:
-    """A layer with containers of its own, which hold the same tensors."""
-    copied = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict | list):
-            setattr(copied, name, copy.copy(value))
-    return copied
 
 
 def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:

@@ -14,8 +14,8 @@
 | Are rows that share a pass read as each alone? | three texts: `comparisons.reads_rows_alike` | packed rows, Engines |
 | Do static passes compute what others do? | the same steps: `static_engine.acquire_steps` | they are not used |
 | Are there positions for a text? | `limits.Limits`: `check_length` | longer prompts, and texts read wrongly |
-| May rows be at different places? | `Limits`: `_check_places`; a miniature: `_check_kind` | rows, `use_cache=False` |
-| Are hidden tokens hidden? | `Limits`: `_check_hidden`; a miniature: `_check_kind` | `attention_mask`, a cache |
+| May rows be at different places? | `Limits`: `_check_places`; a miniature: `check_texts` | rows, `use_cache=False` |
+| Are hidden tokens hidden? | `Limits`, a miniature: `_check_hidden` | `attention_mask`, a cache |
 | May a call run on chains? | from the outside: `_check_states` | what the state of a whole text does not have |
 """
 
@@ -354,8 +354,11 @@ def check_texts(
     check_length(runner, name, prompts, new_tokens)
     _check_places(runner, prompts, new_tokens, generation_config.use_cache)
     if isinstance(runner, ModelRunner):
-        _check_hidden(runner, prompts, new_tokens)
-        _check_kind(equivalence(model), name, prompts)
+        kind = equivalence(model)
+        if prompts.rows > 1 and not kind.holds("batches"):
+            raise _read_otherwise(name, f"input_ids has {prompts.rows} rows, which")
+        if not prompts.all_count:
+            _check_hidden(runner, kind, name, prompts, new_tokens)
 
 
 def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: GenerationConfig) -> None:
@@ -432,40 +435,29 @@ def _check_places(runner: Runner, prompts: Prompts, new_tokens: int, use_cache: 
         )
 
 
-def _check_hidden(runner: ModelRunner, prompts: Prompts, new_tokens: int) -> None:
+def _check_hidden(runner: ModelRunner, kind: Equivalence, name: str, prompts: Prompts, new_tokens: int) -> None:
     """Refuse hidden tokens where the model counts them: only those that count are sent."""
-    if prompts.all_count:
-        return
-    mask = prompts.mask
-    has_hole = _has_holes(mask)
+    has_hole = _has_holes(prompts.mask)
+    what = f"attention_mask hides tokens {'between others' if has_hole else 'before the prompt'}"
     limit = runner.counts_hidden_after(between=has_hole)
-    longest = mask.shape[1] + new_tokens - 1
+    longest = prompts.mask.shape[1] + new_tokens - 1
     if limit is not None and longest > limit:
         raise UnsupportedArgumentError(
-            f"attention_mask hides tokens {'between others' if has_hole else 'before the prompt'}, and the text may "
-            f"come to {longest} tokens: beyond {limit} this model counts hidden tokens as well, which lookahead "
-            "decoding does not send; use the model's own generate, or choose a smaller max_new_tokens"
+            f"{what}, and the text may come to {longest} tokens: beyond {limit} this model counts hidden tokens as "
+            "well, which lookahead decoding does not send; use the model's own generate, or choose a smaller "
+            "max_new_tokens"
         )
-
-
-def _check_kind(kind: Equivalence, name: str, prompts: Prompts) -> None:
-    """Refuse batches and hidden tokens where this kind of model reads them otherwise than plain decoding does."""
-    if prompts.rows > 1 and not kind.holds("batches"):
-        what = f"input_ids has {prompts.rows} rows, which"
-    elif prompts.all_count:
-        return
-    elif not kind.holds("padding"):
-        what = "attention_mask hides tokens before the prompt, and such rows"
-    elif _has_holes(prompts.mask) and not kind.holds("holes"):
-        what = "attention_mask hides tokens between others, and such rows"
-    elif prompts.cache is not None and not kind.holds("padded_caches"):
+    if not kind.holds("padding") or (has_hole and not kind.holds("holes")):
+        raise _read_otherwise(name, f"{what}, and such rows")
+    if prompts.cache is not None and not kind.holds("padded_caches"):
         raise UnsupportedArgumentError(
             f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
             "them as positions; give the whole text without a cache"
         )
-    else:
-        return
-    raise UnsupportedArgumentError(
+
+
+def _read_otherwise(name: str, what: str) -> UnsupportedArgumentError:
+    return UnsupportedArgumentError(
         f"{what} are read otherwise by plain decoding of {name} than each row by itself; call generate once for each "
         "row, without hidden tokens"
     )

@@ -138,7 +138,6 @@ class TextSampler:
         keep_logits: bool = False,
         keep_scores: bool = False,
     ) -> None:
-        self._processor = processor
         self._processors = _listed(processor)
         self._ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
         warpers = [member for member in self._processors if isinstance(member, TemperatureLogitsWarper)]
@@ -157,7 +156,7 @@ class TextSampler:
     @property
     def needs_logits(self) -> bool:
         """Whether more is wanted than the likeliest token of the raw logits."""
-        return self._processor is not None or self.samples or self.keeps
+        return bool(self._processors) or self.samples or self.keeps
 
     @property
     def keeps(self) -> bool:
@@ -237,11 +236,7 @@ class TextSampler:
 
     def _process(self, text: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
         """What the processors make of `logits`, which stay as they are."""
-        if not self._ignores_text:
-            assert self._processor is not None
-            assert text is not None
-            return self._processor(text, logits.clone())  # which they may write into
-        scores = logits
+        scores = logits if self._ignores_text else logits.clone()  # which those that look at the text may write into
         for one in self._processors:  # without a look at the signature of each, as in transformers' list
             scores = one(text, scores)
         return scores
