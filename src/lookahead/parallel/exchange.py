@@ -79,7 +79,7 @@ class Exchange:
 
     def leave(self) -> None:
         """Let the others know that this rank comes to no further exchange, as all is done."""
-        self._monitor.leave()
+        self._monitor.leave(f"{self.who([self.rank])} has left; all ranks must make the same calls")
 
     def who(self, ranks: Sequence[int]) -> str:
         """What messages call these ranks."""
@@ -141,9 +141,6 @@ class Exchange:
         monitor = self._monitor
         for rank, sign in monitor.failures():
             return sign.failure if sign.blamed else f"rank {self._names[rank]} failed: {sign.failure}"
-        left = monitor.left()
-        if left:
-            return f"{self.who(left)} has left; all ranks must make the same calls"
         if monitor.store_lost:
             return f"{self._store_keeper()} cannot be reached any more"
         return None

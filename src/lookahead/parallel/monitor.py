@@ -32,14 +32,12 @@ class Heartbeat:
     Attributes:
         count: How many came before.
         exchanges: How many exchanges the rank has entered.
-        left: Whether the rank has left the group in good order.
-        failure: Why it will come to no further exchange; empty if all is well.
-        blamed: Whether the failure is another rank's, as this one sees it.
+        failure: Why it will come to no further exchange; empty if it will.
+        blamed: Whether that names who is to blame, such as another rank; else it is this one's own failure.
     """
 
     count: int = 0
     exchanges: int = 0
-    left: bool = False
     failure: str = ""
     blamed: bool = False
 
@@ -81,10 +79,9 @@ class Monitor:
             self._next.failure = failure
             self._flush()
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """Announce that this rank has finished, and stop its heartbeat."""
-        self._next.left = True
-        self._flush()
+        self.fail(why, blamed=True)
         self._stopped.set()
         self._awake.set()
         self._thread.join(timeout=2 * INTERVAL)
@@ -103,10 +100,6 @@ class Monitor:
         """Failures that other ranks reported, those that blame nobody else first."""
         found = [(rank, heartbeat) for rank, heartbeat in self._other_ranks() if heartbeat.failure]
         return sorted(found, key=lambda failure: (failure[1].blamed, failure[0]))
-
-    def left(self) -> list[int]:
-        """Ranks that have left the group."""
-        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.left]
 
     def silent(self) -> list[int]:
         """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
