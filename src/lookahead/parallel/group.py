@@ -59,11 +59,6 @@ class ParallelGroup:
         self._owns_processes = owns_processes
         self._closed = False
 
-    @property
-    def failure(self) -> ParallelError | None:
-        """What ended the group, if something has."""
-        return self._exchange.failure
-
     def open_session(self, model: PreTrainedModel) -> RanksSession:
         """How `generate` runs `model` on all ranks.
 
@@ -74,17 +69,13 @@ class ParallelGroup:
             raise ParallelError("parallel is a group that was closed; join a new one")
         return RanksSession(self._exchange, model)
 
-    def fail(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has failed; they end with an error that says so."""
-        self._exchange.report(error)
-
     def close(self) -> None:
         """Leave the group. What the processes were joined by goes on if it was there before `join`."""
         if self._closed:
             return
         self._closed = True
         self._exchange.leave()
-        if self._owns_processes and self.failure is None:
+        if self._owns_processes and self._exchange.failure is None:
             dist.destroy_process_group()
 
     def __enter__(self) -> ParallelGroup:
@@ -94,7 +85,7 @@ class ParallelGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.fail(error)
+            self._exchange.report(error)
         self.close()
 
 
