@@ -38,23 +38,23 @@ class MaskBuilder:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         text_config = config.get_text_config(decoder=True)
-        self._sliding_window: int | None = getattr(text_config, "sliding_window", None)
-        self._chunk_size: int | None = getattr(text_config, "attention_chunk_size", None)
+        window: int | None = getattr(text_config, "sliding_window", None)
+        chunk: int | None = getattr(text_config, "attention_chunk_size", None)
+        # Tokens that a layer of each kind sees; `None` for all.
+        self._sizes = {FULL: None, INDEXED: None, SLIDING: window, CHUNKED: chunk}
         layer_types: list[str] | None = getattr(text_config, "layer_types", None)
         # As transformers does it: a model that lists its layers takes a dict of masks, any other a single one.
         self._takes_dict = layer_types is not None
         self._attention = config._attn_implementation
-        if layer_types is not None:
-            self.kinds = sorted(set(layer_types))
-        elif self._sliding_window is not None:
-            self.kinds = [SLIDING]
-        elif self._chunk_size is not None:
-            self.kinds = [CHUNKED]
-        else:
-            self.kinds = [FULL]
-        self.layers = list(layer_types) if layer_types is not None else self.kinds
+        of_all = FULL
+        if window is not None:
+            of_all = SLIDING
+        elif chunk is not None:
+            of_all = CHUNKED
+        self.layers = [of_all] if layer_types is None else list(layer_types)
+        self.kinds = sorted(set(self.layers))
         for kind in self.kinds:
-            if kind not in (FULL, INDEXED, SLIDING, CHUNKED):
+            if kind not in self._sizes:
                 raise UnsupportedModelError(
                     f"{type(config).__name__} has layers of the kind {kind!r}, whose state is not a key-value cache "
                     "per token; such a state cannot take back a token that was not accepted. Lookahead decoding "
@@ -86,7 +86,7 @@ class MaskBuilder:
             A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer: behind the longest text lie the
             nodes.
         """
-        masks = [of_kind.dense(dtype, self._dropped(kind, dropped)) for kind, of_kind in sights.items()]
+        masks = [of_kind.dense(dtype, dropped if self._sizes[kind] else 0) for kind, of_kind in sights.items()]
         return self._arrange([mask.to(device) for mask in masks])
 
     def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
@@ -101,30 +101,24 @@ class MaskBuilder:
             packed = [along_paths(mask) for mask in packed]
         elif self._attention not in PACKED_MASKS:
             kinds = zip(packed, self.kinds, strict=True)
-            packed = [_dense(mask, keys, dtype)[..., self._dropped(kind, dropped) :] for mask, kind in kinds]
+            packed = [_dense(mask, keys, dtype)[..., dropped if self._sizes[kind] else 0 :] for mask, kind in kinds]
         return self._arrange(packed)
-
-    def _dropped(self, kind: str, dropped: int) -> int:
-        return 0 if kind in (FULL, INDEXED) else dropped
 
     @property
     def windows(self) -> list[int | None]:
         """The tokens that each layer needs to keep, as transformers counts them: those of its window or of a chunk;
         `None` for all. One entry stands for all layers of a model that does not list them."""
-        sizes = {FULL: None, INDEXED: None, SLIDING: self._sliding_window, CHUNKED: self._chunk_size}
-        return [sizes[kind] for kind in self.layers]
+        return [self._sizes[kind] for kind in self.layers]
 
     def reach(self, kind: str) -> tuple[int | None, int | None]:
         """How far layers of this kind see: the window of a sliding one, and the chunk size of a chunked one."""
-        return (
-            self._sliding_window if kind == SLIDING else None,
-            self._chunk_size if kind == CHUNKED else None,
-        )
+        size = self._sizes[kind]
+        return (size, None) if kind == SLIDING else (None, size)
 
     @property
     def shortest_reach(self) -> int | None:
         """Tokens that a layer of the shortest sight sees; `None` if all layers see all."""
-        return min((size for kind in self.kinds for size in self.reach(kind) if size is not None), default=None)
+        return min((size for size in self.windows if size is not None), default=None)
 
     def _arrange(self, masks: Sequence[torch.Tensor]) -> Any:
         """The masks of all kinds in the form that the model takes: a dict, or the only one."""
