@@ -156,10 +156,7 @@ class ParallelRunner:
         self._local.commit(own_kept)
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """As `ModelRunner.complete`, after what other ranks ran and this one did not."""
-        for row, text in enumerate(texts):
-            if self._cached[self.rank][row] < self._lengths[row]:
-                self._catch_up(row, text)
+        """As `ModelRunner.complete`, which also sends what other ranks ran and this one did not."""
         self._local.complete(texts)
 
     def _pending(self, row: int, tree: TokenTree) -> list[int]:
