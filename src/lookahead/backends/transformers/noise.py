@@ -50,14 +50,15 @@ class SamplingNoise:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
         if self._rows == 1 and not self._noise:
             return self._draw(probabilities)
-        place = self._places[row]
+        place, used = self._places[row], range(row, row + 1)
         if place == self._passed:
             self._draw_until(place + 1, probabilities)
             self._generator_of(probabilities.device).set_state(self._states[self._unit(0, place + 1)])
             self._passed += 1
+            used = range(0, self._rows, self._size)  # nor do rows take it that have left
         noise = self._part(row, place, self._noise.get(self._unit(row, place)), probabilities)
         self._places[row] += 1
-        self._forget_used(place)
+        self._forget_used(used, place)
         return noise
 
     def can_foresee(self, places: int, like: torch.Tensor) -> bool:
@@ -87,7 +88,7 @@ class SamplingNoise:
         """`row` is complete, and takes no more."""
         first, self._places[row] = self._places[row], sys.maxsize
         for place in range(first, self._end):
-            self._forget_used(place)
+            self._forget_used(range(row, row + 1), place)
 
     def _unit(self, row: int, place: int) -> int:
         return place * (self._rows // self._size) + row // self._size
@@ -116,6 +117,8 @@ class SamplingNoise:
                 del self._states[unit]
                 self._noise.pop(unit, None)
             self._states[here], self._end = state, self._passed
+        if self._end >= end:
+            return
         generator.set_state(self._states[self._unit(0, self._end)])
         while self._end < end:
             if self._end > self._passed and self.kept_bytes + self._rows * like.nbytes > self._most_bytes:
@@ -135,13 +138,14 @@ class SamplingNoise:
         if self.kept_bytes + noise.nbytes <= self._most_bytes:
             self._noise[unit] = noise
 
-    def _forget_used(self, place: int) -> None:
-        """Forget what no row is to take any more of a place."""
-        for row in range(0, self._rows, self._size):
-            if min(self._places[row : row + self._size]) > place:
-                self._noise.pop(self._unit(row, place), None)
+    def _forget_used(self, rows: range, place: int) -> None:
+        """Forget the units of these rows of a place that no row is to take any more."""
+        for row in rows:
+            first, unit = row - row % self._size, self._unit(row, place)
+            if min(self._places[first : first + self._size]) > place:
+                self._noise.pop(unit, None)
                 if place < self._passed:
-                    self._states.pop(self._unit(row, place), None)
+                    self._states.pop(unit, None)
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
         if self._generator is not None:
