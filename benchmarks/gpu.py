@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import lookahead
 import same_bits
@@ -101,7 +102,6 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
     """The kernel on random trees, against its definition and beside torch's masked attention."""
     from triton.testing import do_bench
 
-    from lookahead.backends.transformers.attention import dense_attention
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
     from lookahead.backends.transformers.tree_attention.packed_mask import sight, unpack
 
@@ -116,11 +116,12 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
             mask = torch.from_numpy(sight(np.tri(nodes, dtype=bool)[None], [context], positions).packed()).to(device)
             seen = unpack(mask, context + nodes)
             found = tree_attention(query, key, value, mask, size**-0.5).float()
-            wanted = dense_attention(query, key, value, seen, size**-0.5).float()
-            error = float((found - wanted).norm() / wanted.norm())
+            states = [states.float() for states in (query, key, value)]
+            exact = scaled_dot_product_attention(*states, seen, enable_gqa=True).transpose(1, 2)
+            error = float((found - exact).norm() / exact.norm())
             bias = torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
             repeated = [states.repeat_interleave(heads // groups, 1) for states in (key, value)]
-            attend = partial(torch.nn.functional.scaled_dot_product_attention, query, *repeated, bias)
+            attend = partial(scaled_dot_product_attention, query, *repeated, bias)
             row: Row = {
                 "kind": "kernel",
                 "heads": heads,

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import lookahead
-from lookahead.backends.transformers.attention import dense_attention
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, unpack
 
@@ -455,14 +455,17 @@ def _tree_attention(
     key: Any,
     value: Any,
     packed_mask: Any,
-    scaling: float,
-    softcap: float | None = None,
+    scaling: float | None = None,
     pages: Pages | None = None,
 ) -> CudaTensor:
     """What stands for the Triton kernel."""
 
     def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
-        return dense_attention(query, key, value, unpack(packed_mask, key.shape[2]), scaling, softcap)
+        visible = unpack(packed_mask, key.shape[2])
+        value = value.masked_fill(~visible.any(dim=2)[..., None], 0.0)  # garbage, and 0 * NaN is NaN
+        states = [states.float() for states in (query, key, value)]
+        found = scaled_dot_product_attention(*states, visible, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2).contiguous().to(query.dtype)
 
     def by_text(query: Any, key: Any, value: Any, packed_mask: Any, table: Any, starts: Any) -> torch.Tensor:
         assert pages is not None

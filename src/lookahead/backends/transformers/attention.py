@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.rows import StaticTreeCache
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, packed_width
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -45,6 +45,7 @@ BY_POSITION = "lookahead_tree_by_position"
 """That of `by_position_forward`, whose bits for a query depend on its own text alone."""
 
 _BEYOND_MASKS = {
+    "softcap": "soft-capped scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a bias for each pair of positions",
@@ -202,39 +203,29 @@ def tree_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
     pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention on a GPU that knows packed masks, which have windows and causality in them.
+    """Attention on a GPU that knows packed masks, which have windows and causality in them; in place of "sdpa".
 
     The mask is packed, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a tree, what "sdpa"
-    takes: none, or a dense one. `pages` say where the keys of each text lie, of many whose nodes share a batch of 1.
+    takes. `pages` say where the keys of each text lie, of many whose nodes share a batch of 1.
 
     Raises:
-        InvalidArgumentError: The mask is neither packed for these queries nor a dense one, or there is dropout.
+        InvalidArgumentError: There is dropout.
         UnsupportedModelError: The model's attention has something that tree attention has not.
     """
     refuse_unknown(module, TREE_ATTENTION, kwargs)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    if attention_mask is None or attention_mask.dtype == torch.bool or attention_mask.is_floating_point():
-        if softcap is None:
-            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-            return output, None
-        return dense_attention(query, key, value, _visible(query, key, attention_mask), scaling, softcap), None
-    _check_packed(query, attention_mask)
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     if kwargs.get("dropout"):
         raise InvalidArgumentError(f"dropout={kwargs['dropout']} in a tree attention; put the model into eval mode")
+    from lookahead.backends.transformers.tree_attention import kernel
 
     if torch.compiler.is_compiling():
-        from lookahead.backends.transformers.tree_attention.kernel import tree_attention_operator
-
-        compiled: torch.Tensor = tree_attention_operator(query, key, value, attention_mask, scaling, softcap)
+        compiled: torch.Tensor = kernel.tree_attention_operator(query, key, value, attention_mask, scaling)
         return compiled, None
-    from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-
-    return tree_attention(query, key, value, attention_mask, scaling, softcap, pages=pages), None
+    return kernel.tree_attention(query, key, value, attention_mask, scaling, pages=pages), None
 
 
 def by_position_forward(
@@ -256,7 +247,6 @@ def by_position_forward(
     mask = only_packed(module, BY_POSITION, attention_mask, kwargs)
     from lookahead.backends.transformers.tree_attention.kernel import attention_by_position
 
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_by_position(query, key, value, mask, scaling, softcap), None
 
 
@@ -286,81 +276,14 @@ def refuse_unknown(module: torch.nn.Module, name: str, kwargs: Mapping[str, obje
             )
 
 
-def _visible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The dense bool mask that "sdpa" would go by."""
-    queries, keys = query.shape[2], key.shape[2]
-    if mask is None:
-        # One query sees all; several are the last ones of the text.
-        return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    if mask.dtype != torch.bool:
-        raise InvalidArgumentError(
-            f"attention_mask is of {mask.dtype}; with soft-capped scores {TREE_ATTENTION!r} takes packed and bool masks"
-        )
-    return mask
-
-
-def _check_packed(query: torch.Tensor, mask: torch.Tensor) -> None:
-    expected = (query.shape[0], 1, query.shape[2], packed_width(query.shape[2]))
-    if mask.dtype != torch.int32 or tuple(mask.shape) != expected:
-        raise InvalidArgumentError(
-            f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype} is not a packed mask of these queries, "
-            f"which has the shape {expected} and torch.int32"
-        )
-
-
-def dense_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Softmax attention with a dense mask, computed in float32.
-
-    Args:
-        query: `[batch, heads, nodes, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`; as many query heads as `heads / kv_heads` share a head of keys.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        visible: Which keys each query may see, `[batch, 1, nodes, keys]` bool; at least one for each query.
-        scaling: What scores are multiplied by.
-        softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
-
-    Returns:
-        `[batch, nodes, heads, value_dim]` in the number type of `query`.
-    """
-    group = query.shape[1] // key.shape[1]
-    keys = key.float().repeat_interleave(group, dim=1)
-    # A hidden value may be garbage, and 0 * NaN is NaN.
-    used = visible.any(dim=2)[..., None]  # [batch, 1, keys, 1]
-    values = value.float().masked_fill(~used, 0.0).repeat_interleave(group, dim=1)
-    scores = query.float() @ keys.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    return (weights @ values).transpose(1, 2).contiguous().to(query.dtype)
-
-
-_FUNCTIONS: dict[str, tuple[Any, Any]] = {
-    FOLDED_SDPA: (folded_sdpa, sdpa_mask),
-    INVARIANT: (invariant_attention, sdpa_mask),
-    PACKED_ROWS: (packed_rows_attention, None),
-    INVARIANT_ROWS: (packed_rows_attention, None),
-    TREE_ATTENTION: (tree_attention_forward, sdpa_mask),
-    BY_POSITION: (by_position_forward, sdpa_mask),
-}
-"""What transformers calls by each name, and what makes the masks where we make none; no masks without."""
-
-
-def register(name: str) -> None:
-    """Make an attention known to transformers, under a name that no model uses by default; again does no harm.
-
-    Raises:
-        ModuleNotFoundError: It needs Triton, which is not installed.
-    """
-    if name in (TREE_ATTENTION, BY_POSITION):
-        import lookahead.backends.transformers.tree_attention.kernel  # noqa: F401  (now, and not in a forward pass)
-    function, mask = _FUNCTIONS[name]
-    AttentionInterface.register(name, function)
-    if mask is not None:
-        AttentionMaskInterface.register(name, mask)
+for _name, _function, _makes_masks in (
+    (FOLDED_SDPA, folded_sdpa, True),
+    (INVARIANT, invariant_attention, True),
+    (PACKED_ROWS, packed_rows_attention, False),
+    (INVARIANT_ROWS, packed_rows_attention, False),
+    (TREE_ATTENTION, tree_attention_forward, True),
+    (BY_POSITION, by_position_forward, True),
+):
+    AttentionInterface.register(_name, _function)
+    if _makes_masks:  # where we make none
+        AttentionMaskInterface.register(_name, sdpa_mask)

@@ -15,7 +15,6 @@ from lookahead.backends.transformers.attention import (
     LEAST_NODES,
     PACKED_ROWS,
     TREE_ATTENTION,
-    register,
 )
 from lookahead.backends.transformers.checks import check_invariant, check_model, check_packing, checked_setting
 from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
@@ -58,8 +57,6 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
         attention = _attention_for_trees(model)
         if not pack_weights and attention is None:
             return model
-    if attention is not None:
-        register(attention)
     clone = clone_for(model, attention, pack_weights, _computes_the_same)
     if isinstance(clone, SharedClone):
         return clone.module
@@ -175,7 +172,6 @@ def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant:
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
     attention = INVARIANT_ROWS if invariant else PACKED_ROWS
-    register(attention)
     clone = clone_for(model, attention, pack_weights, _reads_rows)
     if not isinstance(clone, SharedClone):
         return clone

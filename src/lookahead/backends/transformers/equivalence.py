@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner
-from lookahead.backends.transformers import attention
+from lookahead.backends.transformers.attention import PACKED_ROWS
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.limits import Limits
@@ -98,8 +98,7 @@ class _Comparison:
 
     def packed_rows(self) -> bool:
         """Two texts of different lengths in one row of tokens, and each alone."""
-        attention.register(attention.PACKED_ROWS)
-        clone = SharedClone(self._model, attention.PACKED_ROWS, pack_weights=False)
+        clone = SharedClone(self._model, PACKED_ROWS, pack_weights=False)
         runner = ModelRunner(clone.module, positions_end=self.positions_end)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)

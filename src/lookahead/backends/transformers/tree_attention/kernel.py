@@ -2,8 +2,8 @@
 
 One program serves a block of query rows, a share of the keys (a *split*), and one head of keys and values. All query
 heads that share that head and all nodes of the tree are rows of the same block, so keys and values are read once for
-all of them. A program that works on one of several splits leaves its share of the softmax in float32, and a second
-kernel puts the shares together in a fixed order: the same input gives the same bits.
+all of them. A program leaves its share of the softmax in float32, and a second kernel puts the shares together in a
+fixed order: the same input gives the same bits.
 
 The number of splits and the sizes of blocks follow from shapes alone. How long a text is, the kernel reads from the
 packed mask, on the device: each split takes an equal share of the blocks that the row really has, so a static cache
@@ -26,6 +26,7 @@ has to do with the others; a block of which a row sees nothing leaves its sums a
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -34,17 +35,19 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, END, FIRST, SCRATCH, VISIBLE, WORD, Pages
 from lookahead.backends.transformers.tree_attention.running_softmax import (
-    Attention,
     Tiling,
+    attend,
     choose_tiling,
     fold,
     load_rows,
     scores_of,
+    store_share,
 )
 
 # Triton's language sees globals only as constants of its own.
 _VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)
 _BITS, _WORD, _END = tl.constexpr(BITS), tl.constexpr(WORD), tl.constexpr(END)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 _NODES_OF_A_TEXT = 16
 """Nodes that blocks of rows are cut for where many texts share a pass: more of one text are several blocks."""
@@ -57,8 +60,7 @@ def tree_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     packed_mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
+    scaling: float | None = None,
     tiling: Tiling | None = None,
     pages: Pages | None = None,
 ) -> torch.Tensor:
@@ -74,8 +76,7 @@ def tree_attention(
         value: `[batch, kv_heads, keys, value_dim]`.
         packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see `packed_mask`. What it says is not checked:
             the scratch must lie inside of `keys`.
-        scaling: What scores are multiplied by.
-        softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
+        scaling: What scores are multiplied by; 1 / sqrt(head_dim) if not given.
         tiling: How to cut the work; `choose_tiling` decides if not given.
         pages: Where the keys of each text lie, if they are those of many, with a batch of 1.
 
@@ -85,50 +86,42 @@ def tree_attention(
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-    attention = Attention(_attention_kernel, query, key, value, packed_mask)
-    nodes, keys, heads, texts = query.shape[2], key.shape[2], attention.heads, None
+    texts, kv_heads, keys, head_dim = key.shape
+    nodes, group = query.shape[2], query.shape[1] // kv_heads
+    table, starts, size, heads = packed_mask, packed_mask, 0, texts * kv_heads
+    shared = nodes
     if pages is not None:
-        texts, width = pages.table.shape
-        keys, heads = width * pages.size, heads * -(-min(nodes, texts) // _TEXTS_AT_ONCE)
-        nodes = min(nodes, _NODES_OF_A_TEXT)
+        table, starts, size = pages.table, pages.starts, pages.size
+        texts, width = table.shape
+        keys, heads = width * size, kv_heads * -(-min(nodes, texts) // _TEXTS_AT_ONCE)
+        shared = min(nodes, _NODES_OF_A_TEXT)
     if tiling is None:
-        tiling = choose_tiling(nodes * attention.group, heads, keys, attention.head_dim, key.dtype)
-    table, starts, size = (packed_mask, packed_mask, 0) if pages is None else (pages.table, pages.starts, pages.size)
-    return attention.run(
-        *(-(-attention.rows // tiling.rows), tiling, scaling, softcap, texts),
-        table=table,
-        starts=starts,
-        table_stride=table.stride(0),
-        PAGE=size,
-        DIRECT=tiling.splits == 1,
-    )
+        tiling = choose_tiling(shared * group, heads, keys, max(head_dim, value.shape[3]), key.dtype)
+    grid = -(-nodes * group // tiling.rows), tiling.splits, texts * kv_heads
+    extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
+    return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, **extra)
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
 # Strides and sizes are arguments of their own, and many: only newer versions of Triton take tuples.
-@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "splits", "table_stride"])
+@triton.jit(do_not_specialize=["mask_stride", "nodes", "splits", "table_stride"])
 def _attention_kernel(
     query,
     key,
     value,
     mask,
-    out,
+    shares,
     sums,
-    query_stride_b,
-    query_stride_h,
-    query_stride_t,
     key_stride_b,
     key_stride_h,
     key_stride_n,
     value_stride_b,
     value_stride_h,
     value_stride_n,
-    mask_stride_b,
-    mask_stride_t,
+    mask_stride,
     nodes,
     splits,
     scale,
-    cap,
     table,
     starts,
     table_stride,
@@ -140,18 +133,15 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):
     """One block of rows, one split, one head of keys; grid `[row blocks, splits, batch * KV_HEADS]`.
 
     With `PAGE`, tokens of a page, the batch is of texts whose nodes share one row from `starts` on.
 
-    Row r of a head is node `r // GROUP` of query head `r % GROUP` of its group. `DIRECT`, with one split, writes the
-    result to `out` `[batch, nodes, heads, VALUE_SIZE]`. Otherwise a split writes its average of the values to `out`
-    `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` and the base-2 logarithm of its sum of weights to `sums`
-    `[batch * KV_HEADS, splits, rows]`, -inf if it had nothing to see; its average is then not written at all.
+    Row r of a head is node `r // GROUP` of query head `r % GROUP` of its group. A split writes its average of the
+    values to `shares` `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` and the base-2 logarithm of its sum of weights to
+    `sums` `[batch * KV_HEADS, splits, rows]`, -inf if it had nothing to see; its average is then not written at all.
     """
     split = tl.program_id(1)
     # Offsets of whole sequences, heads and blocks may exceed 32 bits; those inside of a block do not.
@@ -173,8 +163,9 @@ def _attention_kernel(
     key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
 
-    mask += batch * mask_stride_b + before * mask_stride_t
-    own_mask = mask + node * mask_stride_t
+    first_node = batch * (rows // GROUP) + before
+    mask += first_node * mask_stride
+    own_mask = mask + node * mask_stride
     visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
     first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
     scratch = tl.load(mask + _SCRATCH)
@@ -189,14 +180,13 @@ def _attention_kernel(
     share = tl.cdiv(blocks, splits)
     begin = tl.minimum(split * share, blocks)
     end = tl.minimum(begin + share, blocks)
-    if not DIRECT:  # a single split always has a block
-        sums += (head * splits + split) * rows + before * GROUP
-        if begin >= end:
-            tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
-            return
+    sums += (head * splits + split) * rows + before * GROUP
+    if begin >= end:
+        tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+        return
 
-    query += batch * query_stride_b + kv_head * GROUP * query_stride_h + before * query_stride_t
-    query_offsets = (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :]
+    query += (first_node * KV_HEADS + kv_head) * GROUP * KEY_SIZE
+    query_offsets = ((node * KV_HEADS * GROUP + member) * KEY_SIZE)[:, None] + key_dim[None, :]
     query_block = load_rows(query, query_offsets, is_row, is_key_dim)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
@@ -214,7 +204,7 @@ def _attention_kernel(
         )
         position = (start + column)[None, :]
         seen = (position >= first[:, None]) & (position < visible[:, None])
-        scores = tl.where(seen, scores_of(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        scores = tl.where(seen, scores_of(query_block, key_block, scale), float("-inf"))
         acc, peak, total = fold(scores, value_block, acc, peak, total)
 
     for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
@@ -229,21 +219,11 @@ def _attention_kernel(
             own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
         )
         seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
-        scores = tl.where(seen, scores_of(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        scores = tl.where(seen, scores_of(query_block, key_block, scale), float("-inf"))
         acc, peak, total = fold(scores, value_block, acc, peak, total)
 
-    # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
-    total = tl.where(total == 0.0, 1.0, total)
-    acc /= total[:, None]
-    stored = is_row[:, None] & is_value_dim[None, :]
-    if DIRECT:
-        out += ((batch * nodes + before) * KV_HEADS + kv_head) * GROUP * VALUE_SIZE
-        offsets = (node * KV_HEADS * GROUP + member) * VALUE_SIZE
-        tl.store(out + offsets[:, None] + value_dim[None, :], acc.to(out.dtype.element_ty), mask=stored)
-    else:
-        out += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
-        tl.store(out + (row * VALUE_SIZE)[:, None] + value_dim[None, :], acc, mask=stored)
-        tl.store(sums + row, peak + tl.log2(total), mask=is_row)
+    shares += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
+    store_share(shares, sums, acc, peak, total, row, is_row, value_dim, is_value_dim, VALUE_SIZE)
 
 
 @triton.jit
@@ -265,7 +245,7 @@ tree_attention_operator = torch.library.custom_op(
     "lookahead::tree_attention",
     tree_attention,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor packed_mask, float scaling, float? softcap) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor packed_mask, float? scaling) -> Tensor",
 )
 """As `tree_attention`, with the tiling chosen by it: `torch.compile` does not look inside, and knows the shape of what
 comes out."""
@@ -283,40 +263,39 @@ def attention_by_position(
     key: torch.Tensor,
     value: torch.Tensor,
     path_mask: torch.Tensor,
-    scaling: float,
+    scaling: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """As `tree_attention`, with the same bits for a query in any company, at any place in the cache.
 
     `path_mask` is `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`. What it says is not checked.
+    Scores are bent to stay below `softcap`, if there is one: `softcap * tanh(score / softcap)`.
     """
-    attention = Attention(_by_position_kernel, query, key, value, path_mask)
-    splits = -(-key.shape[2] // SPAN)
+    batch, kv_heads, keys, head_dim = key.shape
+    group = query.shape[1] // kv_heads
     # The same blocks for all steps of a model.
-    tiling = replace(choose_tiling(_ROWS_BY_POSITION, 1, SPAN, attention.head_dim, key.dtype), splits=splits)
-    programs = query.shape[2] * -(-attention.group // tiling.rows)
-    return attention.run(programs, tiling, scaling, softcap, slots=path_mask.shape[3] - BITS, SPAN=SPAN)
+    tiling = choose_tiling(_ROWS_BY_POSITION, 1, SPAN, max(head_dim, value.shape[3]), key.dtype)
+    tiling = replace(tiling, splits=-(-keys // SPAN))
+    grid = query.shape[2] * -(-group // tiling.rows), tiling.splits, batch * kv_heads
+    extra = {"cap": softcap or 0.0, "CAPPED": softcap is not None, "slots": path_mask.shape[3] - BITS, "SPAN": SPAN}
+    return attend(_by_position_kernel, grid, (query, key, value, path_mask), tiling, scaling, **extra)
 
 
-@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "slots", "splits"])
+@triton.jit(do_not_specialize=["mask_stride", "nodes", "slots", "splits"])
 def _by_position_kernel(
     query,
     key,
     value,
     mask,
-    out,
+    shares,
     sums,
-    query_stride_b,
-    query_stride_h,
-    query_stride_t,
     key_stride_b,
     key_stride_h,
     key_stride_n,
     value_stride_b,
     value_stride_h,
     value_stride_n,
-    mask_stride_b,
-    mask_stride_t,
+    mask_stride,
     nodes,
     splits,
     scale,
@@ -335,12 +314,12 @@ def _by_position_kernel(
 ):
     """Some rows, one split, one head of keys; grid `[nodes * ceil(GROUP / BLOCK_M), splits, batch * KV_HEADS]`.
 
-    `out` and `sums` are as those of `_attention_kernel`.
+    `shares` and `sums` are as those of `_attention_kernel`.
     """
     part, split = tl.program_id(0), tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
     batch, kv_head = head // KV_HEADS, head % KV_HEADS
-    mask += batch * mask_stride_b
+    mask += batch * nodes * mask_stride
     length = tl.load(mask + _VISIBLE)  # of the text; the first node is padding only where all are
     begin = split * SPAN
     in_cache = begin + SPAN <= length
@@ -351,10 +330,10 @@ def _by_position_kernel(
     row = tl.where(in_cache, part * BLOCK_M, one * GROUP + part % parts * BLOCK_M) + tl.arange(0, BLOCK_M)
     is_row = row < tl.where(in_cache, rows, (one + 1) * GROUP)
     node, member = row // GROUP, row % GROUP
-    own_mask = mask + node * mask_stride_t
+    own_mask = mask + node * mask_stride
     visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
     first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
-    path = mask + one * mask_stride_t
+    path = mask + one * mask_stride
     branch = tl.maximum(tl.load(path + _FIRST), length)  # the position where its columns begin
     low = tl.min(tl.where(visible > first, first, 2147483647), 0)
     low = tl.where(in_cache, low, tl.minimum(low, branch))
@@ -368,8 +347,8 @@ def _by_position_kernel(
     column = tl.arange(0, BLOCK_N)
     key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
-    query += batch * query_stride_b + kv_head * GROUP * query_stride_h
-    query_offsets = (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :]
+    query += (batch * nodes * KV_HEADS + kv_head) * GROUP * KEY_SIZE
+    query_offsets = ((node * KV_HEADS * GROUP + member) * KEY_SIZE)[:, None] + key_dim[None, :]
     query_block = load_rows(query, query_offsets, is_row, is_key_dim)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
@@ -388,12 +367,11 @@ def _by_position_kernel(
         key_block = load_rows(key, (place * key_stride_n)[:, None] + key_dim[None, :], is_there, is_key_dim)
         value_block = load_rows(value, (place * value_stride_n)[:, None] + value_dim[None, :], is_there, is_value_dim)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
-        scores = scores_of(query_block, key_block, scale, cap, CAPPED)
+        scores = scores_of(query_block, key_block, scale)
+        if CAPPED:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both ends.
+            scores = cap * _LOG2_E * (1.0 - 2.0 / (tl.exp2(2.0 / cap * scores) + 1.0))
         acc, peak, total = fold(tl.where(seen | on_path[None, :], scores, float("-inf")), value_block, acc, peak, total)
 
-    total = tl.where(total == 0.0, 1.0, total)
-    acc /= total[:, None]
-    out += (head * splits + split) * rows * VALUE_SIZE
-    stored = is_row[:, None] & is_value_dim[None, :]
-    tl.store(out + (row * VALUE_SIZE)[:, None] + value_dim[None, :], acc, mask=stored)
-    tl.store(sums + row, peak + tl.log2(total), mask=is_row)
+    shares += (head * splits + split) * rows * VALUE_SIZE
+    store_share(shares, sums, acc, peak, total, row, is_row, value_dim, is_value_dim, VALUE_SIZE)

@@ -70,107 +70,72 @@ def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.
     return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
 
 
-class Attention:
-    """One call of a kernel, whose programs serve a block of rows, a split of the keys, and one head of keys and values.
+def attend(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tiling: Tiling,
+    scaling: float | None,
+    **extra: Any,
+) -> torch.Tensor:
+    """Launch a kernel whose programs serve a block of rows, a split of the keys, and one head of keys and values, and
+    put the shares of the splits together.
 
     Args:
-        kernel: Leaves of each split its average of the values and the logarithm of its sum of weights, both in float32,
-            or the result itself.
-        query, key, value: As for `kernel.tree_attention`.
-        mask: What each node sees, as the kernel reads it.
+        kernel: Leaves of each split its average of the values and the logarithm of its sum of weights, in float32.
+        grid: Blocks of rows, splits, and heads of keys of all texts.
+        tensors: Query, key and value as for `kernel.tree_attention`, and what each node sees.
+        tiling: How the work is cut.
+        scaling: What scores are multiplied by; 1 / sqrt(head_dim) if not given.
+        **extra: What this kernel alone takes.
 
-    Attributes:
-        rows: Query rows that share a head of keys: nodes times the size of a group.
-        heads: Heads of keys, times the batch.
-        group: Query heads that share a head of keys.
-        head_dim: The larger one of the sizes of keys and values.
+    Returns:
+        `[batch, nodes, heads, value_dim]` in the number type of the query.
 
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-
-    def __init__(
-        self, kernel: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-    ) -> None:
-        if not query.is_cuda and isinstance(kernel, triton.JITFunction):
-            raise InvalidArgumentError(
-                f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
-                "attn_implementation='sdpa' there"
-            )
-        self._kernel = kernel
-        # Where their innermost dimension has gaps, they are copied; any other tensor is read as it lies.
-        tensors = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, mask))
-        self._query, self._key, self._value, self._mask = tensors
-        batch, heads, nodes, self._key_size = query.shape
-        kv_heads, value_size = value.shape[1], value.shape[3]
-        self.group = heads // kv_heads
-        self.rows, self.heads, self.head_dim = nodes * self.group, batch * kv_heads, max(self._key_size, value_size)
-        self._sizes = {
-            "KV_HEADS": kv_heads,
-            "GROUP": self.group,
-            "VALUE_SIZE": value_size,
-            "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
-        }
-
-    def run(
-        self,
-        programs: int,
-        tiling: Tiling,
-        scaling: float,
-        softcap: float | None,
-        texts: int | None = None,
-        **constants: Any,
-    ) -> torch.Tensor:
-        """Launch the kernel and, unless it writes the result itself, put the shares of its splits together.
-
-        Args:
-            programs: Blocks of rows, one for each program.
-            tiling: How the rest of the work is cut.
-            scaling: What scores are multiplied by.
-            softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
-            texts: Texts that programs are for; the batch if not given.
-            **constants: What this kernel alone takes; with `DIRECT` it writes the result itself.
-
-        Returns:
-            `[batch, nodes, heads, value_dim]` in the number type of the query.
-        """
-        query, key, value, mask, splits = self._query, self._key, self._value, self._mask, tiling.splits
-        batch, heads, nodes, _ = query.shape
-        shares = sums = output = query.new_empty((batch, nodes, heads, self._sizes["VALUE_SIZE"]))
-        combines = not constants.get("DIRECT", False)
-        if combines:
-            shape = (self.heads, splits, self.rows)
-            shares = query.new_empty((*shape, self._sizes["VALUE_SIZE"]), dtype=torch.float32)
-            sums = query.new_empty(shape, dtype=torch.float32)
-        scale, cap = _score_factors(scaling, softcap)
-        with torch.cuda.device_of(query):
-            self._kernel[programs, splits, self.heads if texts is None else texts * self._sizes["KV_HEADS"]](
-                *(query, key, value, mask, shares, sums),
-                *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
-                *(mask.stride(0), mask.stride(2), nodes, splits, scale, cap),
-                KEY_SIZE=self._key_size,
-                BLOCK_M=tiling.rows,
-                BLOCK_N=tiling.keys,
-                BLOCK_K=max(triton.next_power_of_2(self._key_size), 16),
-                CAPPED=cap != 0.0,
-                num_warps=tiling.warps,
-                num_stages=tiling.stages,
-                enable_fp_fusion=True,
-                **constants,
-                **self._sizes,
-            )
-            if combines:
-                combine_kernel[self.rows, self.heads](
-                    *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **self._sizes
-                )
-        return output
-
-
-def _score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
-    """Scale and cap of a softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e))."""
-    if softcap is None:
-        return scaling * math.log2(math.e), 0.0
-    return 2.0 * math.log2(math.e) * scaling / softcap, softcap * math.log2(math.e)
+    query, key, value, mask = tensors
+    if not query.is_cuda and isinstance(kernel, triton.JITFunction):
+        raise InvalidArgumentError(
+            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
+            "attn_implementation='sdpa' there"
+        )
+    query, mask = query.transpose(1, 2).contiguous(), mask.contiguous()  # as models and masks are anyway
+    # Where their innermost dimension has gaps, they are copied; any other buffer is read as it lies.
+    key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (key, value))
+    batch, nodes, heads, key_size = query.shape
+    kv_heads, value_size, splits = value.shape[1], value.shape[3], tiling.splits
+    rows = nodes * heads // kv_heads
+    shares = query.new_empty((batch * kv_heads, splits, rows, value_size), dtype=torch.float32)
+    sums = query.new_empty(shares.shape[:3], dtype=torch.float32)
+    output = query.new_empty((batch, nodes, heads, value_size))
+    sizes = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "VALUE_SIZE": value_size,
+        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+    }
+    # A softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e)).
+    scale = (key_size**-0.5 if scaling is None else scaling) * math.log2(math.e)
+    with torch.cuda.device_of(query):
+        kernel[grid](
+            *(query, key, value, mask, shares, sums),
+            *(*key.stride()[:3], *value.stride()[:3], mask.stride(2), nodes, splits, scale),
+            KEY_SIZE=key_size,
+            BLOCK_M=tiling.rows,
+            BLOCK_N=tiling.keys,
+            BLOCK_K=max(triton.next_power_of_2(key_size), 16),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            enable_fp_fusion=True,
+            **extra,
+            **sizes,
+        )
+        combine_kernel[rows, batch * kv_heads](
+            *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **sizes
+        )
+    return output
 
 
 @triton.jit
@@ -180,13 +145,9 @@ def load_rows(start, offsets, is_row, is_dim):
 
 
 @triton.jit
-def scores_of(query, key, scale, cap, CAPPED: tl.constexpr):
+def scores_of(query, key, scale):
     """Scores to the base 2, `[BLOCK_M, BLOCK_N]` float32."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if CAPPED:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both ends; the factor 2 is in the scale.
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-    return scores
+    return tl.dot(query, tl.trans(key), input_precision="ieee") * scale
 
 
 @triton.jit
@@ -200,6 +161,16 @@ def fold(scores, value, acc, peak, total):
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
     return acc, new_peak, total
+
+
+@triton.jit
+def store_share(shares, sums, acc, peak, total, row, is_row, dim, is_dim, VALUE_SIZE: tl.constexpr):
+    """Leave what some rows have of one split for `combine_kernel`."""
+    # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
+    total = tl.where(total == 0.0, 1.0, total)
+    offsets = (row * VALUE_SIZE)[:, None] + dim[None, :]
+    tl.store(shares + offsets, acc / total[:, None], mask=is_row[:, None] & is_dim[None, :])
+    tl.store(sums + row, peak + tl.log2(total), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["nodes", "splits"])
