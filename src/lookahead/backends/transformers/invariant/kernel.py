@@ -29,10 +29,6 @@ BLOCK = 64
 TILE = 16
 """Rows, query heads of nodes, that go through them together."""
 
-_START, _STOP, _PLACE, _ROWS = range(4)
-"""What is said of a run of keys."""
-_ALL = np.uint32(0xFFFFFFFF)
-
 _FLOAT = _ir.FloatType()
 
 
@@ -109,97 +105,54 @@ _exp = compiled(_exp)
 _bend = compiled(_bend)
 
 
-def _add_rows(factors: Any, rows: Any, sums: Any, count: Any, many: Any) -> Any:
+def _number(which: Any, i: Any) -> Any:
+    return i if which is None else which[i]
+
+
+_number = inner(_number)
+
+
+def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: Any) -> Any:
     """Add `count` rows with their factors to `many` sums, one row after another.
 
-    Each of `factors`, `rows` and `sums` is an array, where it begins there, and how far apart things are in it: factors
-    of different sums, rows, and sums of different factors, of which `_add_rows_to_four` has four.
+    Args:
+        factors: An array, and where in it the factor of the first row is; those of the others follow.
+        rows: An array, where in it row 0 begins, and how far apart rows are.
+        which: The numbers of the rows; the first ones if `None`.
+        count: How many rows.
+        sums: An array, and where in it the sums begin.
+        many: How many sums.
     """
-    (of_factors, at, _), (of_rows, first, width), (of_sums, to, _) = factors, rows, sums
+    (of_factors, at), (of_rows, first, width), (of_sums, to) = factors, rows, sums
     whole = count - count % 4
     for i in range(0, whole, 4):
-        a, r = at + i, first + i * width
-        a0, a1, a2, a3 = get(of_factors, a), get(of_factors, a + 1), get(of_factors, a + 2), get(of_factors, a + 3)
+        a0, a1 = get(of_factors, at + i), get(of_factors, at + i + 1)
+        a2, a3 = get(of_factors, at + i + 2), get(of_factors, at + i + 3)
+        r0, r1 = first + _number(which, i) * width, first + _number(which, i + 1) * width
+        r2, r3 = first + _number(which, i + 2) * width, first + _number(which, i + 3) * width
         for j in range(many):
-            total = fma(a1, get(of_rows, r + width + j), fma(a0, get(of_rows, r + j), get(of_sums, to + j)))
-            total = fma(a3, get(of_rows, r + 3 * width + j), fma(a2, get(of_rows, r + 2 * width + j), total))
-            put(of_sums, to + j, total)
+            total = fma(a1, get(of_rows, r1 + j), fma(a0, get(of_rows, r0 + j), get(of_sums, to + j)))
+            put(of_sums, to + j, fma(a3, get(of_rows, r3 + j), fma(a2, get(of_rows, r2 + j), total)))
     for i in range(whole, count):
-        a0, r = get(of_factors, at + i), first + i * width
+        a0, r0 = get(of_factors, at + i), first + _number(which, i) * width
         for j in range(many):
-            put(of_sums, to + j, fma(a0, get(of_rows, r + j), get(of_sums, to + j)))
+            put(of_sums, to + j, fma(a0, get(of_rows, r0 + j), get(of_sums, to + j)))
 
 
 _add_rows = inner(_add_rows)
 
 
-def _add_rows_to_four(factors: Any, rows: Any, sums: Any, count: Any, many: Any) -> Any:
-    """The same four times, in half the time."""
-    (of_factors, at, gap), (of_rows, first, width), (of_sums, to, step) = factors, rows, sums
-    whole = count - count % 4
-    for i in range(0, whole, 4):
-        a, r = at + i, first + i * width
-        b, d, e = a + gap, a + 2 * gap, a + 3 * gap
-        a0, a1, a2, a3 = get(of_factors, a), get(of_factors, a + 1), get(of_factors, a + 2), get(of_factors, a + 3)
-        b0, b1, b2, b3 = get(of_factors, b), get(of_factors, b + 1), get(of_factors, b + 2), get(of_factors, b + 3)
-        d0, d1, d2, d3 = get(of_factors, d), get(of_factors, d + 1), get(of_factors, d + 2), get(of_factors, d + 3)
-        e0, e1, e2, e3 = get(of_factors, e), get(of_factors, e + 1), get(of_factors, e + 2), get(of_factors, e + 3)
-        for j in range(many):
-            r0, r1 = get(of_rows, r + j), get(of_rows, r + width + j)
-            r2, r3 = get(of_rows, r + 2 * width + j), get(of_rows, r + 3 * width + j)
-            s = to + j
-            put(of_sums, s, fma(a3, r3, fma(a2, r2, fma(a1, r1, fma(a0, r0, get(of_sums, s))))))
-            s += step
-            put(of_sums, s, fma(b3, r3, fma(b2, r2, fma(b1, r1, fma(b0, r0, get(of_sums, s))))))
-            s += step
-            put(of_sums, s, fma(d3, r3, fma(d2, r2, fma(d1, r1, fma(d0, r0, get(of_sums, s))))))
-            s += step
-            put(of_sums, s, fma(e3, r3, fma(e2, r2, fma(e1, r1, fma(e0, r0, get(of_sums, s))))))
-    for which in range(4 if whole < count else 0):
-        rest, below = (of_factors, at + which * gap + whole, gap), (of_rows, first + whole * width, width)
-        _add_rows(rest, below, (of_sums, to + which * step, step), count - whole, many)
-
-
-_add_rows_to_four = inner(_add_rows_to_four)
-
-
-def _find_runs(packed: Any, runs: Any) -> Any:
-    """What a node sees, in the order of positions, as runs of keys: `_START`, `_STOP`, and the first one's `_PLACE` in
-    that order. How many runs there are."""
-    runs[0, _START], runs[0, _STOP], runs[0, _PLACE] = packed[FIRST], max(packed[VISIBLE], packed[FIRST]), 0
-    count, place = 1, runs[0, _STOP] - runs[0, _START]
-    for word in range(len(packed) - BITS):
-        bits = np.uint32(packed[BITS + word])
-        bit = 0
-        while bit < WORD and bits >> np.uint32(bit):
-            many = WORD if bits == _ALL else 1
-            if (bits >> np.uint32(bit)) & np.uint32(1):
-                key = packed[SCRATCH] + word * WORD + bit
-                if count == 1 or runs[count - 1, _STOP] != key:
-                    runs[count, _START], runs[count, _PLACE] = key, place
-                    count += 1
-                runs[count - 1, _STOP] = key + many
-                place += many
-            bit += many
+def _find_keys(packed: Any, keys: Any) -> Any:
+    """What a node sees, in the order of positions: the numbers of the keys. How many there are."""
+    count = 0
+    for key in range(packed[FIRST], packed[VISIBLE]):
+        keys[count] = key
+        count += 1
+    for slot in range(WORD * (len(packed) - BITS)):
+        if (packed[BITS + slot // WORD] >> (slot % WORD)) & 1:
+            keys[count] = packed[SCRATCH] + slot
+            count += 1
     return count
-
-
-def _mark_fours(runs: Any, counts: Any, many: Any) -> Any:
-    """Say of each run for how many rows it counts: of four rows the first runs, as far as they are the same, count for
-    all of them in that of the first row."""
-    for row in range(many):
-        for run in range(counts[row]):
-            runs[row, run, _ROWS] = 1
-    for row in range(0, many - 3, 4):
-        run, alike = 0, True
-        while alike and run < counts[row : row + 4].min():
-            for other in range(row + 1, row + 4):
-                for part in range(_ROWS):
-                    alike = alike and runs[row, run, part] == runs[other, run, part]
-            if alike:
-                runs[row + 1 : row + 4, run, _ROWS] = 0
-                runs[row, run, _ROWS] = 4
-            run += 1
 
 
 def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
@@ -240,45 +193,9 @@ def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any)
     return total
 
 
-_find_runs = compiled(_find_runs)
-_mark_fours = compiled(_mark_fours, makes_arrays=True)
+_find_keys = compiled(_find_keys)
 _turn = compiled(_turn)
 _soften = compiled(_soften)
-
-
-def _score(queries: Any, turned: Any, weights: Any, block: Any, runs: Any) -> Any:
-    """Add the products of a row, or four of them, with the keys of a block to its scores, which lie by place.
-
-    Each array comes with where the row's part of it begins, and how far behind that of the next row does; so below.
-    """
-    size = queries[2]
-    of_weights, to, room = weights
-    for run in range(len(runs)):
-        low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
-        keys = turned, block * (size - 1) * BLOCK + low, BLOCK
-        scores = of_weights, to + runs[run, _PLACE] + low - runs[run, _START], room
-        if low < high and runs[run, _ROWS] == 4:
-            _add_rows_to_four(queries, keys, scores, size, high - low)
-        elif low < high and runs[run, _ROWS] == 1:
-            _add_rows(queries, keys, scores, size, high - low)
-
-
-def _sum(weights: Any, values: Any, sums: Any, block: Any, runs: Any) -> Any:
-    """Add the values of a block, with their weights, to the sums of a row, or of four of them."""
-    of_weights, at, room = weights
-    of_values, start, width = values
-    for run in range(len(runs)):
-        low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
-        factors = of_weights, at + runs[run, _PLACE] + low - runs[run, _START], room
-        rows = of_values, start + low * width, width
-        if low < high and runs[run, _ROWS] == 4:
-            _add_rows_to_four(factors, rows, sums, high - low, width)
-        elif low < high and runs[run, _ROWS] == 1:
-            _add_rows(factors, rows, sums, high - low, width)
-
-
-_score = inner(_score)
-_sum = inner(_sum)
 
 
 def _attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
@@ -296,38 +213,38 @@ def _attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> A
     """
     queries, keys, values, output = states
     shared, group, nodes, count, size, width = sizes
-    blocks = -(-count // BLOCK)
-    room = (blocks + 1) * BLOCK
-    turned = np.empty(blocks * size * BLOCK, dtype=np.float32)
+    room = -(-count // BLOCK) * BLOCK
+    turned = np.zeros(room * size, dtype=np.float32)
     weights = np.empty(TILE * room, dtype=np.float32)
     sums, lanes = np.empty(TILE * width, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
-    runs = np.empty((TILE, 2 + WORD * (packed.shape[2] - BITS), 4), dtype=np.intp)
-    counts, totals = np.empty(TILE, dtype=np.intp), np.empty(TILE, dtype=np.float32)
+    seen, many_seen, totals = np.empty((TILE, room), np.intp), np.empty(TILE, np.intp), np.empty(TILE, np.float32)
     for unit in range(units[0], units[1]):
         _turn(keys, unit * count * size, count, size, turned)
         for tile in range(0, nodes * group, TILE):
             many, start = min(TILE, nodes * group - tile), unit * nodes * group + tile
             weights[:] = _F0
             sums[:] = _F0
+            low, high = count, 0
             for row in range(many):
                 if row and (tile + row) % group:  # another head of the same node
-                    counts[row] = counts[row - 1]
-                    runs[row, : counts[row]] = runs[row - 1, : counts[row]]
+                    many_seen[row] = many_seen[row - 1]
+                    seen[row, : many_seen[row]] = seen[row - 1, : many_seen[row]]
                 else:
-                    counts[row] = _find_runs(packed[unit // shared, (tile + row) // group], runs[row])
-            _mark_fours(runs, counts, many)
-            for block in range(blocks):
+                    many_seen[row] = _find_keys(packed[unit // shared, (tile + row) // group], seen[row])
+                low, high = min(low, seen[row, 0]), max(high, seen[row, many_seen[row] - 1] + 1)
+            for at in range(low // BLOCK * BLOCK, high, BLOCK):
                 for row in range(many):
-                    query, scores = (queries, (start + row) * size, size), (weights, row * room, room)
-                    _score(query, turned, scores, block, runs[row, : counts[row]])
+                    query, block = (queries, (start + row) * size), (turned, at * size, BLOCK)
+                    _add_rows(query, block, None, size, (weights, row * room + at), BLOCK)
             for row in range(many):
-                last = runs[row, counts[row] - 1]
-                seen = last[_PLACE] + last[_STOP] - last[_START]
-                totals[row] = _soften(weights, row * room, seen, numbers[0], numbers[1], lanes)
-            for block in range(blocks):
+                for place in range(many_seen[row]):
+                    put(weights, row * room + place, get(weights, row * room + seen[row, place]))
+                totals[row] = _soften(weights, row * room, many_seen[row], numbers[0], numbers[1], lanes)
+            for at in range(0, high - low, BLOCK):
                 for row in range(many):
-                    factors, rows = (weights, row * room, room), (values, unit * count * width, width)
-                    _sum(factors, rows, (sums, row * width, width), block, runs[row, : counts[row]])
+                    factors, rows = (weights, row * room + at), (values, unit * count * width, width)
+                    some = max(min(BLOCK, many_seen[row] - at), 0)
+                    _add_rows(factors, rows, seen[row, at:], some, (sums, row * width), width)
             for row in range(many):
                 for c in range(width):
                     put(output, (start + row) * width + c, get(sums, row * width + c) / totals[row])
