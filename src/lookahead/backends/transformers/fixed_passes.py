@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,28 +64,13 @@ Pass = Callable[[], Outputs]
 """Work on tensors that stay where they are, and the tensors it leaves its results in."""
 
 
-class FixedInputs(Protocol):
-    """The inputs of passes of one size, in memory that stays where it is.
-
-    Attributes:
-        nodes: Nodes of each row of a pass.
-        columns: Columns of the cache where they go, `[nodes]` int32.
-    """
-
-    nodes: int
-    columns: torch.Tensor
-
-    def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """What the model takes, beside its cache."""
-
-
-def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: FixedInputs, top_k: int) -> Outputs:
+def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k: int) -> Outputs:
     """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
 
     Args:
         model: The model.
         cache: Its cache, `columns` set.
-        inputs: What it takes.
+        inputs: What it takes: `StaticInputs`, or others that have `columns` and `arguments` like these.
         top_k: How many of the likeliest tokens are wanted.
 
     Returns:
@@ -136,18 +121,21 @@ class FixedPasses:
             self.inputs: dict[int, Any] = {}
             self._recorder = recorder_for(self._device)
 
-    def inputs_of(self, size: int, make: Callable[[int], Any]) -> Any:
-        """The inputs of passes of so many nodes, which `make` makes where there are none."""
-        if size not in self.inputs:
-            self.inputs[size] = make(size)
-        return self.inputs[size]
-
     def listing(self, size: int, top_k: int) -> int | None:
         """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
         return min((listed for nodes, listed in self._passes if nodes == size and listed >= top_k), default=None)
 
-    def run(self, size: int, top_k: int) -> Outputs:
-        """Run a pass of so many nodes over what is staged, which lists at least `top_k` tokens; see `run_pass`."""
+    def run(self, size: int, top_k: int, make: Callable[[int], Any], *contents: Any) -> Outputs:
+        """Run a pass of so many nodes that lists at least `top_k` tokens; see `run_pass`.
+
+        Args:
+            size, top_k: As above.
+            make: Makes the inputs of passes of this size, where there are none.
+            *contents: What is staged in them.
+        """
+        if size not in self.inputs:
+            self.inputs[size] = make(size)
+        self.inputs[size].stage(*contents)
         listing = self.listing(size, top_k)
         key = size, max(top_k, self._lists) if listing is None else listing
         if key not in self._passes:
@@ -160,7 +148,7 @@ class FixedPasses:
             self.recorded.bytes += max(free - self._free, 0)
         return self._passes[key]()
 
-    def _work(self, inputs: FixedInputs, top_k: int) -> Pass:
+    def _work(self, inputs: Any, top_k: int) -> Pass:
         run: Callable[..., Outputs] = run_pass
         if self._compiler is not None:
             # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
@@ -216,7 +204,7 @@ class StaticInputs:
         self._offsets = np.arange(nodes, dtype=np.int32)
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """See `FixedInputs`."""
+        """What the model takes, beside its cache."""
         return {
             "input_ids": self.tokens.long(),
             "position_ids": self.positions.long(),
@@ -324,8 +312,7 @@ class StaticSteps:
         """Run the trees in parts of `size` nodes; see `run_pass`."""
         given = []
         for part in range(parts):
-            self._passes.inputs_of(size, self._new_inputs).stage(step, part)
-            outputs = self._passes.run(size, top_k)
+            outputs = self._passes.run(size, top_k, self._new_inputs, step, part)
             if parts == 1:
                 return outputs
             given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites

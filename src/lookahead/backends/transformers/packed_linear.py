@@ -114,15 +114,12 @@ Layers = Mapping[tuple[int, ...], Sequence[torch.nn.Linear]]
 _TIMED_ROWS = (1, 2, 16)
 """Rows of the products: one of a plain step, more of a step with a draft."""
 
-_SHAPES = 3
-"""Shapes that are timed, those that most of the weights have."""
-
 _MOST_BYTES = 1 << 24
-"""Weights of each shape that are timed: few enough to take a fraction of a second."""
+"""Weights that are timed: few enough to take a fraction of a second."""
 
 _MOST_ROUNDS, _LEAST_ROUNDS = 6, 2
 _LONG_ENOUGH = 0.1
-"""CPU seconds for each shape after which no further round begins."""
+"""CPU seconds after which no further round begins."""
 
 _WORTH = 0.97
 """Most time of packed products over that of plain ones: each call reads all packed weights once more."""
@@ -166,31 +163,14 @@ def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch
 
 
 def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
-    """CPU seconds of the products of a step, as far as its largest layers go, plain and packed, by rows: 1, 2 and 16.
+    """CPU seconds of products, plain and packed, by rows: 1, 2 and 16; with weights of the shape that most of all have.
+
+    The least of a few times, taken in turns: other programs only add.
 
     Args:
         layers: The layers of a model.
     """
-    largest = sorted(layers, key=lambda shape: -shape[0] * shape[1] * len(layers[shape]))[:_SHAPES]
-    sums = dict.fromkeys(_TIMED_ROWS, (0.0, 0.0))
-    for shape in largest:
-        weights = _sample(layers[shape])
-        share = sum(map(torch.numel, weights)) / (shape[0] * shape[1] * len(layers[shape]))
-        for rows, (plain, packed) in _least_seconds(weights).items():
-            sums[rows] = sums[rows][0] + plain / share, sums[rows][1] + packed / share
-    return sums
-
-
-def _sample(layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
-    """Weights of the first layers, or the first rows of one, up to `_MOST_BYTES`."""
-    first = layers[0].weight
-    if first.nbytes > _MOST_BYTES:
-        return [first.detach()[: max(1, len(first) * _MOST_BYTES // first.nbytes)]]
-    return [layer.weight.detach() for layer in layers[: _MOST_BYTES // first.nbytes]]
-
-
-def _least_seconds(weights: Sequence[torch.Tensor]) -> dict[int, tuple[float, float]]:
-    """The least of a few times for all the weights, plain and packed in turns, by rows: other programs only add."""
+    weights = _sample(max(layers.values(), key=lambda alike: sum(layer.weight.numel() for layer in alike)))
     multiply: tuple[Callable[..., torch.Tensor], ...] = torch.nn.functional.linear, packed_product
     used = weights, [pack(weight) for weight in weights]
     least = {(rows, kind): float("inf") for rows in _TIMED_ROWS for kind in (0, 1)}
@@ -205,3 +185,11 @@ def _least_seconds(weights: Sequence[torch.Tensor]) -> dict[int, tuple[float, fl
                 multiply[kind](inputs, weight)
             least[rows, kind] = min(least[rows, kind], process_time() - start)
     return {rows: (least[rows, 0], least[rows, 1]) for rows in _TIMED_ROWS}
+
+
+def _sample(layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
+    """Weights of the first layers, or the first rows of one, up to `_MOST_BYTES`."""
+    first = layers[0].weight
+    if first.nbytes > _MOST_BYTES:
+        return [first.detach()[: max(1, len(first) * _MOST_BYTES // first.nbytes)]]
+    return [layer.weight.detach() for layer in layers[: _MOST_BYTES // first.nbytes]]

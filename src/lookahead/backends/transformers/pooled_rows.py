@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
-from lookahead.backends.transformers.fixed_passes import FixedPasses, Outputs, pass_sizes, rounded
+from lookahead.backends.transformers.fixed_passes import FixedPasses, pass_sizes, rounded
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, in_a_row, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
@@ -143,7 +143,8 @@ class PooledInputs:
         device: Where the model is.
 
     Attributes:
-        nodes, columns: See `FixedInputs`.
+        nodes: As above.
+        columns: Columns of the pool where the nodes go, `[nodes]` int32.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class PooledInputs:
         self._alone[slots, BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """See `FixedInputs`."""
+        """What the model takes, beside its cache."""
         tokens, positions, _, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
         step = PackedStep([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
@@ -239,7 +240,7 @@ class PooledRunner(ModelRunner):
         self._texts = rows
         self._make_room(0)
         for size in self._sizes:
-            self._replay(size, (), Step((), (), ()), 0)
+            self._passes.run(size, 0, self._new_inputs, (), Step((), (), ()))
 
     def new_row(self, block: int | None = None) -> PooledRow:
         """An empty row."""
@@ -261,7 +262,7 @@ class PooledRunner(ModelRunner):
         if size is None:
             logits = self._run_once(nodes, np.concatenate(reads), step)
             return forward_results(step.counts, step.nodes_read, logits, top_k)
-        logits, listed = self._replay(size, rows, step, top_k)
+        logits, listed = self._passes.run(size, top_k, self._new_inputs, rows, step)
         return forward_results(step.counts, step.nodes_read, logits, top_k, reads, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
@@ -270,11 +271,6 @@ class PooledRunner(ModelRunner):
         if pages > self._width or not self._width:
             self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
         self._passes.serve((self._texts, self._width, self._pool.capacity))
-
-    def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
-        """Run a pass of a recorded size."""
-        self._passes.inputs_of(size, self._new_inputs).stage(rows, step)
-        return self._passes.run(size, top_k)
 
     def _new_inputs(self, nodes: int) -> PooledInputs:
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
