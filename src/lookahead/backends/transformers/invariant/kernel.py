@@ -165,29 +165,27 @@ def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
 
 def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any) -> Any:
     """Scores to weights, the exponential of how far each is below the highest; their sum. There is room for whole
-    blocks."""
+    blocks, each of whose places has a lane of its own, so that maxima and sums are those of vectors."""
     end = at + -(-count // BLOCK) * BLOCK
-    for j in range(at, at + count):
-        put(weights, j, get(weights, j) * scale)
-    if cap > _F0:
-        for j in range(at, at + count):
-            put(weights, j, _bend(get(weights, j), cap))
-    for j in range(at + count, end):
-        put(weights, j, -_INFINITY)
     for lane in range(BLOCK):
         put(lanes, lane, -_INFINITY)
     for start in range(at, end, BLOCK):
         for lane in range(BLOCK):
-            put(lanes, lane, max(get(lanes, lane), get(weights, start + lane)))
+            score = get(weights, start + lane) * scale
+            if cap > _F0:
+                score = _bend(score, cap)
+            score = score if start + lane < at + count else -_INFINITY
+            put(weights, start + lane, score)
+            put(lanes, lane, max(get(lanes, lane), score))
     highest, total = -_INFINITY, _F0
     for lane in range(BLOCK):
         highest = max(highest, get(lanes, lane))
         put(lanes, lane, _F0)
-    for j in range(at, end):
-        put(weights, j, _exp(get(weights, j) - highest))
     for start in range(at, end, BLOCK):
         for lane in range(BLOCK):
-            put(lanes, lane, get(lanes, lane) + get(weights, start + lane))
+            weight = _exp(get(weights, start + lane) - highest)
+            put(weights, start + lane, weight)
+            put(lanes, lane, get(lanes, lane) + weight)
     for lane in range(BLOCK):
         total += get(lanes, lane)
     return total

@@ -14,8 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from lookahead.backends.transformers.findings import recall, remember
 from lookahead.errors import UnsupportedModelError
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[..., torch.Tensor]
 """`[rows, in_features]` to `[rows, out_features]`."""
+
+Care = Callable[..., Any]
+"""Given a module, what it would do, and its inputs: what it does, so that the bits of a row are its own."""
 
 MOST = 128
 """Rows of one product at most; more are multiplied in several."""
@@ -122,8 +125,8 @@ def foreign_product(model: torch.nn.Module) -> str | None:
     modules: list[tuple[str, torch.nn.Module]] = list(model.named_modules())
     has_experts = any(_are_experts(module) for _, module in modules)
     for name, module in modules:
-        is_checked = isinstance(module, (_ByRule, _OneByOne, _InPartsOfOneSize, torch.nn.Embedding))
-        if is_checked or type(module).__module__.startswith("torch.nn."):
+        is_safe = hasattr(module, "care") or isinstance(module, torch.nn.Embedding)
+        if is_safe or type(module).__module__.startswith("torch.nn."):
             continue
         most = max((weight.dim() for weight in module._parameters.values() if weight is not None), default=0)
         if most > (1 if has_experts else 2):
@@ -145,21 +148,23 @@ def least_rows(model: torch.nn.Module) -> int:
 
 
 @cache
-def _joined(care: Any, kind: Any) -> Any:
-    return type(kind.__name__, (care, kind), {})
+def _with_care(kind: Any, care: Care) -> Any:
+    """The class `kind`, with `care` in place of its forward pass."""
+
+    def forward(self: Any, *inputs: Any) -> Any:
+        return care(self, partial(kind.forward, self), *inputs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "care": care})
 
 
-class _ByRule:
+def _pad_rows(module: Any, product: Product, input: torch.Tensor) -> torch.Tensor:
     """A product whose rows are padded and cut; the rule is found at the first one, for the weight's shape and type."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        product = super().forward  # type: ignore[misc]
-        rule = _rule_for(self, input, product)
-        count = input.numel() // input.shape[-1]
-        if rule.least <= count <= rule.most or not count:
-            return product(input)  # type: ignore[no-any-return]
-        output = by_rule(product, input.reshape(count, -1), rule)
-        return output.view(*input.shape[:-1], -1)
+    rule = _rule_for(module, input, product)
+    count = input.numel() // input.shape[-1]
+    if rule.least <= count <= rule.most or not count:
+        return product(input)
+    output = by_rule(product, input.reshape(count, -1), rule)
+    return output.view(*input.shape[:-1], -1)
 
 
 _rules: dict[tuple[object, ...], RowRule | None] = {}
@@ -171,7 +176,7 @@ def _rule_for(module: Any, input: torch.Tensor, product: Product) -> RowRule:
     findings = vars(module)[FINDINGS]
     setting = (input.dtype, torch.get_num_threads())
     if setting not in findings:
-        kind = type(module).__bases__[1]
+        kind = type(module).__bases__[0]
         weights = [[name, list(weight.shape), str(weight.dtype)] for name, weight in module.named_parameters()]
         about = {"product": f"{kind.__module__}.{kind.__qualname__}", "weights": weights, "input": str(input.dtype)}
         key = (kind, str(weights), *setting)
@@ -203,23 +208,20 @@ def _is_activation(module: torch.nn.Module) -> bool:
     return not module._parameters and home in (activations.__name__, torch.nn.SiLU.__module__)
 
 
-class _WholeVectors:
+def _fill_vectors(module: Any, function: Product, input: torch.Tensor) -> torch.Tensor:
     """An activation whose elements all lie in whole vectors, and in one thread's share, if that matters to their bits.
 
     torch computes what is left behind the last whole vector in another way than those before it.
     """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        function = super().forward  # type: ignore[misc]
-        findings = vars(self)[FINDINGS]
-        if input.dtype not in findings:
-            findings[input.dtype] = _is_the_same_everywhere(function, input.dtype)
-        if findings[input.dtype]:
-            return function(input)  # type: ignore[no-any-return]
-        width = input.shape[-1]
-        padded = torch.nn.functional.pad(input.reshape(-1, width), (0, -width % _WHOLE))
-        parts = [function(part) for part in torch.split(padded, max(1, _UNDIVIDED // padded.shape[1]))]
-        return torch.cat(parts)[:, :width].reshape(input.shape)
+    findings = vars(module)[FINDINGS]
+    if input.dtype not in findings:
+        findings[input.dtype] = _is_the_same_everywhere(function, input.dtype)
+    if findings[input.dtype]:
+        return function(input)
+    width = input.shape[-1]
+    padded = torch.nn.functional.pad(input.reshape(-1, width), (0, -width % _WHOLE))
+    parts = [function(part) for part in torch.split(padded, max(1, _UNDIVIDED // padded.shape[1]))]
+    return torch.cat(parts)[:, :width].reshape(input.shape)
 
 
 def _is_the_same_everywhere(function: Product, dtype: torch.dtype) -> bool:
@@ -239,23 +241,22 @@ def _are_experts(module: torch.nn.Module) -> bool:
     return "has_gate" in vars(module) and "_is_expert_parallel" in vars(module)
 
 
-class _OneByOne:
+def _ask_one_by_one(
+    module: Any, experts: Product, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Experts, each of which computes its tokens in as many rows as the rule for its products wants."""
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        experts = super().forward  # type: ignore[misc]
+    def ask(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        ones = rows.new_ones((len(rows), 1))
+        return experts(rows, torch.full_like(ones, expert, dtype=torch.long), ones)
 
-        def ask(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            ones = rows.new_ones((len(rows), 1))
-            return experts(rows, torch.full_like(ones, expert, dtype=torch.long), ones)  # type: ignore[no-any-return]
-
-        rule = _rule_for(self, hidden, partial(ask, 0))
-        output = torch.zeros_like(hidden)
-        for expert in sorted({*chosen.flatten().tolist()}):
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            said = by_rule(partial(ask, expert), hidden[token], rule)
-            output.index_add_(0, token, (said * weights[token, place, None]).to(output.dtype))
-        return output
+    rule = _rule_for(module, hidden, partial(ask, 0))
+    output = torch.zeros_like(hidden)
+    for expert in sorted({*chosen.flatten().tolist()}):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        said = by_rule(partial(ask, expert), hidden[token], rule)
+        output.index_add_(0, token, (said * weights[token, place, None]).to(output.dtype))
+    return output
 
 
 def _is_router(module: torch.nn.Module) -> bool:
@@ -265,40 +266,37 @@ def _is_router(module: torch.nn.Module) -> bool:
     return is_weight and len(signature(type(module).forward).parameters) == 2
 
 
-class _InPartsOfOneSize:
+def _route_in_parts(module: Any, router: Product, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A router, all of which is computed for so many rows at once that they make whole vectors.
 
     Its scores come from functions in float32, some of which torch computes in another way behind the last whole vector.
     """
+    findings, setting = vars(module)[FINDINGS], (hidden.dtype, torch.get_num_threads())
+    width = hidden.shape[-1]
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        router = super().forward  # type: ignore[misc]
-        findings, setting = vars(self)[FINDINGS], (hidden.dtype, torch.get_num_threads())
-        width = hidden.shape[-1]
-        if setting not in findings:
-            findings[setting] = are_alike(lambda rows: _side_by_side(router(rows)), width, hidden.dtype, _WHOLE)
-        if not findings[setting]:
-            raise UnsupportedModelError(f"{type(self).__name__} has other bits in other company on this machine")
-        rows = hidden.reshape(-1, width)
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _WHOLE))
-        outputs = [router(part) for part in torch.split(padded, _WHOLE)]
-        return tuple(torch.cat(parts)[: len(rows)] for parts in zip(*outputs, strict=True))
+    def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output.flatten(1).double() for output in router(rows)], dim=1)
 
-
-def _side_by_side(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.cat([output.flatten(1).double() for output in outputs], dim=1)
+    if setting not in findings:
+        findings[setting] = are_alike(side_by_side, width, hidden.dtype, _WHOLE)
+    if not findings[setting]:
+        raise UnsupportedModelError(f"{type(module).__name__} has other bits in other company on this machine")
+    rows = hidden.reshape(-1, width)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _WHOLE))
+    outputs = [router(part) for part in torch.split(padded, _WHOLE)]
+    return tuple(torch.cat(parts)[: len(rows)] for parts in zip(*outputs, strict=True))
 
 
 def invariant_kind(module: torch.nn.Module, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class of what stands for `module`, which would be `kind` otherwise."""
-    joined: Any = _joined  # classes are hashable, which mypy doubts of those of modules
-    return next((joined(care, kind) for applies, care in _CARE if applies(module)), kind)
+    joined: Any = _with_care  # classes are hashable, which mypy doubts of those of modules
+    return next((joined(kind, care) for applies, care in _CARE if applies(module)), kind)
 
 
-_CARE: tuple[tuple[Callable[[torch.nn.Module], bool], type], ...] = (
-    (lambda module: type(module) in (torch.nn.Linear, Conv1D), _ByRule),
-    (_is_activation, _WholeVectors),
-    (_are_experts, _OneByOne),
-    (_is_router, _InPartsOfOneSize),
+_CARE: tuple[tuple[Callable[[torch.nn.Module], bool], Care], ...] = (
+    (lambda module: type(module) in (torch.nn.Linear, Conv1D), _pad_rows),
+    (_is_activation, _fill_vectors),
+    (_are_experts, _ask_one_by_one),
+    (_is_router, _route_in_parts),
 )
 """What each kind of module needs so that the bits of its rows do not depend on others."""
