@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.attention import tree_attention_forward
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, packed_width, sight, unpack
@@ -44,15 +43,6 @@ def test_dense_masks_say_the_same(step: Step, dropped: int) -> None:
     dropped = min(dropped, step.scratch)
     visible = step.sight().dense(torch.float32, dropped)[:, 0] == 0
     np.testing.assert_array_equal(visible.numpy(), step.visible(step.scratch + step.nodes)[:, :, dropped:])
-
-
-def test_pack_refuses_what_cannot_be() -> None:
-    later = np.ones((1, 2, 2), dtype=np.bool_)
-    chain, positions = np.tril(later), np.array([[5, 6]])
-    with pytest.raises(InvalidArgumentError, match="parents before their children"):
-        sight(later, [5], positions).packed()
-    with pytest.raises(InvalidArgumentError, match="do not belong together"):
-        sight(chain, [5, 5], positions)
 
 
 def test_interface_refuses_in_clear_words() -> None:
@@ -87,14 +77,6 @@ def test_kernel_in_the_interpreter(marked: str) -> None:
     command = [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider", "-m", marked]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-@needs_triton
-def test_compiled_kernel_refuses_the_cpu(llama: PreTrainedModel) -> None:
-    packed = torch.from_numpy(sight(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]])).packed())
-    query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
-    with pytest.raises(InvalidArgumentError, match="tensors on cpu, but its kernel runs on CUDA devices only"):
-        tree_attention_forward(llama, query, key, key, packed)
 
 
 class Launches:

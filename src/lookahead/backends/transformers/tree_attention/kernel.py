@@ -40,7 +40,6 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
     choose_tiling,
     fold,
     load_rows,
-    scores_of,
     store_share,
 )
 
@@ -64,7 +63,7 @@ def tree_attention(
     tiling: Tiling | None = None,
     pages: Pages | None = None,
 ) -> torch.Tensor:
-    """Attention of the nodes of a token tree to the cached text and to their ancestors.
+    """Attention of the nodes of a token tree to the cached text and to their ancestors, on a CUDA device.
 
     Nothing is read back from the device, so a call may be captured in a CUDA graph. The captured work stays right for
     other contents of the same tensors.
@@ -82,9 +81,6 @@ def tree_attention(
 
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of `query`.
-
-    Raises:
-        InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
     texts, kv_heads, keys, head_dim = key.shape
     nodes, group = query.shape[2], query.shape[1] // kv_heads
@@ -160,8 +156,6 @@ def _attention_kernel(
     is_row = row < nodes * GROUP
     node, member = row // GROUP, row % GROUP
     column = tl.arange(0, BLOCK_N)
-    key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
 
     first_node = batch * (rows // GROUP) + before
     mask += first_node * mask_stride
@@ -186,8 +180,7 @@ def _attention_kernel(
         return
 
     query += (first_node * KV_HEADS + kv_head) * GROUP * KEY_SIZE
-    query_offsets = ((node * KV_HEADS * GROUP + member) * KEY_SIZE)[:, None] + key_dim[None, :]
-    query_block = load_rows(query, query_offsets, is_row, is_key_dim)
+    query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -195,45 +188,41 @@ def _attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
 
     for block in range(begin, tl.minimum(end, cached_blocks)):
-        start = low + block * BLOCK_N
+        position = low + block * BLOCK_N + column
         # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
-        is_cached = start + column < length
-        key_block = _load_columns(key, key_stride_n, start, column, is_cached, key_dim, is_key_dim, table, PAGE)
-        value_block = _load_columns(
-            value, value_stride_n, start, column, is_cached, value_dim, is_value_dim, table, PAGE
-        )
-        position = (start + column)[None, :]
-        seen = (position >= first[:, None]) & (position < visible[:, None])
-        scores = tl.where(seen, scores_of(query_block, key_block, scale), float("-inf"))
-        acc, peak, total = fold(scores, value_block, acc, peak, total)
+        is_cached = position < length
+        place = _place_of(position, is_cached, table, PAGE)
+        key_block = load_rows(key, place * key_stride_n, is_cached, KEY_SIZE, BLOCK_K)
+        value_block = load_rows(value, place * value_stride_n, is_cached, VALUE_SIZE, BLOCK_V)
+        seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
+        scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
+        acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
 
     for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
-        start = block * BLOCK_N
-        slot = start + column
+        slot = block * BLOCK_N + column
         is_slot = slot < slots
-        place = scratch + start
-        key_block = _load_columns(key, key_stride_n, place, column, is_slot, key_dim, is_key_dim, table, PAGE)
-        value_block = _load_columns(value, value_stride_n, place, column, is_slot, value_dim, is_value_dim, table, PAGE)
+        place = _place_of(scratch + slot, is_slot, table, PAGE)
+        key_block = load_rows(key, place * key_stride_n, is_slot, KEY_SIZE, BLOCK_K)
+        value_block = load_rows(value, place * value_stride_n, is_slot, VALUE_SIZE, BLOCK_V)
         # 32 neighbours read the same word.
         words = tl.load(
             own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
         )
         seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
-        scores = tl.where(seen, scores_of(query_block, key_block, scale), float("-inf"))
-        acc, peak, total = fold(scores, value_block, acc, peak, total)
+        scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
+        acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
 
     shares += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
-    store_share(shares, sums, acc, peak, total, row, is_row, value_dim, is_value_dim, VALUE_SIZE)
+    store_share(shares, sums, acc, peak, total, row, is_row, VALUE_SIZE, BLOCK_V)
 
 
 @triton.jit
-def _load_columns(states, stride, start, column, is_there, dim, is_dim, table, PAGE: tl.constexpr):
-    """Keys or values of the columns from `start` on, of a buffer or of the pages of a text."""
+def _place_of(column, is_there, table, PAGE: tl.constexpr):
+    """Where columns of a text lie in its buffer, or in that of its pages."""
     if PAGE > 0:
-        page = tl.load(table + (start + column) // PAGE, mask=is_there, other=0).to(tl.int64)
-        place = page * PAGE + (start + column) % PAGE
-        return load_rows(states, (place * stride)[:, None] + dim[None, :], is_there, is_dim)
-    return load_rows(states + start.to(tl.int64) * stride, column[:, None] * stride + dim[None, :], is_there, is_dim)
+        page = tl.load(table + column // PAGE, mask=is_there, other=0).to(tl.int64)
+        return page * PAGE + column % PAGE
+    return column.to(tl.int64)
 
 
 def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
@@ -345,11 +334,8 @@ def _by_position_kernel(
         return
 
     column = tl.arange(0, BLOCK_N)
-    key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
     query += (batch * nodes * KV_HEADS + kv_head) * GROUP * KEY_SIZE
-    query_offsets = ((node * KV_HEADS * GROUP + member) * KEY_SIZE)[:, None] + key_dim[None, :]
-    query_block = load_rows(query, query_offsets, is_row, is_key_dim)
+    query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -364,14 +350,14 @@ def _by_position_kernel(
         # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
         is_there = on_path | (position < length)
         place = tl.where(on_path, place, position).to(tl.int64)
-        key_block = load_rows(key, (place * key_stride_n)[:, None] + key_dim[None, :], is_there, is_key_dim)
-        value_block = load_rows(value, (place * value_stride_n)[:, None] + value_dim[None, :], is_there, is_value_dim)
+        key_block = load_rows(key, place * key_stride_n, is_there, KEY_SIZE, BLOCK_K)
+        value_block = load_rows(value, place * value_stride_n, is_there, VALUE_SIZE, BLOCK_V)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
-        scores = scores_of(query_block, key_block, scale)
+        scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
         if CAPPED:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both ends.
             scores = cap * _LOG2_E * (1.0 - 2.0 / (tl.exp2(2.0 / cap * scores) + 1.0))
         acc, peak, total = fold(tl.where(seen | on_path[None, :], scores, float("-inf")), value_block, acc, peak, total)
 
     shares += (head * splits + split) * rows * VALUE_SIZE
-    store_share(shares, sums, acc, peak, total, row, is_row, value_dim, is_value_dim, VALUE_SIZE)
+    store_share(shares, sums, acc, peak, total, row, is_row, VALUE_SIZE, BLOCK_V)

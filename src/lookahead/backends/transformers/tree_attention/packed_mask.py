@@ -27,13 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from lookahead.errors import InvalidArgumentError
 
 VISIBLE, FIRST, SCRATCH, BITS = 0, 1, 2, 3
 END = SCRATCH
@@ -79,14 +76,9 @@ class Sight:
     longest: int
 
     def packed(self) -> NDArray[np.int32]:
-        """The packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
-
-        Raises:
-            InvalidArgumentError: A slot sees a later one, which the kernel would not look at.
-        """
+        """The packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32. No slot may see a later one: the kernel
+        does not look at these."""
         batch, nodes = self.ends.shape
-        if (self.slots & _later(nodes)).any():
-            raise InvalidArgumentError("ancestors lets a slot see a later one; lay out parents before their children")
         packed = np.zeros((batch, 1, nodes, packed_width(nodes)), dtype=np.int32)
         bits = np.zeros((batch, 1, nodes, (packed.shape[3] - BITS) * WORD), dtype=np.bool_)
         bits[:, 0, :, :nodes] = self.slots
@@ -129,16 +121,8 @@ def sight(
         positions: Position ids of the nodes, `[batch, nodes]`.
         window: Of a sliding layer: it sees a token whose distance is less than this.
         chunk: Of a chunked layer: it sees a token of the same chunk of this many positions.
-
-    Raises:
-        InvalidArgumentError: The shapes differ.
     """
     batch, nodes = positions.shape
-    if ancestors.shape != (batch, nodes, nodes) or len(lengths) != batch:
-        raise InvalidArgumentError(
-            f"ancestors of shape {ancestors.shape}, {len(lengths)} lengths and positions of shape {positions.shape} do "
-            "not belong together; they must be [batch, nodes, nodes], [batch] and [batch, nodes]"
-        )
     first, slots, is_real = None, ancestors.copy(), ancestors.any(axis=2)
     if window is not None or chunk is not None:
         first = is_real * first_position(positions, window, chunk)
@@ -146,12 +130,6 @@ def sight(
         slots &= positions[:, None, :] >= first[:, :, None]
     slots.reshape(batch, -1)[:, :: nodes + 1] = True  # the diagonal
     return Sight(slots, is_real * np.asarray(lengths)[:, None], first, max(lengths))
-
-
-@lru_cache(maxsize=64)
-def _later(nodes: int) -> NDArray[np.bool_]:
-    """Which slots come after each slot, `[nodes, nodes]`."""
-    return ~np.tri(nodes, dtype=np.bool_)
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:

@@ -13,8 +13,6 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.errors import InvalidArgumentError
-
 _PROGRAMS = 256
 """Programs that fill a large GPU: about two for each multiprocessor."""
 _MOST_SPLITS = 32
@@ -91,16 +89,8 @@ def attend(
 
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of the query.
-
-    Raises:
-        InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
     query, key, value, mask = tensors
-    if not query.is_cuda and isinstance(kernel, triton.JITFunction):
-        raise InvalidArgumentError(
-            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
-            "attn_implementation='sdpa' there"
-        )
     query, mask = query.transpose(1, 2).contiguous(), mask.contiguous()  # as models and masks are anyway
     # Where their innermost dimension has gaps, they are copied; any other buffer is read as it lies.
     key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (key, value))
@@ -139,20 +129,15 @@ def attend(
 
 
 @triton.jit
-def load_rows(start, offsets, is_row, is_dim):
-    """The rows and dimensions that are there, of queries, keys or values; zeros for the others, which are not read."""
-    return tl.load(start + offsets, mask=is_row[:, None] & is_dim[None, :], other=0.0)
-
-
-@triton.jit
-def scores_of(query, key, scale):
-    """Scores to the base 2, `[BLOCK_M, BLOCK_N]` float32."""
-    return tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+def load_rows(start, offset, is_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of queries, keys or values, where they are; zeros for the others, which are not read."""
+    dim = tl.arange(0, BLOCK)
+    return tl.load(start + offset[:, None] + dim[None, :], mask=is_row[:, None] & (dim < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def fold(scores, value, acc, peak, total):
-    """Take one block of keys into a running softmax."""
+    """Take the scores of one block of keys, to the base 2, into a running softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -164,12 +149,13 @@ def fold(scores, value, acc, peak, total):
 
 
 @triton.jit
-def store_share(shares, sums, acc, peak, total, row, is_row, dim, is_dim, VALUE_SIZE: tl.constexpr):
+def store_share(shares, sums, acc, peak, total, row, is_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Leave what some rows have of one split for `combine_kernel`."""
     # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
     total = tl.where(total == 0.0, 1.0, total)
-    offsets = (row * VALUE_SIZE)[:, None] + dim[None, :]
-    tl.store(shares + offsets, acc / total[:, None], mask=is_row[:, None] & is_dim[None, :])
+    dim = tl.arange(0, BLOCK)
+    stored = is_row[:, None] & (dim < SIZE)[None, :]
+    tl.store(shares + (row * SIZE)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
     tl.store(sums + row, peak + tl.log2(total), mask=is_row)
 
 
