@@ -30,12 +30,12 @@ from lookahead.backends.transformers import fixed_passes, model_state, session, 
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import (
-    CudaGraphRecorder,
     Outputs,
     Pass,
     StaticInputs,
     StaticSteps,
     pass_sizes,
+    recorder_for,
     rounded,
 )
 from lookahead.backends.transformers.layouts import Step
@@ -65,7 +65,7 @@ class TapeRecorder:
     def __init__(self, device: torch.device = CPU) -> None:
         self.replays = 0
 
-    def record(self, work: Pass) -> Pass:
+    def __call__(self, work: Pass) -> Pass:
         work()  # the warm-up
         tape = make_fx(work)()
 
@@ -503,7 +503,9 @@ def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatc
         cuda.calls.append(f"work, {cuda.state}{watched}")
         return outputs
 
-    replay = CudaGraphRecorder(torch.device("cuda")).record(work)
+    record = recorder_for(torch.device("cuda"))
+    assert record is not None
+    replay = record(work)
     assert cuda.calls == [
         "side waits",
         "work, side stream",
@@ -523,7 +525,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
     now, recordings = 0.0, 0
 
     class Recorded(TapeRecorder):
-        def record(self, work: Pass) -> Pass:
+        def __call__(self, work: Pass) -> Pass:
             nonlocal now, recordings
             now, recordings = now + recording, recordings + 1
 
@@ -562,7 +564,7 @@ def test_recording_is_not_booked_as_decoding(demo: Any) -> None:
 
 def test_models_that_cannot_be_recorded_run_dynamically() -> None:
     class Failing(TapeRecorder):
-        def record(self, work: Pass) -> Pass:
+        def __call__(self, work: Pass) -> Pass:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     model = grouped_llama(torch.float32)

@@ -22,7 +22,7 @@ from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.fixed_passes import PAYS_FROM, CudaGraphRecorder
+from lookahead.backends.transformers.fixed_passes import PAYS_FROM, recorder_for
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.bench.tuning import measure
 from lookahead.core.statistics import StepRecord
@@ -118,7 +118,8 @@ def test_replays_run_no_python_on_the_same_memory(device: Simulation) -> None:
 
 def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None:
     there = torch.ones(3, device="cuda:0")
-    recorder = CudaGraphRecorder(torch.device("cuda:0"))
+    record = recorder_for(torch.device("cuda:0"))
+    assert record is not None
     waits: list[Callable[[], object]] = [
         lambda: int(there[0]),
         lambda: there[there > 0],
@@ -128,7 +129,7 @@ def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None
     ]
     for wait in waits:
         with pytest.raises(RuntimeError, match="waits for the device"):
-            recorder.record(lambda wait=wait: (there + 1, wait()))  # type: ignore[misc]
+            record(lambda wait=wait: (there + 1, wait()))  # type: ignore[misc]
     other: list[list[float]] = []
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +138,7 @@ def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None
         thread.join()
         return there + 1, there * 2
 
-    recorder.record(work)
+    record(work)
     assert other == [[1.0] * 3] * 3
 
 

@@ -186,9 +186,6 @@ def packed_rows_attention(
     of_row: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row = invariant_attention
-    if len(states) == 1:
-        attended: torch.Tensor = of_row(module, query, *states[0], masks[0], **kwargs)[0]
-        return attended, None
     outputs = []
     for (start, end), (keys, values), mask in zip(packed_rows.bounds, states, masks, strict=True):
         nodes = query.narrow(2, start, end - start)

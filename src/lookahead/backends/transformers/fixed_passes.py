@@ -7,6 +7,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -142,7 +143,7 @@ class FixedPasses:
             start, free = perf_counter(), self._free
             with self._clock.paused():
                 work = self._work(self.inputs[size], key[1])
-                self._passes[key] = work if self._recorder is None else self._recorder.record(work)
+                self._passes[key] = work if self._recorder is None else self._recorder(work)
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
@@ -323,48 +324,39 @@ class StaticSteps:
         return StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
 
 
-class CudaGraphRecorder:
-    """Records each pass in a CUDA graph: a replay is one launch for any number of kernels.
+def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:
+    """What records passes, where that pays: on a CPU there are no launches to save.
 
     All graphs share one pool of memory, as only one of them runs at a time; it goes with them.
-
-    Args:
-        device: The CUDA device of the model.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Pass) -> Pass:
-        """Warm up, capture, and return the replay; its results are in the same tensors every time.
-
-        Raises:
-            RuntimeError: The pass cannot be captured, for example because it waits for the device.
-        """
-        with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                work()  # compiles kernels, chooses algorithms, takes work space
-                with _RefuseWaiting():  # type: ignore[no-untyped-call]
-                    work()
-            current.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = work()
-            torch.cuda.synchronize(self._device)  # or the next step would wait for the warm-up
-
-        def replay() -> Outputs:
-            graph.replay()
-            return outputs
-
-        return replay
+    return partial(record, device, torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
 
-def recorder_for(device: torch.device) -> CudaGraphRecorder | None:
-    """What pays on `device`: on a CPU there are no launches to save."""
-    return CudaGraphRecorder(device) if device.type == "cuda" else None
+def record(device: torch.device, pool: Any, work: Pass) -> Pass:
+    """Warm up, capture a CUDA graph, and return the replay: one launch for any number of kernels, whose results are in
+    the same tensors every time.
+
+    Raises:
+        RuntimeError: The pass cannot be captured, for example because it waits for the device.
+    """
+    with torch.cuda.device(device):
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            work()  # compiles kernels, chooses algorithms, takes work space
+            with _RefuseWaiting():  # type: ignore[no-untyped-call]
+                work()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            outputs = work()
+        torch.cuda.synchronize(device)  # or the next step would wait for the warm-up
+
+    def replay() -> Outputs:
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -176,12 +176,9 @@ class PooledInputs:
         columns[used:] = np.arange(used, self.nodes) % self._block
         if rows:
             tokens[0, :used], positions[0, :used], _ = in_a_row(step)
-        for place, row in enumerate(rows):
+        for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=False)):
             table[place, : len(row.pages)] = row.pages
-        text = np.repeat(np.arange(len(rows)), counts)
-        slots = np.arange(used) - firsts[text]
-        places = np.array(step.lengths, dtype=np.int64)[text] + slots
-        columns[:used] = table[text, places // self._block] * self._block + places % self._block
+            columns[first : first + count] = row.columns(row.length + np.arange(count))
         for buffer in packed:
             buffer[:used, BITS:] = 0
             buffer[used:] = self._alone[: self.nodes - used]
@@ -198,13 +195,11 @@ class PooledInputs:
         part = Step([step.layouts[place] for place in places], lengths, [step.starts[place] for place in places])
         counts, size = part.counts, max(part.counts)
         seen, positions = ancestors(part, len(places), size), padded(part, len(places), size)[1]
-        row = np.repeat(np.arange(len(places)), counts)
-        slot = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-        to = firsts[places][row] + slot
         for buffer, of_kind in zip(packed, self._masks.sights(seen, lengths, positions).values(), strict=True):
             mask = of_kind.packed()
             mask[..., SCRATCH] = np.array(lengths)[:, None, None]
-            buffer[to, : mask.shape[3]] = mask[row, 0, slot]
+            for place, count, of_row in zip(places, counts, mask[:, 0], strict=True):
+                buffer[firsts[place] : firsts[place] + count, : mask.shape[3]] = of_row[:count]
 
 
 class PooledRunner(ModelRunner):
