@@ -47,35 +47,37 @@ def _file(kind: str, setting: Mapping[str, Any]) -> Path:
     return user_cache() / "lookahead-decoding" / kind / f"{_short_hash(text)}.json"
 
 
-def _read(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds.
+def _read(kind: str, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file about a setting holds.
 
     Raises:
         OSError: It cannot be read.
         ValueError: It holds something else, or is about another setting.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(_file(kind, setting).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("setting") != json.loads(json.dumps(setting)):
         raise ValueError("it is about another setting")
     return content
 
 
-def _write(path: Path, setting: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Put `content` in place of what the file held: all of it or, if that fails, nothing.
+def _write(kind: str, setting: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
+    """Put `content` in place of what the file about a setting held: all of it or, if that fails, nothing.
 
     Raises:
         OSError: The folder cannot be made or written to.
     """
+    path = _file(kind, setting)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         json.dump({"setting": dict(setting), **content}, file)
+    return path
 
 
 def recall(about: Mapping[str, Any]) -> Any:
     """What was found on a machine like this one about plain values; `None` if nothing was, or it cannot be read."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError, ValueError):
-        return _read(_file("findings", setting), setting).get("found")
+        return _read("findings", setting).get("found")
     return None
 
 
@@ -83,7 +85,7 @@ def remember(about: Mapping[str, Any], found: Any) -> None:
     """Store a finding, where that is possible; otherwise it is found again."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError):
-        _write(_file("findings", setting), setting, {"found": found})
+        _write("findings", setting, {"found": found})
 
 
 def architecture(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -198,14 +200,13 @@ def cost_file(setting: Mapping[str, Any]) -> Path:
 def load_costs(setting: Mapping[str, Any]) -> StepCosts | None:
     """What is stored for a setting; `None` if nothing that can be used. A file that cannot be read as what it should be
     is ignored, with a warning that names it."""
-    path = cost_file(setting)
     try:
-        return StepCosts.from_dict(_read(path, setting)["cost"])
+        return StepCosts.from_dict(_read("cost", setting)["cost"])
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:
         warnings.warn(
-            f"{path} is no cost model that can be used ({type(error).__name__}: {error}) and is ignored; "
+            f"{cost_file(setting)} is no cost model that can be used ({type(error).__name__}: {error}) and is ignored; "
             "`lookahead tune` writes it anew",
             stacklevel=2,
         )
@@ -223,9 +224,7 @@ def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[s
     Raises:
         OSError: The folder cannot be made or written to.
     """
-    path = cost_file(setting)
-    _write(path, setting, {"cost": costs.to_dict(), "details": dict(details)})
-    return path
+    return _write("cost", setting, {"cost": costs.to_dict(), "details": dict(details)})
 
 
 def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k:
 class FixedPasses:
     """Passes of some sizes, each recorded when it is first run, where that pays.
 
-    A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists. No reference is
-    held to the model.
+    There is one of each number of nodes; if it lists too few of the likeliest tokens after each of them, one that lists
+    more takes its place. No reference is held to the model.
 
     Args:
         model: The model.
@@ -118,13 +118,13 @@ class FixedPasses:
         """Be of a setting, such as memory of some size: what was recorded in another one is forgotten."""
         if setting != self._setting:
             self._setting = setting
-            self._passes: dict[tuple[int, int], Pass] = {}
+            self._passes: dict[int, tuple[int, Pass]] = {}  # with how many tokens each lists
             self.inputs: dict[int, Any] = {}
             self._recorder = recorder_for(self._device)
 
-    def listing(self, size: int, top_k: int) -> int | None:
-        """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
-        return min((listed for nodes, listed in self._passes if nodes == size and listed >= top_k), default=None)
+    def has(self, size: int, top_k: int) -> bool:
+        """Whether a pass of so many nodes was recorded that lists at least `top_k` tokens."""
+        return size in self._passes and self._passes[size][0] >= top_k
 
     def run(self, size: int, top_k: int, make: Callable[[int], Any], *contents: Any) -> Outputs:
         """Run a pass of so many nodes that lists at least `top_k` tokens; see `run_pass`.
@@ -137,17 +137,15 @@ class FixedPasses:
         if size not in self.inputs:
             self.inputs[size] = make(size)
         self.inputs[size].stage(*contents)
-        listing = self.listing(size, top_k)
-        key = size, max(top_k, self._lists) if listing is None else listing
-        if key not in self._passes:
-            start, free = perf_counter(), self._free
+        if not self.has(size, top_k):
+            start, free, lists = perf_counter(), self._free, max(top_k, self._lists)
             with self._clock.paused():
-                work = self._work(self.inputs[size], key[1])
-                self._passes[key] = work if self._recorder is None else self._recorder(work)
+                work = self._work(self.inputs[size], lists)
+                self._passes[size] = lists, work if self._recorder is None else self._recorder(work)
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
-        return self._passes[key]()
+        return self._passes[size][1]()
 
     def _work(self, inputs: Any, top_k: int) -> Pass:
         run: Callable[..., Outputs] = run_pass
@@ -302,8 +300,8 @@ class StaticSteps:
         if parts > 1 and self._most is not None:
             self._most = max(self._most, nodes)
         self._passes.serve((self.cache.capacity, self._most))
-        is_new = self._passes.listing(size, top_k) is None
-        if is_new and self.last is not None and self.last - self.cache.longest < PAYS_FROM:
+        left = PAYS_FROM if self.last is None else self.last - self.cache.longest
+        if left < PAYS_FROM and not self._passes.has(size, top_k):
             return None
         logits, listed = self._run(size, parts, step, top_k)
         rows = [row * parts * size + layout.read_slots for row, layout in enumerate(step.layouts)]

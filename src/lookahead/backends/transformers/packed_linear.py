@@ -61,10 +61,9 @@ class PackedLinear(torch.nn.Linear):
     def is_current(self) -> bool:
         """Whether the packed copy holds what the weight holds now; reads all of the weight."""
         packed: _Packed | None = vars(self).get(PACKED_WEIGHT)
-        weight = self.weight
-        if packed is None or packed.kind != (weight.shape, weight.dtype):
+        if packed is None or packed.kind != (self.weight.shape, self.weight.dtype):
             return False
-        return np.array_equal(packed.bits, fingerprint(weight))
+        return np.array_equal(packed.bits, fingerprint(self.weight))
 
     def pack(self) -> None:
         """Pack the weight as it is now."""
