@@ -235,7 +235,8 @@ def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[st
         config: Of which the options count that change how fast its engine is.
     """
     engine: dict[str, Any] = {"pack_weights": config.pack_weights}
-    if config.engine not in ("auto", "dynamic"):
+    captures = model.device.type == "cuda"  # where `engine="auto"` records graphs; elsewhere it is "dynamic"
+    if config.engine not in (("auto",) if captures else ("auto", "dynamic")):
         engine["engine"] = config.engine
     if config.invariant:
         engine["invariant"] = True
