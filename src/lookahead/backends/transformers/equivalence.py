@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from threading import Lock
 from typing import NamedTuple
 
@@ -209,7 +210,7 @@ class Equivalence:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._class, self._config = type(model), model.config
+        self._class, self._config = type(model), deepcopy(model.config)  # which may be changed before it is tried
         self._comparisons: dict[int, _Comparison] = {}
         self._answers: dict[str, bool] = {}
         self._lock = Lock()  # models of several threads may be of one kind
