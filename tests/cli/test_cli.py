@@ -26,7 +26,7 @@ from lookahead.cli.compare import parting
 from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
-from lookahead.drafting import DraftMemory
+from lookahead.drafting import memory_file
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -537,7 +537,7 @@ def test_a_memory_that_was_not_saved_is_said_in_one_line(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(DraftMemory, "save", full)
+    monkeypatch.setattr(memory_file, "save_memory", full)
     file = tmp_path / "kept.npz"
     assert main(["generate", PROMPT, "--memory", str(file), *SHORT, *options]) == 0
     out, err = capsys.readouterr()
