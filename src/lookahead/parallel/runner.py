@@ -48,9 +48,8 @@ class ParallelRunner:
         self._local = local
         self._exchange = exchange
         self._alone = alone
-        # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
-        self._lengths: list[int] = [row.length for row in local.rows]
-        self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
+        # For each row how many of the tokens that one process would have in its cache each rank has not run.
+        self._behind: list[list[int]] = [[0] * exchange.size for _ in local.rows]
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._trees: list[TokenTree] = []
         self._splits: list[Split] = []
@@ -59,10 +58,7 @@ class ParallelRunner:
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """As `ModelRunner.prefill`; every rank reads the prompts itself."""
-        passes = self._local.prefill(texts, chunk_size)
-        self._lengths = [row.length for row in self._local.rows]
-        self._cached = [list(self._lengths) for _ in self._cached]
-        return passes
+        return self._local.prefill(texts, chunk_size)
 
     def idle_tree(self) -> TokenTree:
         """As `ModelRunner.idle_tree`."""
@@ -70,24 +66,21 @@ class ParallelRunner:
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
-        cached = self._cached[self.rank][row]
+        local_row, level = self._local.rows[row], [0] * self._exchange.size
+        cached = local_row.length
         local_tree = self._local.begin_tree(row, text)
-        total = self._local.rows[row].before + len(text)
-        if total - len(local_tree) < cached:  # the text is computed anew, by every rank
-            self._lengths[row] = 0
-            for lengths in self._cached:
-                lengths[row] = 0
-        pending = total - self._lengths[row]
+        if local_row.length < cached:  # the text is computed anew, by every rank
+            self._behind[row] = level
         changes_after = self._local.changes_after
-        if changes_after is not None and total > changes_after:
+        if changes_after is not None and local_row.before + len(text) > changes_after:
             # What comes before that length must not be run together with what comes after.
-            if len(local_tree) > pending:
-                self._catch_up(row, text)
+            if behind := self._behind[row][self.rank]:
+                self._catch_up(row, local_tree.tokens[:behind])
                 local_tree = self._local.begin_tree(row, text)
-            for lengths in self._cached:
-                lengths[row] = self._lengths[row]
+            self._behind[row] = level
         self._local_trees[row] = local_tree
-        return TokenTree(local_tree.tokens[len(local_tree) - pending :], local_tree.room + pending - 1)
+        pending = local_tree.tokens[self._behind[row][self.rank] :]
+        return TokenTree(pending, local_tree.room + len(pending) - 1)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """As `ModelRunner.wants_draft`."""
@@ -103,12 +96,8 @@ class ParallelRunner:
         self._trees = list(trees)
         self._splits, self._places, local_trees = [], [], []
         for row, tree in enumerate(trees):
-            local_tree = self._local_trees.pop(row, None)
-            if local_tree is None:
-                local_tree = self.idle_tree()
-                split = split_tree(tree, [1] * self._exchange.size)
-            else:
-                split = split_tree(tree, self._pending(row, tree))
+            local_tree = self._local_trees.pop(row, self.idle_tree())
+            split = split_tree(tree, [tree.root + 1 + behind for behind in self._behind[row]])
             self._splits.append(split)
             self._places.append(_grow(local_tree, tree, split, self.rank))
             local_trees.append(local_tree)
@@ -145,35 +134,22 @@ class ParallelRunner:
             if not nodes:
                 own_kept.append([])
                 continue
-            decided = sum(1 for node in nodes if node <= tree.root)
-            path = [node for node in nodes if node > tree.root]
-            for rank, lengths in enumerate(self._cached):
-                lengths[row] = self._lengths[row] + decided + _held(path, split.held[rank])
-            extra = self._places[row][tree.root] - tree.root
-            own_path = path[: _held(path, split.held[self.rank])]
-            own_kept.append([*range(extra + decided), *(self._places[row][node] for node in own_path)])
-            self._lengths[row] += len(nodes)
+            places, path = self._places[row], nodes[tree.root + 1 :]
+            run = [_held(path, held) for held in split.held]
+            self._behind[row] = [len(path) - count for count in run]
+            own_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
         self._local.commit(own_kept)
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.complete`, which also sends what other ranks ran and this one did not."""
         self._local.complete(texts)
 
-    def _pending(self, row: int, tree: TokenTree) -> list[int]:
-        """For each rank how many decided tokens of `row` it has to run."""
-        decided = self._lengths[row] + tree.root + 1
-        return [decided - lengths[row] for lengths in self._cached]
-
-    def _catch_up(self, row: int, text: Sequence[int]) -> None:
-        """Run the accepted tokens of `row` that this rank has not run, by themselves."""
-        first, last = (
-            length - self._local.rows[row].before for length in (self._cached[self.rank][row], self._lengths[row])
-        )
+    def _catch_up(self, row: int, tokens: Sequence[int]) -> None:
+        """Run accepted tokens of `row` that this rank has not run, by themselves."""
         trees = [self.idle_tree() for _ in self._local.rows]
-        trees[row] = TokenTree(text[first:last])
+        trees[row] = TokenTree(tokens)
         self._local.forward(trees)
-        self._local.commit([range(last - first) if place == row else [] for place in range(len(trees))])
-        self._cached[self.rank][row] = self._lengths[row]
+        self._local.commit([range(len(tokens)) if place == row else [] for place in range(len(trees))])
 
     def _share(self) -> None:
         """Tell the other ranks what this one predicts; take in what they predict."""
