@@ -130,7 +130,9 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         warn_of_plain(refusal, stacklevel=3)
         model = language_model(model)[0]
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
-    model.generate = AttachedGenerate(model, attached)
+    # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so that in a copy it refers to the copy.
+    call = partial(_generate_attached, model, attached)
+    model.generate = update_wrapper(call, type(model).generate, ("__name__", "__doc__"), ())
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -142,34 +144,13 @@ def detach(model: PreTrainedModel) -> None:
     vars(language_model(model)[0]).pop("generate", None)
 
 
-class AttachedGenerate:
-    """The `generate` of an attached model.
-
-    An object, where a closure would do to call it: `copy.deepcopy` and `pickle` follow its reference to the model as
-    they follow any other, so that in a copy of the model it refers to the copy.
-
-    Args:
-        model: The model whose attribute this is, or the wrapper.
-        config: How to draft.
-    """
-
-    def __init__(self, model: PreTrainedModel, config: LookaheadConfig) -> None:
-        self.__setstate__((model, config))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model.generate`."""
-        if kwargs.get("custom_generate") is not None:
-            return type(self._model).generate(self._model, *args, **kwargs)
-        kwargs.update(zip(_GENERATE_ARGUMENTS, args, strict=False))
-        kwargs.setdefault("lookahead_config", self._config)
-        return generate(self._model, **kwargs)
-
-    def __getstate__(self) -> tuple[PreTrainedModel, LookaheadConfig]:
-        return self._model, self._config
-
-    def __setstate__(self, state: tuple[PreTrainedModel, LookaheadConfig]) -> None:
-        self._model, self._config = state
-        update_wrapper(self, type(self._model).generate)  # its name, its documentation and its signature
+def _generate_attached(model: Any, config: LookaheadConfig, /, *args: Any, **kwargs: Any) -> Any:
+    """As `model.generate`, of a model that is attached with `config`."""
+    if kwargs.get("custom_generate") is not None:
+        return type(model).generate(model, *args, **kwargs)
+    kwargs.update(zip(_GENERATE_ARGUMENTS, args, strict=False))
+    kwargs.setdefault("lookahead_config", config)
+    return generate(model, **kwargs)
 
 
 def _is_prepared(kwargs: dict[str, Any]) -> bool:
