@@ -258,44 +258,38 @@ def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
-    shield = _Shield(generators)
-    drafter = None if config.drafter is None else partial(_Shielded, config.drafter, shield)
-    return replace(config, drafter=drafter, sources=tuple(partial(_Shielded, make, shield) for make in config.sources))
-
-
-class _Shield:
-    """Runs code with other states in torch's generators, and puts theirs back."""
-
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._generators = generators
-        self._inside = [generator.get_state() for generator in generators]
-
-    def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What `call` returns. Takes microseconds."""
-        outside = self._swap(self._inside)
-        try:
-            return call(*arguments)
-        finally:
-            self._inside = self._swap(outside)
-
-    def _swap(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Give the generators other states; returns those that they had."""
-        before = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-        return before
+    states = {generator: generator.get_state() for generator in generators}
+    drafter = None if config.drafter is None else partial(_Shielded, config.drafter, states)
+    return replace(config, drafter=drafter, sources=tuple(partial(_Shielded, make, states) for make in config.sources))
 
 
 class _Shielded:
-    """A drafter or source that is made, and whose methods run, behind a shield."""
+    """A drafter or source that is made, and whose methods run, with other states in torch's generators.
 
-    def __init__(self, make: Callable[[], Any], shield: _Shield) -> None:
-        self._inner = shield.run(make)
-        self._shield = shield
+    Args:
+        make: Makes it.
+        states: The states, which go on and which all of a call share. A swap takes microseconds.
+    """
+
+    def __init__(self, make: Callable[[], Any], states: dict[torch.Generator, torch.Tensor]) -> None:
+        self._states = states
+        self._inner = self._run(make)
+
+    def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        self._swap()
+        try:
+            return call(*arguments)
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for generator, state in self._states.items():
+            self._states[generator] = generator.get_state()
+            generator.set_state(state)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
-        return partial(self._shield.run, value) if callable(value) else value
+        return partial(self._run, value) if callable(value) else value
 
     def __repr__(self) -> str:
         return repr(self._inner)
