@@ -93,57 +93,45 @@ class Exchange:
             self._monitor.fail(str(error), blamed)
 
     def _complete(self, begin: Callable[[], dist.Work | None]) -> None:
+        """Make an exchange; while it does not end, read what the others say."""
         if self.failure is not None:
             raise self.failure
         self._monitor.entered()
-        try:
-            work = begin()
-        except RuntimeError as error:  # a connection that is known to be broken
-            raise self._lost(error) from error
-        assert work is not None
+        work: dist.Work | None = None
+        broken: RuntimeError | None = None  # what is known of a connection that is
         started = monotonic()
         while True:
             try:
-                work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
-                return
+                if broken is None:
+                    work = work or begin()
+                    assert work is not None
+                    work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
+                    return
+                sleep(0.05)  # the signs that tell whose it is come a while later
             except RuntimeError as error:
-                if work.is_completed():
-                    raise self._lost(error) from error
-            reason = self._reason()
-            if reason is None and monotonic() - started > self._timeout:
-                reason = self._overdue()
+                if work is None or work.is_completed():
+                    started, broken = monotonic(), error
+            reason = self._reason(broken, monotonic() - started > self._timeout)
             if reason is not None:
-                raise self._ended(reason)
+                raise self._ended(reason) from broken
 
-    def _lost(self, error: RuntimeError) -> ParallelError:
-        """Which rank's connection broke: wait a while for the signs that tell."""
-        started = monotonic()
-        while monotonic() - started < self._timeout:
-            reason = self._reason()
-            if reason is None and (silent := self._monitor.silent()):
-                reason = f"{self.who(silent)} died: a connection was closed and no heartbeat came since"
-            if reason is not None:
-                return self._ended(reason)
-            sleep(0.05)
-        late = self._monitor.late()
-        who = self.who(late) if late else "a rank"
-        return self._ended(f"the connection to {who} was lost ({str(error).splitlines()[0]})")
-
-    def _overdue(self) -> str:
-        """Why the others have not come in time, though no connection is closed."""
-        monitor = self._monitor
-        if monitor.store_silence > self._timeout / 2:
-            return f"{self._store_keeper()} has not answered for {monitor.store_silence:.0f} s"
-        late = monitor.late() or monitor.silent() or list(range(self.size))
-        return f"{self.who(late)} did not come within {self._timeout:g} s and may hang"
-
-    def _reason(self) -> str | None:
+    def _reason(self, broken: RuntimeError | None, overdue: bool) -> str | None:
+        """Why an exchange does not end, as soon as it is certain, or `overdue`, when the patience for it is spent."""
         monitor = self._monitor
         for rank, sign in monitor.failures():
             return sign.failure if sign.blamed else f"rank {self._names[rank]} failed: {sign.failure}"
         if monitor.store_lost:
             return f"{self._store_keeper()} cannot be reached any more"
-        return None
+        silent, late = monitor.silent(), monitor.late()
+        if broken is not None and silent:
+            return f"{self.who(silent)} died: a connection was closed and no heartbeat came since"
+        if not overdue:
+            return None
+        if broken is not None:
+            return f"the connection to {self.who(late) if late else 'a rank'} was lost ({str(broken).splitlines()[0]})"
+        if monitor.store_silence > self._timeout / 2:
+            return f"{self._store_keeper()} has not answered for {monitor.store_silence:.0f} s"
+        return f"{self.who(late or silent or range(self.size))} did not come within {self._timeout:g} s and may hang"
 
     def _ended(self, reason: str) -> ParallelError:
         if self.failure is None:
