@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class RequestHandle:
             concurrent.futures.CancelledError: It was cancelled.
             Exception: What a processor, a stopping criterion, a streamer or the model raised.
         """
-        self._wait(None)
+        self._wait(math.inf)
         return self._outcome()
 
     async def wait(self) -> Output:
@@ -121,9 +122,8 @@ class RequestHandle:
     def __iter__(self) -> Iterator[int]:
         return (event.token for event in self.events())
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        async for event in self.events():
-            yield event.token
+    def __aiter__(self) -> AsyncIterator[int]:
+        return (event.token async for event in self.events())
 
     def events_since(self, seen: int) -> list[TokenEvent]:
         """The new tokens so far, without the first `seen`; does not wait."""
@@ -131,52 +131,48 @@ class RequestHandle:
 
     def _read(self) -> Iterator[TokenEvent]:
         seen = 0
-        while True:
-            self._wait(seen)
+        while self._wait(seen):
             new = self.events_since(seen)
             yield from new
             seen += len(new)
-            if not new:
-                self._outcome()
-                return
+        self._outcome()
 
     async def _read_async(self) -> AsyncIterator[TokenEvent]:
         if not self.done:
             self._engine.check_process()
-        seen, loop, event = 0, asyncio.get_running_loop(), asyncio.Event()
+        seen, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
-            loop.call_soon_threadsafe(event.set)
+            loop.call_soon_threadsafe(changed.set)
 
         self._listeners.add(notify)
         try:
             while True:
-                event.clear()
+                changed.clear()
                 done, new = self.done, self.events_since(seen)  # in this order, so that no token is missed
-                for event_of_token in new:
-                    yield event_of_token
+                for event in new:
+                    yield event
                 seen += len(new)
                 if new:
                     continue
                 if done:
-                    self._outcome()
-                    return
+                    break
                 if self._engine.started:
-                    await event.wait()
+                    await changed.wait()
                 else:
                     await asyncio.to_thread(self._engine.step)
+            self._outcome()
         finally:
             self._listeners.discard(notify)
 
-    def _wait(self, seen: int | None) -> None:
-        """Wait for more than `seen` tokens, or for the end."""
-        if self.done:
-            return
-        self._engine.check_process()
+    def _wait(self, seen: float) -> bool:
+        """Wait for more than `seen` tokens, or for the end; whether there are more."""
+        if not self.done:
+            self._engine.check_process()
         while True:
             with self._changed:
-                if self.done or (seen is not None and len(self._events) > seen):
-                    return
+                if self.done or len(self._events) > seen:
+                    return len(self._events) > seen
                 if self._engine.started:
                     self._changed.wait()
                     continue
