@@ -81,20 +81,16 @@ class Settings:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        if self.learn not in LEARNS:
-            raise InvalidArgumentError(
-                f"lookahead.learn={self.learn!r} is not known; choose one of {', '.join(LEARNS)}"
-            )
-        if not isinstance(self.adaptive, bool):
-            raise InvalidArgumentError(f"lookahead.adaptive={self.adaptive!r} must be true or false")
-        if self.memory is not None and not (isinstance(self.memory, str) and self.memory):
-            raise InvalidArgumentError(f"lookahead.memory={self.memory!r} must be the path of a file")
-        if (
-            isinstance(self.save_seconds, bool)
-            or not isinstance(self.save_seconds, (int, float))
-            or self.save_seconds < 0
-        ):
-            raise InvalidArgumentError(f"lookahead.save_seconds={self.save_seconds!r} must be a number, at least 0")
+        number = isinstance(self.save_seconds, (int, float)) and not isinstance(self.save_seconds, bool)
+        checks = {
+            "learn": (self.learn in LEARNS, f"one of {', '.join(LEARNS)}"),
+            "adaptive": (isinstance(self.adaptive, bool), "true or false"),
+            "memory": (self.memory is None or (isinstance(self.memory, str) and self.memory), "the path of a file"),
+            "save_seconds": (number and self.save_seconds >= 0, "a number, at least 0"),
+        }
+        for name, (holds, meaning) in checks.items():
+            if not holds:
+                raise InvalidArgumentError(f"lookahead.{name}={getattr(self, name)!r} must be {meaning}")
         if self.memory is not None and self.learn == "tokens":
             raise InvalidArgumentError("lookahead.memory is for learn='logits'; a memory of tokens alone is not saved")
 
@@ -209,7 +205,6 @@ class LookaheadProposer:
         self._target: TargetPredictions | None = None
         self._batch: DraftBatch  # made with the memory, by `load_model`
         self._requests: Requests
-        self._is_loaded = False
         self._pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load)) if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
@@ -227,7 +222,6 @@ class LookaheadProposer:
         self._memory.occupy()
         self._batch = DraftBatch(self._memory, self._most_drafted, chains=True, places=self._most_requests)
         self._requests = Requests(self._batch)
-        self._is_loaded = True
         if reads:
             most_rows = self._most_requests * (1 + self._most_drafted)
             self._target = TargetPredictions(model, self._vocabulary, self._memory.top_k, most_rows)
@@ -254,8 +248,6 @@ class LookaheadProposer:
         Returns:
             A draft for each request of the batch, at most `num_speculative_tokens` tokens; may be empty.
         """
-        if not self._is_loaded:
-            self.load_model(None)
         now = self._clock()
         added = np.array([len(new) for new in sampled_token_ids], dtype=np.int64)
         lengths = np.asarray(num_tokens_no_spec[: len(added)], dtype=np.int64)
