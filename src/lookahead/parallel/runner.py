@@ -28,9 +28,6 @@ from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
 
-_HEAD = np.dtype(np.int32).itemsize
-"""Bytes of the checksum that a message begins with."""
-
 
 class ParallelRunner:
     """One batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
@@ -53,7 +50,7 @@ class ParallelRunner:
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._trees: list[TokenTree] = []
         self._splits: list[Split] = []
-        self._results: list[ForwardResult] = []
+        self._said: list[NDArray[Any]] = []  # for each row what ranks say of the nodes of its tree
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
@@ -102,11 +99,9 @@ class ParallelRunner:
             self._places.append(_grow(local_tree, tree, split, self.rank))
             local_trees.append(local_tree)
         results = self._local.forward(local_trees, top_k)
-        self._results = [
-            _spread(result, tree, split, places, self.rank)
-            for result, tree, split, places in zip(results, trees, self._splits, self._places, strict=True)
-        ]
-        return self._results
+        rows = zip(results, self._splits, self._places, strict=True)
+        self._said = [_said(result, split, places, self.rank) for result, split, places in rows]
+        return [_spread(*row) for row in zip(results, self._said, self._places, strict=True)]
 
     def verify(
         self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]
@@ -157,12 +152,22 @@ class ParallelRunner:
         answers = [
             [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
         ]  # [ranks][rows], nodes
-        most = max(sum(map(len, rows)) for rows in answers)
-        received = self._exchange.gather(self._packed(answers[self.rank], most))
+        own = np.concatenate([said[nodes] for said, nodes in zip(self._said, answers[self.rank], strict=True)])
+        padded = np.zeros(max(sum(map(len, rows)) for rows in answers), dtype=own.dtype)
+        padded[: len(own)] = own
+        checksum = self._checksum()
+        received = self._exchange.gather(np.concatenate([checksum, padded.view(np.uint8)]))
         for rank, message in enumerate(received):
-            if message[:_HEAD].view(np.int32)[0] != self._checksum():
-                self._disagree(rank)
-            self._take(answers[rank], message[_HEAD:].view(self._said))
+            if not np.array_equal(message[: len(checksum)], checksum):
+                error = ParallelError(
+                    f"rank {rank} drafted another tree than rank {self.rank}: what drafts are made from, ngram_pool "
+                    "for example, must be the same on all ranks"
+                )
+                self._exchange.fail(error, blamed=True)
+                raise error
+            news, start = message[len(checksum) :].view(own.dtype), 0
+            for said, nodes in zip(self._said, answers[rank], strict=True):
+                said[nodes], start = news[start : start + len(nodes)], start + len(nodes)
 
     def _select(self, sequence: TextSequence, result: ForwardResult, node: int, owner: int) -> tuple[int, bool]:
         """The token after `node`, and whether the text is complete with it, as the rank `owner` has it."""
@@ -183,45 +188,12 @@ class ParallelRunner:
             sequence.append(token)
         return token, bool(stopped)
 
-    def _packed(self, nodes: list[NDArray[np.int64]], most: int) -> Bytes:
-        """One message: checksum, and what is said of each of `nodes`, of which `most` have room."""
-        said = np.zeros(most, dtype=self._said)
-        count = sum(map(len, nodes))
-        pairs = list(zip(self._results, nodes, strict=True))
-        said["likeliest"][:count] = np.concatenate([result.predictions[rows] for result, rows in pairs])
-        said["ids"][:count] = np.concatenate([result.top_ids[rows] for result, rows in pairs])
-        said["chances"][:count] = np.concatenate([result.top_probabilities[rows] for result, rows in pairs])
-        head = np.array([self._checksum()], dtype=np.int32)
-        return np.concatenate([head.view(np.uint8), said.view(np.uint8)])
-
-    def _take(self, nodes: list[NDArray[np.int64]], said: NDArray[Any]) -> None:
-        """Take in what one rank says of `nodes`; also this one, so that rounding is the same everywhere."""
-        start = 0
-        for result, rows in zip(self._results, nodes, strict=True):
-            mine, start = said[start : start + len(rows)], start + len(rows)
-            result.predictions[rows] = mine["likeliest"]
-            result.top_ids[rows], result.top_probabilities[rows] = mine["ids"], mine["chances"]
-
-    @property
-    def _said(self) -> np.dtype[Any]:
-        """What is said of a node: the likeliest token after it, and the `top_k` likeliest with their probabilities."""
-        top_k = (self._results[0].top_ids.shape[1],)
-        return np.dtype([("likeliest", np.int32), ("ids", np.int32, top_k), ("chances", np.float16, top_k)])
-
-    def _checksum(self) -> int:
-        """A number that differs where trees do: drafts must be the same on every rank."""
+    def _checksum(self) -> Bytes:
+        """A few bytes that differ where trees do: drafts must be the same on every rank."""
         value = 0
         for tree in self._trees:
             value = zlib.crc32(np.array([tree.tokens, tree.parents], dtype=np.int64).tobytes(), value)
-        return int(np.uint32(value).view(np.int32))
-
-    def _disagree(self, rank: int) -> None:
-        error = ParallelError(
-            f"rank {rank} drafted another tree than rank {self.rank}: what drafts are made from, ngram_pool for "
-            "example, must be the same on all ranks"
-        )
-        self._exchange.fail(error, blamed=True)
-        raise error
+        return np.array([value], dtype=np.uint32).view(np.uint8)
 
 
 def _held(path: Sequence[int], held: Sequence[int]) -> int:
@@ -249,16 +221,30 @@ def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> di
     return places
 
 
-def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[int, int], rank: int) -> ForwardResult:
-    """The result for this rank's tree as a result for all of `tree`, with nothing where other ranks answer."""
-    top_k = result.top_ids.shape[1]
-    predictions = np.full(len(tree), -1, dtype=np.int64)
-    top_ids = np.full((len(tree), top_k), -1, dtype=np.int64)
-    chances = np.zeros((len(tree), top_k), dtype=np.float32)
+def _said(result: ForwardResult, split: Split, places: dict[int, int], rank: int) -> NDArray[Any]:
+    """What this rank has to say of each node of a tree, as it is sent: nothing of those that others answer for.
+
+    That is the likeliest token after it, and the `top_k` likeliest with their probabilities. These are in half
+    precision, also those of this rank, so that they are the same on all.
+    """
+    top_k = (result.top_ids.shape[1],)
+    fields = [("likeliest", np.int32), ("ids", np.int32, top_k), ("chances", np.float16, top_k)]
+    said = np.zeros(len(split.owners), dtype=fields)
+    said["likeliest"] = said["ids"] = -1
     nodes = np.flatnonzero(split.owners == rank)
     local_rows = [places[node] for node in nodes.tolist()]
-    predictions[nodes] = result.predictions[local_rows]
-    top_ids[nodes], chances[nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
+    said["likeliest"][nodes] = result.predictions[local_rows]
+    said["ids"][nodes], said["chances"][nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
+    return said
+
+
+def _spread(result: ForwardResult, said: NDArray[Any], places: dict[int, int]) -> ForwardResult:
+    """The result for this rank's tree as one for the whole tree. What it lists is read when all ranks have said theirs,
+    and its logits are there only after nodes that this rank runs."""
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
-    listed = Listed(top_ids, chances, predictions)
-    return ForwardResult(result.logits, rows, lambda: listed, result.borrowed)
+
+    def find() -> Listed:
+        ids, chances = said["ids"].astype(np.int64), said["chances"].astype(np.float32)
+        return Listed(ids, chances, said["likeliest"].astype(np.int64))
+
+    return ForwardResult(result.logits, rows, find, result.borrowed)
