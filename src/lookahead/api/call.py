@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lookahead.backends.base import CallSession
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.prompt_pass import PromptPass
@@ -30,35 +28,15 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def decode_call(
-    arguments: Arguments,
-    *,
-    config: LookaheadConfig,
-    on_step: OnStep | None,
-    ngram_pool: NGramPool | None,
-    start: float,
-    prediction: Prediction | None = None,
-    parallel: ParallelGroup | None = None,
-) -> torch.Tensor | LookaheadOutput:
-    """Decode a call of `lookahead.generate` that began at `start` (by `perf_counter`), and return its output."""
-    session = open_session(arguments.model) if parallel is None else parallel.open_session(arguments.model)
-    if arguments.prompts.inputs:
-        check_own_prefill(arguments.prompts, config, arguments.config, session.refuses_inputs)
-    if not session.speaks:
-        arguments, on_step = replace(arguments, streamer=None), None
-    call = Call(arguments, session.settle(config), session, ngram_pool, prediction)
-    return call.run(start, on_step)
-
-
 class Call:
     """The rows of one call: prepared, decoded, and returned.
 
     Args:
         arguments: What it asks for.
         config: How to draft.
-        session: How the model is run.
         pool: A pool for all rows.
         prediction: What is expected of them.
+        parallel: The ranks that decode them; this process alone if not given.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
@@ -68,11 +46,16 @@ class Call:
         self,
         arguments: Arguments,
         config: LookaheadConfig,
-        session: CallSession,
         pool: NGramPool | None,
         prediction: Prediction | None,
+        parallel: ParallelGroup | None,
     ) -> None:
         model, prompts = arguments.model, arguments.prompts
+        session = open_session(model) if parallel is None else parallel.open_session(model)
+        if prompts.inputs:
+            check_own_prefill(prompts, config, arguments.config, session.refuses_inputs)
+        self._speaks = session.speaks
+        config = session.settle(config)
         self._arguments, self._statistics = arguments, Statistics()
         self._noise = noise = SamplingNoise(prompts.rows)
         self._call = call = session.begin(prompts, config, arguments.config)
@@ -103,10 +86,12 @@ class Call:
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and return the output of a call that began at `start`."""
         arguments, call, statistics = self._arguments, self._call, self._statistics
-        streamer, feeder = arguments.streamer, None
-        listeners: list[OnStep] = [self._leave_noise] if on_step is None else [on_step, self._leave_noise]
-        if streamer is not None:
-            feeder = StreamFeeder(streamer, arguments.prompts.input_ids, self._pad_token)
+        listeners: list[OnStep] = [self._leave_noise]
+        feeder: StreamFeeder | None = None
+        if self._speaks and on_step is not None:
+            listeners.insert(0, on_step)
+        if self._speaks and arguments.streamer is not None:
+            feeder = StreamFeeder(arguments.streamer, arguments.prompts.input_ids, self._pad_token)
             listeners.append(feeder.add)
         for sequence in self._sequences:
             sequence.listeners = listeners

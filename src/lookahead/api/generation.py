@@ -17,12 +17,12 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lookahead.api.call import decode_call
+from lookahead.api.call import Call
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
-from lookahead.serving.arguments import hand_over, language_model, language_model_or_wrapper, read_arguments
+from lookahead.serving.arguments import Arguments, hand_over, language_model, language_model_or_wrapper, read_arguments
 from lookahead.serving.drafting import Prediction
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.refusals import check_config, check_pool
@@ -88,9 +88,10 @@ def generate(
         if on_step is not None:
             on_step(record)
 
-    listener = listen if falls_back else on_step
-    decode = partial(decode_call, config=config, on_step=listener, ngram_pool=ngram_pool, parallel=parallel)
-    decode = partial(decode, prediction=prediction, start=start)
+    def decode(arguments: Arguments) -> torch.Tensor | LookaheadOutput:
+        call = Call(arguments, config, ngram_pool, prediction, parallel)
+        return call.run(start, listen if falls_back else on_step)
+
     try:
         if input_ids is not None and _is_prepared(kwargs):
             return decode(read_arguments(model, input_ids, **kwargs))
