@@ -111,18 +111,14 @@ class StreamFeeder:
         self._finished = [False] * len(prompts)
         self._pad_token = pad_token
 
-    def start(self) -> None:
-        """Hand over the prompts, if that was not done."""
-        if self._prompts is not None:
-            self._streamer.put(self._prompts.cpu())
-            self._prompts = None
-
     def add(self, step: StepRecord) -> None:
         """Take the tokens of a step, and hand over the positions that are complete with them.
 
         The prompts come with the first one: until then the call may be refused.
         """
-        self.start()
+        if self._prompts is not None:
+            self._streamer.put(self._prompts.cpu())
+            self._prompts = None
         self._waiting[step.index].extend(step.tokens)
         self._finished[step.index] = step.finished and self._pad_token is not None
         while any(self._waiting) and all(

@@ -122,7 +122,6 @@ class Request:
             listeners.append(on_step)
         if self.arguments.streamer is not None:
             self._feeder = StreamFeeder(self.arguments.streamer, self.arguments.prompts.input_ids, None)
-            self._feeder.start()
             listeners.append(self._feeder.add)
         self.sequence.listeners = listeners
 
