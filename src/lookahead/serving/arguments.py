@@ -60,11 +60,6 @@ class Arguments:
         """Of sampling; 0 for the likeliest tokens."""
         return float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
 
-    @property
-    def longest(self) -> int:
-        """Tokens that a text may come to, padding included."""
-        return int(self.config.max_length)
-
 
 def read_arguments(
     model: PreTrainedModel,
@@ -101,13 +96,7 @@ def read_arguments(
 def read_prompts(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> Prompts:
-    """The prompts of a call that transformers has prepared.
-
-    Args:
-        model: The model.
-        input_ids: The prompts, `[batch, tokens]`.
-        model_kwargs: What transformers would hand to the model.
-        config: The configuration of the call.
+    """The prompts of a call that transformers has prepared, which would hand `model_kwargs` to the model.
 
     Raises:
         InvalidArgumentError: Prompts, mask and cache do not fit together.
@@ -232,17 +221,14 @@ def hand_over(
     decode: Callable[[Arguments], Any],
     checked: bool = False,
 ) -> Any:
-    """Have transformers check and prepare a call of `generate`.
+    """Have transformers check and prepare a call of `generate`, and return what `decode` makes of it.
 
     Args:
         model: The model, or a wrapper.
         input_ids: The prompts, if they are given by this name.
         kwargs: The other arguments of the call.
-        decode: Called, inside of transformers' `generate`, with what that made of the arguments.
+        decode: Called inside of transformers' `generate`.
         checked: Whether the model has been checked for what runs it.
-
-    Returns:
-        What `decode` returns.
     """
     model = language_model(model)[0] if checked else language_model_or_wrapper(model)
     if "inputs" in kwargs:

@@ -247,12 +247,8 @@ def _rows(prediction: Prediction) -> Sequence[Any]:
 
 
 def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
-    """`config` with drafters and sources that draw from a random state of their own, which begins as torch's.
-
-    Args:
-        config: How to draft.
-        device: Where tokens are sampled.
-    """
+    """`config` with drafters and sources that draw from a random state of their own, which begins as that of torch,
+    which samples tokens on `device`."""
     if config.drafter is None and not config.sources:
         return config
     generators = [torch.default_generator]

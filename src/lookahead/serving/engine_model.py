@@ -96,16 +96,13 @@ class EngineModel:
     def check(self, arguments: Arguments, config: LookaheadConfig) -> None:
         """Refuse a request that an engine does not run, or has no room for.
 
-        Args:
-            arguments: What is asked for.
-            config: How it drafts.
-
         Raises:
             InvalidArgumentError: It may need more memory, or more positions, than there are.
             UnsupportedArgumentError: It is of a kind that an engine does not run, or may come to where its text is read
                 otherwise beside others.
         """
-        prompts, runner, memory, longest = arguments.prompts, self.runner, self.memory, arguments.longest
+        prompts, runner, memory = arguments.prompts, self.runner, self.memory
+        longest = int(arguments.config.max_length)
         if prompts.inputs:
             refused = self.session.refuses_inputs
             if runner.chains:

@@ -51,8 +51,6 @@ def make_output(
     """Build the output of a call from its rows: the texts `[batch, tokens]`, or a dict if `arguments` ask for one.
 
     Args:
-        sequences: The rows.
-        arguments: What the call asked for.
         pad_token: Fills up rows that ended early.
         statistics: Counts and times; those of the drafters are added.
         cache: The cache that is returned, if one is.

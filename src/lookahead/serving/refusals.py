@@ -215,13 +215,8 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
 def check_own_prefill(
     prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig, refused: str | None
 ) -> None:
-    """Refuse what does not go with a prompt that the model's own prefill reads.
-
-    Args:
-        prompts: The prompts, with `inputs`.
-        config: How to draft.
-        generation_config: The configuration of the call.
-        refused: Why it is refused in any case, if it is.
+    """Refuse what does not go with a prompt that the model's own prefill reads; `refused` says why it is refused in any
+    case, if it is.
 
     Raises:
         UnsupportedArgumentError: Something else is asked for; the message names it.

@@ -197,12 +197,8 @@ class Steps:
         self.batch = Batch((), mark=self._timer.mark)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
-        """Make one step.
-
-        Args:
-            requests: Who takes part. What one of them raises is in `SequenceState.error`.
-            statistics: Counts and times are added to it.
-        """
+        """Make one step, and add its counts and times to `statistics`. What one of `requests` raises is in its
+        `SequenceState.error`."""
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         if self.come_and_go:

@@ -157,12 +157,8 @@ class StopRule:
         return not any(_answer(criterion, criterion(sequence.ids, None)) for criterion in texts)
 
     def most_tokens(self, width: int, tokens: int) -> int | None:
-        """Tokens, padding left out, at which a text is complete at the latest; `None` if that is open.
-
-        Args:
-            width: Length of its prompt, padding included.
-            tokens: Length of its prompt without.
-        """
+        """Tokens, padding left out, at which a text is complete at the latest; `None` if that is open. Its prompt has
+        `tokens` without padding and is `width` long with it."""
         return None if self._max_length is None else self._max_length - width + tokens
 
     def __call__(self, sequence: TextSequence) -> bool:
