@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
+from lookahead.backends.transformers.noise import default_generator
 from lookahead.errors import ParallelError
 from lookahead.parallel.monitor import Monitor
 
@@ -179,10 +180,7 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
 
 def share_random_state(exchange: Exchange, device: torch.device) -> None:
     """Give all ranks the random state of rank 0, which tokens on `device` are sampled with."""
-    cuda = device.type == "cuda"
-    state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    generator = default_generator(device)
+    state = generator.get_state()
     exchange.broadcast(state, 0)
-    if cuda:
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    generator.set_state(state)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import describe_setting, load_costs, model_identity
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.noise import default_generator
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace, SharedRow
@@ -251,10 +252,7 @@ def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
     which samples tokens on `device`."""
     if config.drafter is None and not config.sources:
         return config
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    states = {generator: generator.get_state() for generator in generators}
+    states = {one: one.get_state() for one in (torch.default_generator, default_generator(device))}
     drafter = None if config.drafter is None else partial(_Shielded, config.drafter, states)
     return replace(config, drafter=drafter, sources=tuple(partial(_Shielded, make, states) for make in config.sources))
 

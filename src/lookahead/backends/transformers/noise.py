@@ -148,11 +148,12 @@ class SamplingNoise:
                     self._states.pop(unit, None)
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
-        if self._generator is not None:
-            return self._generator
-        if device.type == "cuda":
-            return torch.cuda.default_generators[device.index or 0]
-        return torch.default_generator
+        return default_generator(device) if self._generator is None else self._generator
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """What torch draws from on `device`, where nothing else is said."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 @lru_cache(maxsize=64)
