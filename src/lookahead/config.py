@@ -293,10 +293,11 @@ class LookaheadConfig:
             self._check_owner(spec.name, spec.metadata["presets"], spec.metadata.get("chosen", spec.default))
         if self.invariant and self.fallback == "plain":
             raise InvalidArgumentError("fallback='plain' does not keep what invariant=True promises; drop one of them")
-        if self.max_nodes > MAX_NODES_PER_STEP:
+        if self.max_nodes > MAX_NODES_PER_STEP:  # which the bounds of single fields do not see to
             raise InvalidArgumentError(
-                f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "
-                f"the most is {MAX_NODES_PER_STEP}: choose smaller sizes"
+                f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size} "
+                f"ask for up to {self.max_nodes} nodes in one step; the most is {MAX_NODES_PER_STEP}: choose smaller "
+                "sizes"
             )
 
     def _check_owner(self, name: str, presets: tuple[str, ...], default: object) -> None:
@@ -339,13 +340,6 @@ class LookaheadConfig:
         longest = self.window_size + self.ngram_size - 2
         return max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
 
-    def _sizes(self) -> str:
-        if self.preset in (*BUDGETED, OWN):
-            return f"step_budget={self.step_budget}"
-        if self.preset == "jacobi":
-            return f"block_size={self.block_size}"
-        return f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}"
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
         """Build a configuration from a dictionary, refusing names that are no field of it."""
@@ -356,9 +350,3 @@ class LookaheadConfig:
                     f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(names))}"
                 )
         return cls(**values)
-
-
-OWNERS: dict[str, tuple[str, ...]] = {
-    field.name: field.metadata["presets"] for field in fields(LookaheadConfig) if field.metadata["presets"] != PRESETS
-}
-"""Fields that are about some presets only, and which these are."""
