@@ -28,8 +28,8 @@ GRACE = 3.0
 INTERRUPT_GRACE = 1.0
 """Seconds that rank 0 has to print what it has generated, after Ctrl-C."""
 
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that ask to end. SIGHUP is unknown on Windows."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask to end."""
 
 _POLL = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
@@ -139,9 +139,6 @@ def _caught_signals() -> Iterator[list[int]]:
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Processes that are started in here never see Ctrl-C, not even before their first line has run."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -194,10 +191,9 @@ def _reason(rank: _Rank) -> str:
     code = rank.code or 0
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    lines = []
-    if rank.errors is not None:
-        rank.errors.seek(0)
-        lines = [line.strip() for line in rank.errors.read().decode(errors="replace").splitlines() if line.strip()]
+    assert rank.errors is not None  # rank 0 says itself how it failed
+    rank.errors.seek(0)
+    lines = [line.strip() for line in rank.errors.read().decode(errors="replace").splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
     return f"failed: {said[-1].rstrip('.')}" if said else f"ended with exit code {code}"
 
