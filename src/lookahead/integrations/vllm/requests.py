@@ -32,24 +32,22 @@ class Rows(NamedTuple):
 
 
 class Requests:
-    """Gives each request a place. One that was preempted and comes back finds its own; of those that are not there the
-    latest are kept, as many as vLLM may have besides those that are.
+    """Gives each request a place. One that was preempted and comes back finds its own, unless a new one has taken it:
+    these take those that are absent longest.
 
     Args:
         batch: Their texts and drafts. It has a place for each request of a step.
 
     Attributes:
-        absent: Places of those that are not there, the latest last.
+        absent: Places of no request that is there, the latest to leave last.
         have_left: Whether some that were in the step before are not in the last one.
     """
 
     def __init__(self, batch: DraftBatch) -> None:
         self._batch = batch
-        self._places = len(batch.state.counts)
-        self._free = list(range(self._places))[::-1]
         self._rows = np.empty(0, dtype=np.int64)  # the places of the last step
         self._recognise = TypedLoop(_recognise)
-        self.absent: list[int] = []
+        self.absent = list(range(len(batch.state.counts)))
         self.have_left = False
         nothing = np.zeros(1, dtype=np.int64)
         self.rows(np.zeros((1, 1), dtype=np.int32), nothing, nothing)  # so that no step has to wait for compilation
@@ -68,7 +66,8 @@ class Requests:
         self.have_left = False
         if changed:
             self._find(rows, tokens, lengths - added, added)
-            self._admit(rows, added)
+            for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():  # new
+                rows.places[row], rows.begun[row] = self.absent.pop(0), 1
         self._rows = rows.places
         return rows
 
@@ -90,16 +89,6 @@ class Requests:
         left = [place for place in self._rows.tolist() if place >= 0 and place not in present]
         self.absent = [*(place for place in self.absent if place not in present), *left]
         self.have_left = bool(left)
-
-    def _admit(self, rows: Rows, added: NDArray[np.int64]) -> None:
-        """Give new requests places, of those that are absent longest if there are no others."""
-        most = self._places - int(np.count_nonzero(added))
-        while len(self.absent) > max(most, 0):
-            place = self.absent.pop(0)
-            self._batch.state.texts.lengths[place] = 0
-            self._free.append(place)
-        for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
-            rows.places[row], rows.begun[row] = self._free.pop(), 1
 
 
 @inner
