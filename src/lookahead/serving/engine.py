@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from threading import Condition, RLock, Thread
 from types import TracebackType
 from typing import Any
@@ -79,7 +80,7 @@ class Engine:
         self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
         self._scheduler = Scheduler(max_rows, self._memory, prompt_tokens, self.statistics)
         self._arrivals: deque[Request] = deque()
-        self._submitted = 0
+        self._numbers = count()  # of requests, as they come
         self._changed = Condition()  # held for the arrivals, and by who waits for some
         self._stepping = RLock()  # one step at a time
         self._thread: Thread | None = None
@@ -140,10 +141,7 @@ class Engine:
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
-        with self._changed:
-            urgency = self.statistics.steps - PATIENCE * priority, self._submitted
-            self._submitted += 1
-        request.serve(handle, urgency, on_step)
+        request.serve(handle, (self.statistics.steps - PATIENCE * priority, next(self._numbers)), on_step)
         with self._changed:
             self._arrivals.append(request)
             self._changed.notify_all()
@@ -193,7 +191,9 @@ class Engine:
             thread = self._thread
             self._changed.notify_all()
         if cancel:
-            self._cancel_all()
+            with self._stepping:
+                for request in [*self._arrivals, *self._scheduler.requests]:
+                    request.handle.cancel()
         if thread is not None:
             thread.join()
             self._thread = None
@@ -261,11 +261,6 @@ class Engine:
                 self.step()
             except Exception:  # of which those have been told whose step it was
                 continue
-
-    def _cancel_all(self) -> None:
-        with self._stepping:
-            for request in [*self._arrivals, *self._scheduler.requests]:
-                request.handle.cancel()
 
     def _update(self) -> None:
         """Queue new requests, remove cancelled ones, and follow the model if it has changed."""
