@@ -19,7 +19,7 @@ from cases import Case, read_cases, tokenizer_of
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import repeated_cycle_share
 from lookahead.config import LookaheadConfig
-from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
+from lookahead.drafting import PredictedText, build_drafter
 from lookahead.drafting.text_only import build_text_drafter, text_memory
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
@@ -54,7 +54,7 @@ def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDraf
     """What makes the drafter of each request, in the order of the file."""
     if name == "context matches":
         config = LookaheadConfig(preset="context_matches", step_budget=nodes)
-        return lambda case: (build_drafter if branches else build_chain_drafter)(config)
+        return lambda case: build_drafter(config, chains=not branches)
     memory, expects = text_memory() if across else None, METHODS[name][1]
     build = partial(build_text_drafter, nodes, memory, chains=not branches)
     return lambda case: build(PredictedText(list(case.expected)) if expects else None)

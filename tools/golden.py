@@ -30,7 +30,7 @@ from lookahead.core.step import Batch, step
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import NodeKind, TokenTree
-from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_chain_drafter, build_drafter
+from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_drafter
 from lookahead.drafting.text_only import build_text_drafter, text_memory
 from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, played_sequence, vllm_config
 
@@ -169,8 +169,7 @@ def run(
 def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) -> None:
     """Decode a text with as many nodes as pay."""
     pace = Pace(StepCosts())
-    build: Any = build_chain_drafter if chains else build_drafter
-    drafter = build(LookaheadConfig(), pace=pace, warm_up=WARM_UP)
+    drafter = build_drafter(LookaheadConfig(), pace=pace, warm_up=WARM_UP, chains=chains)
     backend = NotingBackend(notes, chains, PRICES[prices])
     sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
     batch = Batch([sequence])
@@ -296,7 +295,10 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     for name in ("demo", "stories sampled", "hybrid", "hybrid sampled", "gguf"):
         for nodes in (4, 16):
             config = LookaheadConfig(step_budget=nodes)
-            yield f"{name}, chain of {nodes}", one(name, partial(build_chain_drafter, config, warm_up=WARM_UP), True)
+            yield (
+                f"{name}, chain of {nodes}",
+                one(name, partial(build_drafter, config, warm_up=WARM_UP, chains=True), True),
+            )
     yield "gguf, tree of 16", one("gguf", partial(build_drafter, LookaheadConfig(step_budget=16)))
     for config in (
         LookaheadConfig(preset="context_matches", step_budget=16),

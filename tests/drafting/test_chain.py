@@ -15,7 +15,7 @@ from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import DraftMemory, TokenPaths, build_chain_drafter
+from lookahead.drafting import DraftMemory, TokenPaths, build_drafter
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 
@@ -93,7 +93,7 @@ def test_the_drafter_learns_of_what_was_sent_alone() -> None:
 
 
 def test_token_recycling_chains_the_likeliest_tokens() -> None:
-    drafter = build_chain_drafter(LookaheadConfig(preset="token_recycling", step_budget=4))
+    drafter = build_drafter(LookaheadConfig(preset="token_recycling", step_budget=4), chains=True)
     ids, shares = np.array([[2, 3], [3, 1]]), np.array([[0.6, 0.3], [0.2, 0.1]], dtype=np.float32)
     drafter.observe(StepResult(TokenTree([1, 2]), ids[:, 0], [], [3], ids, shares))
     drafter.propose(tree := TokenTree([1]))
@@ -118,7 +118,7 @@ def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
 
 def test_the_paper_needs_trees() -> None:
     with pytest.raises(UnsupportedArgumentError, match="preset='paper'"):
-        build_chain_drafter(LookaheadConfig(preset="paper"))
+        build_drafter(LookaheadConfig(preset="paper"), chains=True)
 
 
 def test_a_budget_shared_with_others_cuts_chains() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
+from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, LookaheadConfig
 from lookahead.core.pace import Pace, PacedRow
 from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -34,7 +34,6 @@ __all__ = [
     "StepResult",
     "TokenPaths",
     "TokenRecyclingDrafter",
-    "build_chain_drafter",
     "build_drafter",
     "compile_loops",
 ]
@@ -54,6 +53,7 @@ def build_drafter(  # noqa: PLR0913
     vocabulary: int | None = None,
     budget: StepBudget | None = None,
     predicted: PredictedText | None = None,
+    chains: bool = False,
 ) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
@@ -68,69 +68,45 @@ def build_drafter(  # noqa: PLR0913
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
         budget: Chooses the nodes of `"auto"`, instead of the configuration and the pace.
         predicted: A text that is expected, which `"auto"` drafts from as well.
+        chains: Whether drafts are single paths, for a model that runs no trees.
+
+    Raises:
+        UnsupportedArgumentError: The method needs trees.
     """
+    fixed = min(config.step_budget or FIXED_BUDGET, most)
     if config.drafter is not None:
-        return CheckedDrafter(config.drafter, min(config.max_nodes, most), vocabulary)
-    if config.preset in BUDGETED:
-        fixed = min(config.step_budget or FIXED_BUDGET, most)
-        if config.preset == "token_recycling":
-            return TokenRecyclingDrafter(fixed)
-        compile_loops()  # now: a step that compiled would say nothing of what steps cost
-        if config.preset == "context_matches":
-            return AutoDrafter(None, fixed)
-        chooses: int | StepBudget = fixed if budget is None else budget
-        if budget is None and pace is not None and config.step_budget is None:
-            chooses = PacedRow(pace, most=min(most, MOST_CHOSEN_NODES))
-        sources, before = _sources(config, vocabulary, predicted)
-        cap = min(most, MOST_CHOSEN_NODES)
-        return AutoDrafter(memory or DraftMemory(), chooses, cap, warm_up, sources=sources, before=before)
+        return CheckedDrafter(config.drafter, min(config.max_nodes, most), vocabulary, fixed if chains else None)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
         return JacobiBlockDrafter(config.block_size, config.max_iterations or config.block_size, config.seed)
+    if config.preset == "token_recycling":
+        return TokenRecyclingDrafter(fixed, chains)
+    if config.preset == "paper":
+        return _paper_drafter(config, pool, chains)
+    compile_loops()  # now: a step that compiled would say nothing of what steps cost
+    if config.preset == "context_matches":
+        return AutoDrafter(None, fixed, chains=chains)
+    cap = min(most, MOST_CHOSEN_NODES)
+    chooses: int | StepBudget = fixed if budget is None else budget
+    if budget is None and pace is not None and config.step_budget is None:
+        chooses = PacedRow(pace, resends=chains, most=cap)
+    sources, before = _sources(config, vocabulary, predicted)
+    return AutoDrafter(memory or DraftMemory(), chooses, cap, warm_up, sources=sources, before=before, chains=chains)
+
+
+def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool) -> PaperDrafter:
+    if chains:
+        raise UnsupportedArgumentError(
+            "preset='paper' is not supported for a model that runs chains alone: its lookahead window is a tree; use "
+            "preset='auto'"
+        )
     return PaperDrafter(
         JacobiWindow(config.window_size, config.ngram_size, config.seed),
         NGramPool(config.ngram_size, config.guess_set_size) if pool is None else pool,
         config.pool_from_prompt,
         config.pool_from_prompt if config.pool_from_output is None else config.pool_from_output,
     )
-
-
-def build_chain_drafter(
-    config: LookaheadConfig,
-    memory: DraftMemory | None = None,
-    pace: Pace | StepBudget | None = None,
-    warm_up: int = 0,
-    vocabulary: int | None = None,
-    predicted: PredictedText | None = None,
-) -> Drafter:
-    """As `build_drafter`, for a model that runs chains alone.
-
-    Raises:
-        UnsupportedArgumentError: The method needs trees.
-    """
-    if config.preset == "paper":
-        raise UnsupportedArgumentError(
-            "preset='paper' is not supported for a model that runs chains alone: its lookahead window is a tree; use "
-            "preset='auto'"
-        )
-    if config.preset not in (*BUDGETED, OWN):  # these draft chains
-        return build_drafter(config)
-    fixed = config.step_budget or FIXED_BUDGET
-    if config.drafter is not None:
-        return CheckedDrafter(config.drafter, config.max_nodes, vocabulary, fixed)
-    if config.preset == "token_recycling":
-        return TokenRecyclingDrafter(fixed, chains=True)
-    compile_loops()
-    if config.preset == "context_matches":
-        return AutoDrafter(None, fixed, chains=True)
-    budget: int | StepBudget = fixed
-    if pace is not None and not isinstance(pace, Pace):  # of rows that share steps
-        budget = pace
-    elif pace is not None and config.step_budget is None:
-        budget = PacedRow(pace, resends=True)
-    sources, before = _sources(config, vocabulary, predicted)
-    return AutoDrafter(memory or DraftMemory(), budget, warm_up=warm_up, sources=sources, before=before, chains=True)
 
 
 def _sources(

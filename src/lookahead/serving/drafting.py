@@ -21,7 +21,7 @@ from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import StepCosts
-from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_chain_drafter, build_drafter
+from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_drafter
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
 from lookahead.serving.refusals import check_values
@@ -84,10 +84,18 @@ class Drafting:
         read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
         vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         budget = SharedRow(self._pace) if self.shares and isinstance(self._pace, SharedPace) else None
-        if self._chains:
-            return build_chain_drafter(self.config, self._memory, budget or pace, read, vocabulary, predicted)
-        most = self.most_nodes
-        return build_drafter(self.config, self._pool, self._memory, pace, read, most, vocabulary, budget, predicted)
+        return build_drafter(
+            self.config,
+            self._pool,
+            self._memory,
+            pace,
+            warm_up=read,
+            most=self.most_nodes,
+            vocabulary=vocabulary,
+            budget=budget,
+            predicted=predicted,
+            chains=self._chains,
+        )
 
     def keep(self) -> None:
         """Bring what the memory learned to its file, if it has one.
