@@ -81,9 +81,8 @@ class RowsFile:
         with named(self.path):  # what could not be written is tried once more
             self._file.close()
             if self._compressed is not None:
-                part = self._compressed.with_suffix(".part")
-                part.write_bytes(gzip.compress(self._target.read_bytes(), mtime=0))
-                os.replace(part, self._compressed)
+                with replaced(self._compressed, binary=True) as file:
+                    file.write(gzip.compress(self._target.read_bytes(), mtime=0))
                 self._target.unlink()
 
     def __contains__(self, key: Hashable) -> bool:

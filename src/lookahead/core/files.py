@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO
+from typing import IO, Any
 
 
 def user_cache() -> Path:
@@ -22,31 +23,50 @@ def user_cache() -> Path:
     return Path(folder) if os.path.isabs(folder) else home / ".cache"
 
 
-@contextmanager
-def replaced(path: Path) -> Iterator[IO[str]]:
-    """A text file to write that takes the place of `path` once all of it is on the disk, or never.
+def hidden_name(target: Path) -> str:
+    """What the names of files beside `target` begin with that are about it: short, however long its name is."""
+    return f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
 
-    A symbolic link stays one, and permissions stay as they were. Half of a surrogate pair, which UTF-8 does not have,
-    becomes its escape.
+
+@contextmanager
+def replaced(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file to write that takes the place of `path` once all of it is on the disk, or never.
+
+    A symbolic link stays one, and permissions stay as they were. In a file of text, which is UTF-8, half of a surrogate
+    pair becomes its escape.
 
     Raises:
         OSError: It cannot be written; what was there is as it was.
     """
     target = Path(os.path.realpath(path))  # in its folder, as nothing could be moved there from another file system
     # A name of its own for each writer, so that two at once cannot mix their halves.
-    name = {"dir": target.parent, "prefix": f".{target.name}.", "suffix": ".part", "delete": False}
-    with NamedTemporaryFile("w", encoding="utf-8", errors="backslashreplace", **name) as file:  # type: ignore[call-overload]
+    options: dict[str, Any] = {"dir": target.parent, "prefix": f"{hidden_name(target)}-", "suffix": ".part"}
+    if not binary:
+        options |= {"encoding": "utf-8", "errors": "backslashreplace"}
+    with NamedTemporaryFile("wb" if binary else "w", delete=False, **options) as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            with suppress(OSError):  # not all file systems have permissions
+                os.chmod(file.name, target.stat().st_mode if target.exists() else 0o666 & ~_umask())
             file.close()
             os.replace(file.name, target)
         except BaseException:
             file.close()
             os.unlink(file.name)
             raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new entry of the folder outlast a power cut, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _umask() -> int:

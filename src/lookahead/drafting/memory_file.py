@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -11,12 +10,12 @@ from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
+from lookahead.core.files import hidden_name, replaced
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR
 from lookahead.errors import InvalidArgumentError
@@ -80,7 +79,7 @@ class MemoryFile:
                 return  # another thread's save included it
             _check_kind(self.path)
             target = Path(os.path.realpath(self.path))
-            name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
+            name = hidden_name(target)
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
                 if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile
                     self.memory.merge(load_memory(target, model))
@@ -88,31 +87,8 @@ class MemoryFile:
                 for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
                     with suppress(OSError):
                         part.unlink()
-                self._write(target, target.with_name(f"{name}-{uuid4().hex}.part"), model)
-
-    def _write(self, target: Path, part: Path, model: str) -> None:
-        """Write the memory to `part`, and give it the name `target`."""
-        try:
-            clock = save_memory(self.memory, part, model)
-            with suppress(OSError):
-                os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # permissions stay as they were
-            version = _version(part)
-            os.replace(part, target)
-        finally:
-            with suppress(OSError):
-                part.unlink()
-        self._read_version, self._saved_clock = version, clock
-        _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the new entry of the folder outlast a power cut, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                self._saved_clock = save_memory(self.memory, target, model)
+                self._read_version = _version(target)
 
 
 def _version(path: Path) -> _Version | None:
@@ -158,18 +134,18 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
 
     Args:
         memory: What is written.
-        path: The file; it is written over.
+        path: The file, which is replaced as a whole.
         model: Which model it was learned from: any string that says so.
 
     Returns:
         The memory's `clock` when it was written.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; it is as it was.
     """
     with memory.lock:
         arrays, clock = memory_arrays(memory), memory.clock
-    with open(path, "wb") as file:
+    with replaced(Path(path), binary=True) as file:
         np.savez(  # compressing it takes far longer than writing it
             file,
             allow_pickle=False,
@@ -177,8 +153,6 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
             model=np.array(model),
             **arrays,
         )
-        file.flush()
-        os.fsync(file.fileno())
     return clock
 
 

@@ -207,8 +207,7 @@ def check_path(path: Path) -> None:
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise InvalidArgumentError(f"trace: {path} is no file, or may not be written; choose another file")
     try:
-        with NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent, prefix=f".{path.name}."):
-            pass
+        NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
     except OSError as error:
         raise _refusal(path, error) from error
 
