@@ -20,12 +20,12 @@ from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter,
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.watching import Explanation, WatchedStep, explain
+from lookahead.core.watching import Explanation, explain
 
 T = TypeVar("T")
 
 Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
-"""The parts of a step, in order. Nobody watches most of the time."""
+"""The parts of a step, in order."""
 
 
 class Walk:
@@ -156,8 +156,7 @@ def raise_error(sequences: Sequence[SequenceState]) -> None:
 def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
     sequences, mark = batch.sequences, batch.mark
-    is_watched = any(sequence.watcher is not None for sequence in sequences)
-    before = replace(batch.statistics.seconds) if is_watched else batch.statistics.seconds
+    before = replace(batch.statistics.seconds)
     trees = _draft(backend, batch)
     mark("draft")
 
@@ -175,10 +174,8 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     batch.statistics.steps += 1
     mark("commit")
 
-    explanations = [_UNWATCHED] * len(sequences)
-    if is_watched:
-        explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
-        mark("watch")
+    explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
+    mark("watch")
 
     results = [_settle(*row) for row in zip(sequences, outputs, walks, strict=True)]
     _learn(sequences, results)
@@ -318,7 +315,7 @@ def _tell(batch: Batch, row: int, result: StepResult, explanation: Explanation, 
     batch.statistics.record(record)
     try:
         if sequence.watcher is not None:
-            sequence.watcher(WatchedStep(result, record, explanation, batch.statistics.seconds.since(before)))
+            sequence.watcher(result, explanation, batch.statistics.seconds.since(before), sequence.finished)
         for listener in sequence.listeners:
             listener(record)
     except Exception as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from lookahead.core.protocols import StepResult
-from lookahead.core.statistics import Seconds, StepRecord
+from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind, TokenTree
 
 UNNAMED = "draft"
@@ -57,41 +57,16 @@ class ExplainsDrafts(Protocol):
         """About `tree`, which it was shown last. Called between `propose` and `observe`, if anybody watches."""
 
 
-@dataclass(frozen=True)
-class WatchedStep:
-    """One step of a sequence.
-
-    Attributes:
-        result: The tree, what the model said of its nodes, and what was accepted.
-        record: What the step came to.
-        explanation: Where each node below the root came from.
-        seconds: Time of each part of the step, of all rows of the batch together. Watching is not counted.
-    """
-
-    result: StepResult
-    record: StepRecord
-    explanation: Explanation
-    seconds: Seconds
-
-
-StepWatcher = Callable[[WatchedStep], None]
-
-
-class Recorder(Protocol):
-    """Watches sequences; `lookahead.Trace` does."""
-
-    def begin(self, prompt: Sequence[int]) -> StepWatcher:
-        """Begin a sequence with this prompt; returns the function to call after each of its steps."""
+StepWatcher = Callable[[StepResult, Explanation, Seconds, bool], None]
+"""Called after a step of a sequence: with what it showed, where each node below the root came from, the time of each
+part of the step, of all rows of the batch together and without watching, and whether the text is complete with it."""
 
 
 def explain(drafter: Any, tree: TokenTree) -> Explanation:
     """Where the nodes of a tree come from, as far as its drafter says."""
     explanation = drafter.explain(tree) if isinstance(drafter, ExplainsDrafts) else Explanation()
-    below = range(tree.root + 1, len(tree))
-    if len(explanation.origins) == len(below):
+    kinds = tree.kinds[tree.root + 1 :]
+    if len(explanation.origins) == len(kinds):
         return explanation
-    return Explanation([_unexplained(tree, node) for node in below], explanation.entries)
-
-
-def _unexplained(tree: TokenTree, node: int) -> Origin:
-    return Origin((WINDOW if tree.kinds[node] is NodeKind.WINDOW else UNNAMED,))
+    origins = [Origin((WINDOW if kind is NodeKind.WINDOW else UNNAMED,)) for kind in kinds]
+    return Explanation(origins, explanation.entries)

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from lookahead.core.files import replaced
+from lookahead.core.protocols import StepResult
 from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind
-from lookahead.core.watching import Origin, StepWatcher, WatchedStep
+from lookahead.core.watching import Explanation, Origin, StepWatcher
 from lookahead.errors import InvalidArgumentError
 from lookahead.text import TextBuilder
 from lookahead.version import __version__
@@ -63,9 +64,9 @@ class TracedStep:
     finished: bool
 
     @classmethod
-    def of(cls, step: WatchedStep) -> TracedStep:
-        """What is kept of a step, in lists of its own."""
-        result, tree = step.result, step.result.tree
+    def of(cls, result: StepResult, explanation: Explanation, seconds: Seconds, finished: bool) -> TracedStep:
+        """What is kept of a step (`StepWatcher`), in lists of its own."""
+        tree = result.tree
         root = tree.root
         ids, probabilities = result.top_ids, result.top_probabilities
         listed = ids.shape[-1] > 0 and len(ids) == len(tree)
@@ -77,16 +78,16 @@ class TracedStep:
             tokens=tree.tokens[root:],
             parents=[-1, *(parent - root for parent in tree.parents[root + 1 :])],
             window=[node - root for node, kind in enumerate(tree.kinds) if kind is NodeKind.WINDOW],
-            origins=list(step.explanation.origins),
+            origins=list(explanation.origins),
             path=[node - root for node in result.path],
             added=list(result.tokens),
             predictions=result.predictions[root:].tolist(),
             certainties=probabilities[root:, 0].tolist() if listed else [0.0] * (len(tree) - root),
             likeliest=likeliest,
-            entries=step.explanation.entries,
+            entries=explanation.entries,
             learned=int((result.predictions >= 0).sum()),
-            seconds=step.seconds,
-            finished=step.record.finished,
+            seconds=seconds,
+            finished=finished,
         )
 
 
@@ -160,8 +161,8 @@ class Trace:
         text = TracedText(list(prompt))
         self.texts.append(text)
 
-        def keep(step: WatchedStep) -> None:
-            text.steps.append(TracedStep.of(step))
+        def keep(result: StepResult, explanation: Explanation, seconds: Seconds, finished: bool) -> None:
+            text.steps.append(TracedStep.of(result, explanation, seconds, finished))
 
         return keep
 
