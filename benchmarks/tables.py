@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import law_fit
-from lookahead.bench.summary import MethodSummary, RunSet, run_of, tokens_before_cycles
+from lookahead.bench.summary import MethodSummary, RunSet
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -33,7 +33,7 @@ NOTHING = "–"
 COLUMNS: dict[str, tuple[str, str]] = {
     "nodes": ("nodes per step", "{mean_nodes:.1f}"),
     "S": ("S", "{step_compression:.2f}"),
-    "range": ("S of a single prompt", "{lowest:.2f} to {highest:.2f}"),
+    "range": ("S of a single prompt", "{S.least:.2f} to {S.most:.2f}"),
     "speed": ("speed over transformers", "{over_reference}"),
     "engine speed": ("over plain engine", "{over_plain}"),
     "cycles": ("in cycles", "{cycle_share:.0%}"),
@@ -193,8 +193,8 @@ class Figures(string.Formatter):
         if "/" in name:
             return _over(*map(self.value, name.split("/")))
         first, *rest = name.split(".")
-        if self._runs is not None and (hasattr(MethodFigures, first) or first == "size"):
-            found = getattr(MethodFigures(self._rows, self._runs), first)
+        if self._runs is not None and (hasattr(MethodSummary, first) or first == "size"):
+            found = getattr(MethodSummary(self._rows, self._runs), first)
             return getattr(found, rest[0]) if rest and found is not None else found
         path, _, last = name.rpartition(".")
         values = [
@@ -205,37 +205,6 @@ class Figures(string.Formatter):
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} has several values, such as {values[0]!r} and {values[-1]!r}")
         return values[0] if values else None
-
-
-class MethodFigures(MethodSummary):
-    """Figures of a method that tables alone have."""
-
-    @property
-    def lowest(self) -> float:
-        """S of the run with the lowest."""
-        return min(self._compressions)
-
-    @property
-    def highest(self) -> float:
-        """S of the run with the highest."""
-        return max(self._compressions)
-
-    @property
-    def _compressions(self) -> list[float]:
-        return [row["tokens"] / row["steps"] if row["steps"] else 0.0 for row in self.rows]
-
-    @property
-    def free_tokens(self) -> int:
-        """Tokens before the first repeated cycle."""
-        return sum(tokens_before_cycles(row["output"]) for row in self.rows)
-
-    @property
-    def time_over_reference(self) -> float | None:
-        """CPU time of all runs over that of plain `model.generate` on the same prompts."""
-        plain = {run_of(row): row["cpu_seconds"] for row in self.runs.by_method.get(self.runs.plain or "", [])}
-        if not all(run_of(row) in plain for row in self.rows):
-            return None
-        return float(sum(row["cpu_seconds"] for row in self.rows) / sum(plain[run_of(row)] for row in self.rows))
 
 
 class _MissingError(Exception):
