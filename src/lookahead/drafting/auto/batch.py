@@ -14,7 +14,7 @@ from lookahead.core.compiled import TypedLoop
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Desk, Step, learn
+from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
 from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
 from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
 from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
@@ -42,7 +42,7 @@ class DraftBatch:
         memory: See above.
         reads: Whether steps have to tell what the model predicts; else what was selected stands for it.
         state: The texts, the drafts after them, and what these come from.
-        room: That of the last search.
+        room: That of the last search; learning writes over its queue.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class DraftBatch:
             np.zeros(LONGEST, dtype=np.int64),
             np.zeros(memory.orders, dtype=np.int64),
         )
-        self._desk = Desk(memory.writing, np.zeros(memory.orders, dtype=np.int64), np.zeros(size, dtype=np.int64))
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
 
@@ -202,7 +201,7 @@ class DraftBatch:
         """
         self._make_room(step)
         clock = self.memory.tick() if len(step.ids) else 0
-        accepted, lost = self._learn(step, clock, self.state, self._desk)
+        accepted, lost = self._learn(step, clock, self.state, self.memory.writing, self.room.queue)
         if lost:  # what is predicted in these texts is not what is selected
             for place in step.rows["place"].tolist():
                 of_text = self.state.heard[place]

@@ -82,7 +82,7 @@ class DraftMemory:
         self.lock = RLock()
         self.batches: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
-        room, places = np.zeros(2 * top_k, dtype=WRITTEN), np.zeros((2, orders), dtype=np.int64)
+        room, places = np.zeros(2 * top_k, dtype=WRITTEN), np.zeros((3, orders), dtype=np.int64)
         self.writing = Writing(float(old_share), blended, first_log, room, *places)
 
     def clear(self) -> None:

@@ -115,29 +115,16 @@ class Step(NamedTuple):
         return cls(rows, tokens, ids, probabilities, ids[:, 0].copy())
 
 
-class Desk(NamedTuple):
-    """Room for what a step teaches.
-
-    Attributes:
-        writing: How entries are written.
-        context: Last tokens of a path, `[longest context]`.
-        recent: Recent predictions while they are put in order.
-    """
-
-    writing: Writing
-    context: NDArray[np.int64]
-    recent: NDArray[np.int64]
-
-
 @compiled
-def learn(step: Step, clock: int, state: BatchState, desk: Desk) -> tuple[int, int]:
+def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: NDArray[np.int64]) -> tuple[int, int]:
     """Learn from a step, and let the texts go on.
 
     Args:
         step: What it showed.
         clock: Dates what is written to the memory.
         state: Gets what was learned. No draft counts any more.
-        desk: See there.
+        writing: How entries are written.
+        fresh: Room for recent predictions while they are put in order, `[nodes]`.
 
     Returns:
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
@@ -163,12 +150,12 @@ def learn(step: Step, clock: int, state: BatchState, desk: Desk) -> tuple[int, i
                 _believe(said, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
             _keep_guesses(root, nodes, said, likely, selected, of_text)
             if settings["explores"] and last > first:
-                of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], desk.recent)
+                of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], fresh)
             for is_text in (False, True):  # what is text now comes last, so that it counts
                 for at in range(len(selected)):
                     if said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
-                        size = read_context(place, at - root, nodes, texts, desk.context)
-                        write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
+                        size = read_context(place, at - root, nodes, texts, writing.context)
+                        write_entry(writing.context[:size], said[at], likely[at], clock, entries, writing)
             append(place, tokens, texts)
             counts[place] = -1
             lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0

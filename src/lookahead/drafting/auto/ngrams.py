@@ -74,6 +74,7 @@ class Writing(NamedTuple):
         blended: Entries of contexts of up to so many tokens are blended with what was there.
         first_log: Added to the logarithms of a new entry.
         room: `WRITTEN`s, those of both predictions while they are blended, `[2 * top_k]`.
+        context: Room for the last tokens of a path, `[orders]`.
         tags: The hash of each context of a path, `[orders]`.
         slots: Where each is kept, `[orders]`.
     """
@@ -82,6 +83,7 @@ class Writing(NamedTuple):
     blended: int
     first_log: float
     room: NDArray[Any]
+    context: NDArray[np.int64]
     tags: NDArray[np.int64]
     slots: NDArray[np.int64]
 
