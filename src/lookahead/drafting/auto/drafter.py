@@ -15,7 +15,7 @@ from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.origins import origins_of
+from lookahead.drafting.auto.origins import origin_of
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.best_first import first_path
@@ -212,7 +212,7 @@ class AutoDrafter:
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
                 nodes = self._batch.state.trees[self._place, 1 : self._sent + 1]
-                found = origins_of(nodes, [source.name for source in self._sources])
+                found = [origin_of(node, [source.name for source in self._sources]) for node in nodes]
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:

@@ -5,40 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.core.watching import Origin
-from lookahead.drafting.auto.texts import LONGEST, MATCH_CLASSES
+from lookahead.drafting.auto.texts import MATCH_CLASSES
 
 
-def origins_of(nodes: NDArray[np.void], names: Sequence[str]) -> list[Origin]:
-    """What named the tokens of some nodes, `NODE`s; `names` are those of the sources that list paths."""
-    return [Origin(_evidence(node, names), float(node["probability"])) for node in nodes]
-
-
-def _evidence(node: np.void, names: Sequence[str]) -> tuple[str, ...]:
-    """What spoke for a node, what knew the longest context first."""
+def origin_of(node: np.void, names: Sequence[str]) -> Origin:
+    """What named the token of a `NODE`, what knew the longest context first; `names` are those of the sources that list
+    paths."""
     order, match, source = int(node["order"]), int(node["match"]), int(node["source"])
     found: list[tuple[float, str]] = []
     if order:
-        found.append((order + 0.5, f"n-gram memory, {_tokens(order)}"))
+        found.append((order + 0.5, f"n-gram memory, {order} token{'s' if order > 1 else ''}"))
     if match >= 0:
-        found.append((MATCH_CLASSES[match], f"context match, {_match_length(match)}"))
+        found.append((MATCH_CLASSES[match], f"context match, {MATCH_CLASSES[match]} tokens or more"))
     if source >= 0:
         found.append((0.5, names[source]))
     if not found:
         found.append((0.5, "rejected sibling" if node["listed"] > 0 else "recent prediction"))
-    return tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
-
-
-def _match_length(index: int) -> str:
-    """The lengths of a class of matches."""
-    least = MATCH_CLASSES[index]
-    if least == LONGEST:
-        return f"{least} tokens or more"
-    most = MATCH_CLASSES[index + 1] - 1
-    return _tokens(least) if most == least else f"{least} to {most} tokens"
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' if count > 1 else ''}"
+    evidence = tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
+    return Origin(evidence, float(node["probability"]))
