@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, LookaheadConfig
 from lookahead.core.pace import Pace, PacedRow
 from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
@@ -91,8 +89,15 @@ def build_drafter(  # noqa: PLR0913
     chooses: int | StepBudget = fixed if budget is None else budget
     if budget is None and pace is not None and config.step_budget is None:
         chooses = PacedRow(pace, resends=chains, most=cap)
-    sources, before = _sources(config, vocabulary, predicted)
-    return AutoDrafter(memory or DraftMemory(), chooses, cap, warm_up, sources=sources, before=before, chains=chains)
+    return AutoDrafter(
+        memory or DraftMemory(),
+        chooses,
+        cap,
+        warm_up,
+        sources=_checked_sources(config, vocabulary),
+        predicted=predicted,
+        chains=chains,
+    )
 
 
 def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool) -> PaperDrafter:
@@ -109,23 +114,16 @@ def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool
     )
 
 
-def _sources(
-    config: LookaheadConfig, vocabulary: int | None, predicted: PredictedText | None
-) -> tuple[list[Source], Sequence[int]]:
-    """New sources of the user's own and the predicted text, and the tokens that are searched before the prompt.
+def _checked_sources(config: LookaheadConfig, vocabulary: int | None) -> list[Source]:
+    """New sources of the user's own.
 
     Raises:
         InvalidArgumentError: One of them is no source, or has the name of another.
     """
-    sources: list[Source] = []
-    names: list[str] = []
+    sources: dict[str, Source] = {}
     for make in config.sources:
         source = CheckedSource(make(), vocabulary)
-        if source.name in names:
+        if source.name in sources:
             raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")
-        names.append(source.name)
-        sources.append(source)
-    before: Sequence[int] = ()
-    if predicted is not None:
-        sources, before = [*sources, predicted], predicted.tokens
-    return sources, before
+        sources[source.name] = source
+    return [*sources.values()]

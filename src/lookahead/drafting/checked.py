@@ -18,6 +18,15 @@ MEMBERS = ("top_k", "start", "propose", "observe", "statistics")
 SOURCE_MEMBERS = ("name", "start", "propose", "observe")
 
 
+def _check_members(field: str, made: Any, members: Sequence[str]) -> None:
+    """Refuse what a factory in a field of `LookaheadConfig` made, if it lacks one of these."""
+    missing = [member for member in members if not hasattr(made, member)]
+    if missing:
+        raise InvalidArgumentError(
+            f"{field} made {made!r}, which lacks {', '.join(missing)}; it needs {', '.join(members)}"
+        )
+
+
 class CheckedDrafter:
     """Passes everything on to a drafter.
 
@@ -36,11 +45,7 @@ class CheckedDrafter:
         self, make: Callable[[], Any], most: int, vocabulary: int | None = None, chain: int | None = None
     ) -> None:
         drafter = make()
-        missing = [member for member in MEMBERS if not hasattr(drafter, member)]
-        if missing:
-            raise InvalidArgumentError(
-                f"drafter made {drafter!r}, which lacks {', '.join(missing)}; a drafter has {', '.join(MEMBERS)}"
-            )
+        _check_members("drafter", drafter, MEMBERS)
         self._drafter: Drafter = drafter
         self._most = most
         self._vocabulary = vocabulary
@@ -94,11 +99,7 @@ class CheckedSource:
     """
 
     def __init__(self, source: Any, vocabulary: int | None = None) -> None:
-        missing = [member for member in SOURCE_MEMBERS if not hasattr(source, member)]
-        if missing:
-            raise InvalidArgumentError(
-                f"sources made {source!r}, which lacks {', '.join(missing)}; a source has {', '.join(SOURCE_MEMBERS)}"
-            )
+        _check_members("sources", source, SOURCE_MEMBERS)
         if not isinstance(source.name, str) or not source.name:
             raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
         self._source: Source = source

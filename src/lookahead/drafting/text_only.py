@@ -47,7 +47,5 @@ def build_text_drafter(
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
         chains: Draft single paths, else trees.
     """
-    listed = [*sources] if predicted is None else [*sources, predicted]
-    before = () if predicted is None else predicted.tokens
     budget = FixedBudget(nodes, least)
-    return AutoDrafter(memory or text_memory(), budget, nodes, sources=listed, before=before, chains=chains)
+    return AutoDrafter(memory or text_memory(), budget, nodes, sources=sources, predicted=predicted, chains=chains)

@@ -16,6 +16,7 @@ from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.origins import origin_of
+from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.best_first import first_path
@@ -44,7 +45,7 @@ class AutoDrafter:
             memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
         explore: Try recent predictions with the nodes that are left. Not where predictions are not known.
         sources: What else lists paths before each step; each serves this sequence alone.
-        before: Tokens that are searched as if they stood before the prompt.
+        predicted: A text that is expected: a source, whose tokens are searched as if they stood before the prompt.
         chains: Draft one path: the likeliest token, and the likeliest after that; for models that run no trees.
 
     Raises:
@@ -59,7 +60,7 @@ class AutoDrafter:
         warm_up: int = 0,
         explore: bool = True,
         sources: Sequence[Source] = (),
-        before: Sequence[int] = (),
+        predicted: PredictedText | None = None,
         chains: bool = False,
     ) -> None:
         most = budget if isinstance(budget, int) else most
@@ -68,7 +69,8 @@ class AutoDrafter:
         self._learns = memory is not None
         self._most = most - 1
         self._read_prompt, self._is_read = warm_up, False  # later pending tokens were read when they were drafted
-        self._sources, self._before, self._chains = list(sources), before, chains
+        self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
+        self._before, self._chains = [] if predicted is None else predicted.tokens, chains
         self._forbids = any(getattr(source, "permits", None) is not None for source in sources)
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._forbids else 1)
         # Of a tree some path is permitted where the likeliest one is not.
