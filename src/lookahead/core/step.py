@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
+from lookahead.core.protocols import Backend, Drafter, NodeOutputs, NoDrafter, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
@@ -196,72 +196,47 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
         if not sequence.finished and not sequence.is_last_token and backend.wants_draft(tree):
             tree.foresee = sequence.sampler.foresee if sequence.sampler.samples else None
             tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
-            asked.append((row, sequence, tree))
-    stopped = ask_drafters(
-        [(sequence, tree) for _, sequence, tree in asked],
+            asked.append((sequence, tree))
+    ask_drafters(
+        asked,
         lambda drafter, tree: drafter.propose(tree),
         lambda rows, drafters, group: rows.propose_rows(drafters, group),
     )
-    for (row, _, tree), has_stopped in zip(asked, stopped, strict=True):
-        if has_stopped:
-            trees[row] = _without_draft(tree)
-    return trees if batch.share_out is None else _share_out(batch, batch.share_out, trees)
+    if batch.share_out is not None:
+        try:
+            batch.share_out(trees)
+        except Exception as error:  # it is no matter of one row
+            for sequence in batch.sequences:
+                sequence.stop_drafting(error)
+    for sequence, tree in asked:
+        if isinstance(sequence.drafter, NoDrafter):  # drafting stopped, whatever was added until then
+            tree.keep_path(())
+    return trees
 
 
 def ask_drafters(
     asked: Sequence[tuple[SequenceState, T]],
     ask: Callable[[Drafter, T], None],
     ask_rows: Callable[[RowsDrafter, Sequence[Any], Sequence[T]], None],
-) -> list[bool]:
-    """Ask the drafters of some sequences about something each, those that draft together in one call.
-
-    Returns:
-        Of each whether its drafter raised, and drafting stopped.
-    """
-    stopped = [False] * len(asked)
-    together: dict[RowsDrafter, list[int]] = {}
-    for place, (sequence, argument) in enumerate(asked):
+) -> None:
+    """Ask the drafters of some sequences about something each, those that draft together in one call. Drafting stops
+    for sequences whose drafter raises."""
+    together: dict[RowsDrafter, list[tuple[SequenceState, T]]] = {}
+    for sequence, argument in asked:
         rows = getattr(sequence.drafter, "together", None) if len(asked) > 1 else None
         if rows is not None:
-            together.setdefault(rows, []).append(place)
+            together.setdefault(rows, []).append((sequence, argument))
         else:
             try:
                 ask(sequence.drafter, argument)
             except Exception as error:
                 sequence.stop_drafting(error)
-                stopped[place] = True
-    for rows, places in together.items():
-        group = [asked[place] for place in places]
+    for rows, group in together.items():
         try:
             ask_rows(rows, [sequence.drafter for sequence, _ in group], [argument for _, argument in group])
         except Exception as error:  # it is no matter of one row
-            for place, (sequence, _) in zip(places, group, strict=True):
+            for sequence, _ in group:
                 sequence.stop_drafting(error)
-                stopped[place] = True
-    return stopped
-
-
-def _share_out(
-    batch: Batch, share_out: Callable[[Sequence[TokenTree]], None], trees: list[TokenTree]
-) -> list[TokenTree]:
-    """The trees with what is sent of all proposals; without any if that fails, as it is no matter of one row."""
-    try:
-        share_out(trees)
-    except Exception as error:
-        for sequence in batch.sequences:
-            sequence.stop_drafting(error)
-        return [_without_draft(tree) for tree in trees]
-    return trees
-
-
-def _without_draft(tree: TokenTree) -> TokenTree:
-    """The pending tokens of `tree`, whatever was done to the rest of it."""
-    if tree.is_chain:
-        return tree
-    pending = tree.root + 1
-    bare = TokenTree(tree.tokens[:pending])
-    bare.needs_logits[:] = tree.needs_logits[:pending]
-    return bare
 
 
 def select_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> int:

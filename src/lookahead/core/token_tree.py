@@ -163,6 +163,7 @@ class TokenTree:
         tokens = [self.tokens[node] for node in path]
         for of_nodes in (self.tokens, self.parents, self.kinds, self.depths, self.needs_logits):
             del of_nodes[self.root + 1 :]
+        self.certain = min(self.certain, len(path))
         self.add_candidates(tokens)
 
     def add_window_node(self, token: int, parent: int, needs_logits: bool) -> int:
