@@ -6,14 +6,12 @@ from itertools import pairwise
 
 import numba
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, RUNS, SEARCHED, find_matches
-from lookahead.errors import InvalidArgumentError
 
 
 def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
@@ -105,8 +103,3 @@ def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
 
 def test_a_prompt_longer_than_the_memory_keeps_its_end() -> None:
     assert Text(list(range(1000)), reach=32).kept == list(range(968, 1000))
-
-
-def test_too_small_a_memory_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="reach=3"):
-        Text([], reach=3)

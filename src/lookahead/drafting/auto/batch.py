@@ -17,7 +17,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
 from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
 from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
-from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
+from lookahead.drafting.auto.texts import BUCKETS, LEAST_ROOM, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
 
 if TYPE_CHECKING:
     from lookahead.drafting.auto.drafter import AutoDrafter
@@ -91,7 +91,7 @@ class DraftBatch:
                     return place
             places, state = 2 * len(self._owners), self.state
             self.state = state._replace(
-                texts=with_room(state.texts, places, 0),
+                texts=with_room(state.texts, places, state.texts.tokens.shape[1]),
                 heard=_doubled(state.heard),
                 recent=_doubled(state.recent),
                 trees=_doubled(state.trees),
@@ -214,8 +214,9 @@ class DraftBatch:
         """Make room for what a step adds to each text; one that is too long by then keeps its last tokens."""
         texts = self.state.texts
         longest, reach = int(texts.lengths.max()) + len(step.tokens), texts.reach
-        if longest >= texts.tokens.shape[1]:
-            texts = with_room(texts, 0, longest)
+        if min(longest, 2 * reach) >= texts.tokens.shape[1]:
+            room = 1 + min(max(2 * longest, LEAST_ROOM), 2 * reach)
+            texts = with_room(texts, len(texts.lengths), room)
             self.state = self.state._replace(texts=texts)
         if longest > 2 * reach:
             for place, _, _, added in step.rows.tolist():

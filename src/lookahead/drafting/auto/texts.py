@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.errors import InvalidArgumentError
 
 RUNS = (8, 4, 2)
 """Lengths of the runs of tokens that are indexed, the longest first."""
@@ -32,7 +31,8 @@ twice as many tokens, at least, and at most for four times as many: buckets stay
 
 _PRIME = 2147483647
 _FACTOR = 1103515245
-_LEAST_ROOM = 4096
+LEAST_ROOM = 4096
+"""Tokens that there is room for when a text first has any."""
 
 
 class TextArrays(NamedTuple):
@@ -207,32 +207,17 @@ def append(place: int, tokens: NDArray[np.integer], texts: TextArrays) -> None:
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
-    """Room for texts of so many tokens, of which `reach` to twice as many are kept.
-
-    Raises:
-        InvalidArgumentError: `reach` is too small.
-    """
-    if reach < 16:
-        raise InvalidArgumentError(f"reach={reach} is out of range; it must be at least 16 tokens")
+    """Room for texts of so many tokens, of which `reach` to twice as many are kept, at least 16."""
     newest = np.empty((places, len(RUNS), BUCKETS), dtype=np.int32)
     lengths, dropped = np.zeros((2, places), dtype=np.int64)
     tokens, earlier = np.empty((places, room), dtype=np.int64), np.empty((places, len(RUNS), room), dtype=np.int32)
     return TextArrays(tokens, lengths, dropped, newest, earlier, reach)
 
 
-def with_room(old: TextArrays, places: int, longest: int) -> TextArrays:
-    """The same texts with room for so many of them, of so many tokens each."""
-    room, most, count = old.tokens.shape[1], 2 * old.reach, len(old.lengths)
-    if places <= count and min(longest, most) < room:
-        return old
-    if min(longest, most) >= room:
-        room = 1 + min(max(2 * longest, _LEAST_ROOM), most)
-    new = allocate_texts(max(places, count), room, old.reach)
-    if places <= count:
-        new = new._replace(newest=old.newest)
-    else:
-        new.newest[:count] = old.newest
-    new.lengths[:count], new.dropped[:count] = old.lengths, old.dropped
+def with_room(old: TextArrays, places: int, room: int) -> TextArrays:
+    """The same texts with room for so many of them, of so many tokens each: as much as there was, or more."""
+    new, count = allocate_texts(places, room, old.reach), len(old.lengths)
+    new.newest[:count], new.lengths[:count], new.dropped[:count] = old.newest, old.lengths, old.dropped
     for place in np.flatnonzero(old.lengths).tolist():
         end = old.lengths[place] + 1
         new.tokens[place, :end], new.earlier[place, :, :end] = old.tokens[place, :end], old.earlier[place, :, :end]
