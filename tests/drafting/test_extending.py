@@ -14,7 +14,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.core.protocols import FixedBudget, StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
+from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText, TokenPaths
 from lookahead.drafting.checked import CheckedSource
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
@@ -151,6 +151,16 @@ def test_forbidden_drafts_are_replaced_by_others() -> None:
     ids = np.array([[3, 6], [4, 6], [6, 5], [6, 5]])
     shares = np.full(ids.shape, 0.4, dtype=np.float32)
     drafter.observe(StepResult(tree, ids[:, 0], [1, 2], [3, 4, 6], ids, shares))
+
+
+def test_sources_that_cannot_tell_are_not_asked_what_is_permitted() -> None:
+    paths, expected = TokenPaths([1, 2], [-1, -1], [0.9, 0.8]), PredictedText([1, 4])
+    sources = [CheckedSource(Forbidding(paths, {1})), CheckedSource(Fixed(paths))]
+    drafter = AutoDrafter(None, 4, explore=False, sources=sources, predicted=expected)
+    drafter.start([7])
+    tree = TokenTree([7])
+    drafter.propose(tree)
+    assert tree.tokens == [7, 2]
 
 
 def test_forbidden_drafts_change_steps_alone() -> None:

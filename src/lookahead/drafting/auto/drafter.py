@@ -71,10 +71,10 @@ class AutoDrafter:
         self._read_prompt, self._is_read = warm_up, False  # later pending tokens were read when they were drafted
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before, self._chains = [] if predicted is None else predicted.tokens, chains
-        self._forbids = any(getattr(source, "permits", None) is not None for source in sources)
-        searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._forbids else 1)
+        self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
+        searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
         # Of a tree some path is permitted where the likeliest one is not.
-        self._settings = searched, chains and not self._forbids, explore and self._learns and not chains
+        self._settings = searched, chains and not self._permitting, explore and self._learns and not chains
         self._batch: DraftBatch | None = None
         self._place = -1
         self._late: list[int] = []  # tokens of the text that are not in its place yet
@@ -175,12 +175,12 @@ class AutoDrafter:
 
     def forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Leave the nodes found that can come true, if sources know; more are searched where they are too few."""
-        if not self._forbids:
+        if not self._permitting:
             return
         most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
         while True:
             count, nodes = int(batch.state.counts[self._place]), batch.state.trees[self._place]
-            rows = permitted(self._sources, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
+            rows = permitted(self._permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
             if len(rows) > most or limit == self._settings[0] or count < limit:

@@ -141,7 +141,9 @@ def allocate_listed(sources: int, nodes: int) -> ListedArrays:
 
 def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArrays:
     """The same with the paths of each source instead of those before."""
-    parts = [np.zeros(len(paths), dtype=LISTED)]
+    roots = np.zeros(len(paths), dtype=LISTED)
+    roots["parent"] = -1  # they follow nothing
+    parts = [roots]
     ends = len(paths) + np.cumsum([len(np.asarray(one.tokens)) for one in paths])
     for source, (one, end) in enumerate(zip(paths, ends.tolist(), strict=True)):
         parents = np.asarray(one.parents)
