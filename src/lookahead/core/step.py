@@ -209,7 +209,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
             for sequence in batch.sequences:
                 sequence.stop_drafting(error)
     for sequence, tree in asked:
-        if isinstance(sequence.drafter, NoDrafter):  # drafting stopped, whatever was added until then
+        if not tree.is_chain and isinstance(sequence.drafter, NoDrafter):  # drafting stopped, whatever was added then
             tree.keep_path(())
     return trees
 

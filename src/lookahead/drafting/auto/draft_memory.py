@@ -20,7 +20,7 @@ from lookahead.drafting.auto.ngrams import (
     Writing,
 )
 from lookahead.drafting.auto.texts import MATCH_CLASSES
-from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, build_weights
+from lookahead.drafting.auto.weights import all_weights
 from lookahead.errors import InvalidArgumentError
 
 
@@ -108,7 +108,7 @@ class DraftMemory:
     def weights(self) -> NDArray[np.float64]:
         """What weighs proposals where predictions come true, and where texts alone are gone by, `[2, orders + 1,
         columns]`; see `build_weights`."""
-        return np.stack([build_weights(self.orders, table) for table in (MODEL_WEIGHTS, TEXT_WEIGHTS)])
+        return all_weights(self.orders)
 
     def statistics(self) -> dict[str, Any]:
         """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""

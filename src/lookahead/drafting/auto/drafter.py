@@ -213,8 +213,8 @@ class AutoDrafter:
             entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self._learns else None
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
-                nodes = self._batch.state.trees[self._place, 1 : self._sent + 1]
-                found = [origin_of(node, [source.name for source in self._sources]) for node in nodes]
+                names = [source.name for source in self._sources]
+                found = [origin_of(node, names) for node in self._batch.state.trees[self._place, 1 : self._sent + 1]]
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:

@@ -11,6 +11,7 @@ Both tables were fitted by `tools/fit_weights.py`, whose module docstring has th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,3 +86,9 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     for order in range(longest + 1, orders + 1):
         values[order, order], values[order, longest] = values[order, longest], 0.0
     return values
+
+
+@cache
+def all_weights(orders: int) -> NDArray[np.float64]:
+    """Those of both tables, of models and of texts, `[2, orders + 1, columns]`: made once, as each call reads them."""
+    return np.stack([build_weights(orders, table) for table in (MODEL_WEIGHTS, TEXT_WEIGHTS)])
