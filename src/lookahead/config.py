@@ -18,7 +18,7 @@ BUDGETED = ("auto", "token_recycling", "context_matches")
 OWN = "own"
 """What `preset` says where a `drafter` of the user's own is given."""
 
-ENGINES = ("auto", "dynamic", "static", "compiled")
+ENGINES = ("auto", "dynamic", "static")
 
 FALLBACKS = ("refuse", "plain")
 
@@ -174,12 +174,11 @@ class LookaheadConfig:
             reason.
         engine: How steps run. `"dynamic"` sends each step at its own size, which is right on a CPU. `"static"`
             allocates memory for the longest text of the call (`max_length` or `max_new_tokens`: choose them with care),
-            pads steps to a few sizes and, on CUDA, captures a graph of each. `"compiled"` compiles the static pass
-            first, which takes a minute or more. Buffers and graphs are kept for later calls. Long prompts, and models
-            with hooks, adapters or positions that change with the length of the text, run dynamically. `"auto"` is
-            dynamic on CPUs and in an `Engine`. On CUDA it is static with buffers that grow, captures a size where
-            enough tokens are left to pay for it, and warns of a model that runs dynamically. `Statistics.engine` says
-            which engine ran.
+            pads steps to a few sizes and, on CUDA, captures a graph of each. Buffers and graphs are kept for later
+            calls. Long prompts, and models with hooks, adapters or positions that change with the length of the text,
+            run dynamically. `"auto"` is dynamic on CPUs and in an `Engine`. On CUDA it is static with buffers that
+            grow, captures a size where enough tokens are left to pay for it, and warns of a model that runs
+            dynamically. `Statistics.engine` says which engine ran.
         fallback: What becomes of a model or an argument that is not supported. `"refuse"`: an error. `"plain"`: a
             `LookaheadWarning` that says why, and transformers' own `generate` decodes, so that code for many models
             needs no branch. An `Engine` runs such a model without drafts if that is exact. Not with `invariant=True`,

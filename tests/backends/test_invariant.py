@@ -198,11 +198,6 @@ def test_what_cannot_be_invariant_is_refused_with_the_reason(
         decode(in_type(name, dtype), PROMPT, LookaheadConfig(invariant=True, **config))
 
 
-def test_compiled_passes_are_refused() -> None:
-    with pytest.raises(lookahead.UnsupportedArgumentError, match="engine='compiled' has no invariant.*'static'"):
-        decode(in_type("llama", torch.bfloat16), PROMPT, LookaheadConfig(invariant=True, engine="compiled"))
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", BFLOAT), ("gemma3", HALF), *(pytest.param(name, BFLOAT, marks=pytest.mark.exact) for name in EXACT)],

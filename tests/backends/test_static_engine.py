@@ -17,7 +17,6 @@ import pytest
 import torch
 from test_engine_model import grouped_llama
 from test_tree_cache import states
-from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
@@ -82,13 +81,12 @@ def static_steps(
     batch: int = 1,
     capacity: int = 128,
     nodes: int = 32,
-    compiler: Any = None,
 ) -> StaticSteps:
     """Steps for `model` as the engine makes them."""
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
-    return StaticSteps(model, layer_shapes(check.rows[0].cache), batch, capacity, pass_sizes(nodes), compiler)
+    return StaticSteps(model, layer_shapes(check.rows[0].cache), batch, capacity, pass_sizes(nodes))
 
 
 def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
@@ -588,23 +586,6 @@ def test_python_that_depends_on_the_text_is_detected(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(type(model.model), "forward", scaled)
     assert static_engine._static_shapes(engine) == "passes of fixed shapes give other logits"
-
-
-def test_compiled_without_breaks_and_once_for_each_size() -> None:
-    model, counter = build("qwen2_mixed_sliding"), CompileCounter()
-    steps = static_steps(model, capacity=256, compiler=counter)
-    runner = ModelRunner(model, 1, steps=steps)
-    assert_same(logits_of_steps(runner, 50), logits_of_steps(ModelRunner(model, 1), 50))
-    assert counter.frame_count == steps.recorded.count == len(steps._passes.inputs) > 1
-
-
-@pytest.mark.exact  # the compiler takes ten seconds
-def test_compiled_with_inductor(llama: PreTrainedModel) -> None:
-    steps = static_steps(llama, compiler="inductor")
-    steps.sizes = (32,)
-    runner = ModelRunner(llama, 1, steps=steps)
-    assert_same(logits_of_steps(runner), logits_of_steps(ModelRunner(llama, 1)))
-    assert steps.recorded.count == 1
 
 
 # --- small things -------------------------------------------------------------------------------------------

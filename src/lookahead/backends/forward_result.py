@@ -49,7 +49,7 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """
     vocabulary = logits.shape[1]
     is_listed = IS_COMPILED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    if is_listed and vocabulary >= max(_LISTED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
+    if is_listed and vocabulary >= max(_LISTED_FROM, count * BLOCK):
         return _listed(logits, count)
     ids = logits.topk(count, dim=-1).indices
     return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)

@@ -78,7 +78,7 @@ class Statistics:
         state_bytes: Bytes of running states copied so that rejected drafts could be undone; 0 for models without such
             states.
         invariant_rows: Least number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
-        engine: The engine that ran: "dynamic", "static" or "compiled"; see `LookaheadConfig.engine`.
+        engine: The engine that ran: "dynamic" or "static"; see `LookaheadConfig.engine`.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
             (`NGramPool.statistics`) or memory (`DraftMemory.statistics`); counts go on over calls that share it.
     """

@@ -219,9 +219,6 @@ def tree_attention_forward(
         raise InvalidArgumentError(f"dropout={kwargs['dropout']} in a tree attention; put the model into eval mode")
     from lookahead.backends.transformers.tree_attention import kernel
 
-    if torch.compiler.is_compiling():
-        compiled: torch.Tensor = kernel.tree_attention_operator(query, key, value, attention_mask, scaling)
-        return compiled, None
     return kernel.tree_attention(query, key, value, attention_mask, scaling, pages=pages), None
 
 

@@ -92,12 +92,7 @@ def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
     Raises:
         UnsupportedArgumentError: There are no such steps.
     """
-    if invariant and engine == "compiled":
-        raise UnsupportedArgumentError(
-            "engine='compiled' has no invariant passes, as the compiler chooses the order of sums; use "
-            "engine='static', or invariant=False"
-        )
-    return engine in ("static", "compiled") or (model.device.type == "cuda" and (engine == "auto" or invariant))
+    return engine == "static" or (model.device.type == "cuda" and (engine == "auto" or invariant))
 
 
 def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:

@@ -1,10 +1,9 @@
-"""Passes of a few fixed sizes over memory that stays where it is, which are run again and again: called, compiled, or
+"""Passes of a few fixed sizes over memory that stays where it is, which are run again and again: called, or
 recorded in CUDA graphs and replayed. `StaticSteps` runs those over the rows of a call; see `pooled_rows` for others.
 """
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,8 +43,8 @@ def pass_sizes(nodes: int) -> tuple[int, ...]:
 
 
 def rounded(tokens: int) -> int:
-    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share compiled and
-    captured passes. A multiple of 64, as attention with dense masks needs it."""
+    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share captured
+    passes. A multiple of 64, as attention with dense masks needs it."""
     power = 1 << max(tokens - 1, 255).bit_length()
     return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
@@ -93,7 +92,6 @@ class FixedPasses:
         cache: Its cache.
         clock: Stands still while passes are recorded.
         lists: How many tokens passes list at least.
-        compiler: Backend of `torch.compile` that passes go through first; none if not given.
 
     Attributes:
         inputs: Those of each size so far.
@@ -106,10 +104,9 @@ class FixedPasses:
         cache: StaticTreeCache,
         clock: PausingClock,
         lists: int = 0,
-        compiler: str | None = None,
     ) -> None:
         self._model, self._device = weakref.ref(model), model.device
-        self._cache, self._clock, self._lists, self._compiler = cache, clock, lists, compiler
+        self._cache, self._clock, self._lists = cache, clock, lists
         self.recorded = Recorded()
         self._setting: object = self
         self.serve(None)
@@ -148,18 +145,13 @@ class FixedPasses:
         return self._passes[size][1]()
 
     def _work(self, inputs: Any, top_k: int) -> Pass:
-        run: Callable[..., Outputs] = run_pass
-        if self._compiler is not None:
-            # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
-            function = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
-            run = torch.compile(function, fullgraph=True, dynamic=False, backend=self._compiler)
         reference, cache = self._model, self._cache
 
         def work() -> Outputs:
             model = reference()
             assert model is not None, "whoever runs a step holds the model"
             with cache.written_at(inputs.columns.long()):
-                return run(model, cache, inputs, top_k)
+                return run_pass(model, cache, inputs, top_k)
 
         return work
 
@@ -238,7 +230,6 @@ class StaticSteps:
         batch: Texts.
         capacity: Tokens of each text, and nodes of a step, that there is room for at first.
         sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
-        compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
         most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part. There are
             so many rows then that they divide `FIXED_ROWS`.
 
@@ -260,7 +251,6 @@ class StaticSteps:
         batch: int,
         capacity: int,
         sizes: Sequence[int],
-        compiler: str | None = None,
         most: int | None = None,
     ) -> None:
         rows = batch if most is None else padded_batch(batch)
@@ -271,7 +261,7 @@ class StaticSteps:
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
-        self._passes = FixedPasses(model, self.cache, self.clock, compiler=compiler)
+        self._passes = FixedPasses(model, self.cache, self.clock)
         self.recorded = self._passes.recorded
         self._masks, self._device = MaskBuilder(model.config), model.device
 

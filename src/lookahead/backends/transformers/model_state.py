@@ -43,8 +43,7 @@ class ModelState:
         clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
             none, where it did not do what it should.
         static_shapes: What its layers keep of a token; why, where static steps failed, or did not do what others do.
-        static_steps: Those that its last call released: what was compiled and captured
-            serves the next call as well.
+        static_steps: Those that its last call released: what was captured serves the next call as well.
         packing: Which packing makes its steps shortest, by number type and threads.
         costs: What its steps cost, by setting.
         paces: What its drafts gain, by setting and temperature.

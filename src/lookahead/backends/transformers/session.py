@@ -121,7 +121,7 @@ class TreeCall(Call):
         if texts is not None:
             runner.begin(texts)
         if steps is not None:
-            runner.engine = "compiled" if config.engine == "compiled" else "static"
+            runner.engine = "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
         self._model, self._engine = model, engine

@@ -51,8 +51,7 @@ def acquire_steps(
             is captured only if enough tokens are left to pay for it; else for all of the text, and as soon as a
             step has that size.
     """
-    compiler = "inductor" if config.engine == "compiled" else None
-    shapes = _static_shapes(model, compiler is not None)
+    shapes = _static_shapes(model)
     if isinstance(shapes, str):
         return shapes
     sizes, most = pass_sizes(config.max_nodes), None
@@ -67,12 +66,12 @@ def acquire_steps(
         return f"it does not attend to all keys of a text of more than {picked} tokens"
     if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
         return f"it would take memory beyond {first} tokens for text"
-    made_for, state = (_wiring(model), batch, sizes, compiler, most), state_of(model)
+    made_for, state = (_wiring(model), batch, sizes, most), state_of(model)
     with state.lock:
         steps, state.static_steps = state.static_steps, None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # before new memory is taken
-        steps = StaticSteps(model, shapes, batch, capacity, sizes, compiler, most)
+        steps = StaticSteps(model, shapes, batch, capacity, sizes, most)
         steps.made_for = made_for
     steps.last = longest if patient else None
     return steps
@@ -141,13 +140,10 @@ def _pool_shapes(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> Sh
     return _tried(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
 
 
-def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | str:
+def _static_shapes(model: PreTrainedModel) -> Shapes | str:
     """What the layers keep of a token; why the model cannot be run with fixed shapes, if it cannot. Tried once per
     model."""
-    # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
-    return _obstacle(model) or _tried(
-        model, ("texts", compiled), partial(_try_static, model, "eager" if compiled else None)
-    )
+    return _obstacle(model) or _tried(model, ("texts",), partial(_try_static, model))
 
 
 @torch.no_grad()
@@ -179,7 +175,7 @@ def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple
     return shapes, reads_rows_alike(pooled, alone, exactly=False)
 
 
-def _try_static(model: PreTrainedModel, compiler: str | None = None) -> tuple[Shapes, bool]:
+def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
     """Compare logits of static steps with those of dynamic ones."""
     dynamic = ModelRunner(model, 1)
     expected = check_logits(dynamic)
@@ -187,7 +183,7 @@ def _try_static(model: PreTrainedModel, compiler: str | None = None) -> tuple[Sh
     sizes, most, capacity = pass_sizes(SMALLEST_TREE), None, CHECK_LENGTH
     if dynamic.is_invariant:
         sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
-    steps = StaticSteps(model, shapes, 1, capacity, sizes, compiler, most)
+    steps = StaticSteps(model, shapes, 1, capacity, sizes, most)
     return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 
 

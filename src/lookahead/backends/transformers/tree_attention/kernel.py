@@ -225,22 +225,6 @@ def _place_of(column, is_there, table, PAGE: tl.constexpr):
     return column.to(tl.int64)
 
 
-def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
-    batch, heads, nodes, _size = query.shape
-    return query.new_empty((batch, nodes, heads, value.shape[3]))
-
-
-tree_attention_operator = torch.library.custom_op(
-    "lookahead::tree_attention",
-    tree_attention,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor packed_mask, float? scaling) -> Tensor",
-)
-"""As `tree_attention`, with the tiling chosen by it: `torch.compile` does not look inside, and knows the shape of what
-comes out."""
-tree_attention_operator.register_fake(_shape)
-
-
 SPAN = 256
 """Positions of a split. A node reads less than this, and its own path, without sharing it with others."""
 _ROWS_BY_POSITION = 64
