@@ -379,7 +379,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
 def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that runs on CUDA, but for its products and graphs."""
     monkeypatch.setattr(static_engine, "FIXED_ROWS", 8)
-    clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME, False).module
+    clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME).module
     assert check_invariance(clone, partial(static_engine.fixed_runner, clone))
 
 

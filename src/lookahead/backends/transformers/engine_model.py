@@ -95,7 +95,7 @@ def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
     return engine == "static" or (model.device.type == "cuda" and (engine == "auto" or invariant))
 
 
-def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
     """Whether a clone does what the model does, and has the same bits in all company where these are asked for."""
     attention = clone.config._attn_implementation
     trees = attention in (INVARIANT, BY_POSITION)  # which read nothing else
@@ -173,7 +173,7 @@ def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant:
     return ModelRunner(clone.module, positions_end=equivalence(model).holds("positions_end"))
 
 
-def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
     """Whether a clone reads rows that are packed as each alone is read."""
     invariant = clone.config._attn_implementation == INVARIANT_ROWS
     alone = engine_model(model, bool(packing), invariant=True) if invariant else model

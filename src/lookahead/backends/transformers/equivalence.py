@@ -99,7 +99,7 @@ class _Comparison:
 
     def packed_rows(self) -> bool:
         """Two texts of different lengths in one row of tokens, and each alone."""
-        clone = SharedClone(self._model, PACKED_ROWS, pack_weights=False)
+        clone = SharedClone(self._model, PACKED_ROWS)
         runner = ModelRunner(clone.module, positions_end=self.positions_end)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)

@@ -44,7 +44,7 @@ class ModelState:
             none, where it did not do what it should.
         static_shapes: What its layers keep of a token; why, where static steps failed, or did not do what others do.
         static_steps: Those that its last call released: what was captured serves the next call as well.
-        packing: Which packing makes its steps shortest, by number type and threads.
+        packing: From how many rows on packed products are faster, by number type and threads; 0 for none.
         costs: What its steps cost, by setting.
         paces: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
@@ -59,7 +59,7 @@ class ModelState:
     clones: dict[Setting, tuple[list[object], SharedClone | str]] = field(default_factory=dict)
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | str] = field(default_factory=dict)
     static_steps: StaticSteps | None = None
-    packing: dict[Setting, bool | str] = field(default_factory=dict)
+    packing: dict[Setting, int] = field(default_factory=dict)
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
@@ -100,11 +100,12 @@ def _are_same(first: dict[str, object], second: dict[str, object]) -> bool:
         return False
 
 
-def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> bool | str:
-    """How the weights of `model` are packed: as asked for, but `True` only where packed products were found faster.
+def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> int:
+    """From how many rows on products of `model` are of packed weights, if that is asked for: where they were found
+    faster.
 
-    Passes that are invariant are as asked for: the bits of packed products may be others than those of plain ones, and
-    no time is to choose between bits.
+    Passes that are invariant have no others then: the bits of packed products may be others than those of plain
+    ones, and no time is to choose between bits.
 
     Args:
         model: The model, or a clone of it.
@@ -112,10 +113,10 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
         invariant: Whether passes are invariant.
 
     Returns:
-        What `fastest_packing` gives, or `pack_weights` itself.
+        What `fastest_packing` gives; 0 for none.
     """
     if not pack_weights or invariant:
-        return pack_weights
+        return int(pack_weights)
     state, setting = state_of(model), (model.dtype, torch.get_num_threads())
     with state.lock:
         if setting not in state.packing:

@@ -18,9 +18,6 @@ from lookahead.backends.transformers.snapshots import fingerprint
 _ROWS = 16
 """Rows that the order is chosen for; it serves other numbers of rows as well."""
 
-SEVERAL_ROWS = "several rows"
-"""What the choice of a packing says where only products of more than one row are of packed weights."""
-
 PACKED_WEIGHT = "_packed_weight"
 """The attribute that is a `PackedLinear`'s own; all others are those of the layer that it stands for."""
 
@@ -38,11 +35,13 @@ class _Packed(NamedTuple):
         values: What the product is computed with; opaque.
         kind: Shape and type of the original.
         bits: Its fingerprint.
+        least: Rows from which on products are computed with it.
     """
 
     values: torch.Tensor
     kind: tuple[object, ...]
     bits: NDArray[np.uint64]
+    least: int
 
 
 class PackedLinear(torch.nn.Linear):
@@ -56,6 +55,8 @@ class PackedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        if input.numel() < self._packed_weight.least * input.shape[-1]:
+            return torch.nn.functional.linear(input, self.weight, self.bias)
         return packed_product(input, self._packed_weight.values, self.bias)
 
     def is_current(self) -> bool:
@@ -65,20 +66,10 @@ class PackedLinear(torch.nn.Linear):
             return False
         return np.array_equal(packed.bits, fingerprint(self.weight))
 
-    def pack(self) -> None:
-        """Pack the weight as it is now."""
+    def pack(self, least: int) -> None:
+        """Pack the weight as it is now, for products of so many rows or more."""
         weight = self.weight.detach()
-        vars(self)[PACKED_WEIGHT] = _Packed(pack(weight), (weight.shape, weight.dtype), fingerprint(weight))
-
-
-class PackedForSeveralRows(PackedLinear):
-    """One that multiplies a single row with the plain weight, where that is faster."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        if input.numel() == input.shape[-1]:
-            return torch.nn.functional.linear(input, self.weight, self.bias)
-        return super().forward(input)
+        vars(self)[PACKED_WEIGHT] = _Packed(pack(weight), (weight.shape, weight.dtype), fingerprint(weight), least)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -110,14 +101,14 @@ def can_pack(module: torch.nn.Module) -> bool:
 Layers = Mapping[tuple[int, ...], Sequence[torch.nn.Linear]]
 """Linear layers by the shape of their weights."""
 
-_TIMED_ROWS = (1, 2, 16)
+_TIMED_ROWS = (1, 2, 4, 8, 16)
 """Rows of the products: one of a plain step, more of a step with a draft."""
 
 _MOST_BYTES = 1 << 24
-"""Weights that are timed: few enough to take a fraction of a second."""
+"""Weights of a shape that are timed: few enough to take a fraction of a second."""
 
 _MOST_ROUNDS, _LEAST_ROUNDS = 6, 2
-_LONG_ENOUGH = 0.1
+_LONG_ENOUGH = 0.05
 """CPU seconds after which no further round begins."""
 
 _WORTH = 0.97
@@ -126,30 +117,32 @@ _WORTH = 0.97
 _log = logging.getLogger(__name__)
 
 
-def fastest_packing(model: PreTrainedModel) -> bool | str:
-    """How to pack the weights of `model` so that no step takes longer than with plain weights.
+def fastest_packing(model: PreTrainedModel) -> int:
+    """From how many rows on products of `model` are to be of packed weights, so that no step takes longer than with
+    plain ones.
 
     Timed once for the shapes and types of a model's layers, and kept for the machine, the libraries and the number of
     threads (see `findings`).
 
     Returns:
-        `True`: all products are of packed weights, as those of a model that has nothing to pack. `SEVERAL_ROWS`: those
-        of more than one row. `False`: none.
+        1 for all products, as for a model that has nothing to pack; 0 for none.
     """
     layers = _layers_by_shape(model)
     if not layers:
-        return True
+        return 1
     counts = sorted([*shape, len(found)] for shape, found in layers.items())
-    about = {"kind": "packed products", "dtype": str(model.dtype), "layers": counts}
-    packing = recall(about)
-    if packing not in (True, False, SEVERAL_ROWS):
-        seconds = product_seconds(layers)
+    about = {"kind": "rows of packed products", "dtype": str(model.dtype), "layers": counts}
+    least = recall(about)
+    if least not in (0, *_TIMED_ROWS):
+        least, seconds = 0, product_seconds(layers)
         _log.debug("seconds of plain and of packed products, by rows: %s", seconds)
-        single, *several = (packed <= _WORTH * plain for plain, packed in seconds.values())
-        packing = (single or SEVERAL_ROWS) if all(several) else False
-        remember(about, packing)
-    _log.debug("pack_weights=True: %s decodes with packing=%r", type(model).__name__, packing)
-    return packing  # type: ignore[no-any-return]
+        for rows, (plain, packed) in reversed(seconds.items()):
+            if packed > _WORTH * plain:
+                break
+            least = rows
+        remember(about, least)
+    _log.debug("pack_weights=True: products of %s are packed from %s rows on; 0 for none", type(model).__name__, least)
+    return int(least)
 
 
 def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch.nn.Linear]]:
@@ -162,14 +155,18 @@ def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch
 
 
 def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
-    """CPU seconds of products, plain and packed, by rows: 1, 2 and 16; with weights of the shape that most of all have.
+    """CPU seconds of one product with each layer of a model, plain and packed, by rows, ascending."""
+    seconds = dict.fromkeys(_TIMED_ROWS, (0.0, 0.0))
+    for alike in layers.values():
+        weights = _sample(alike)
+        share = sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
+        for rows, (plain, packed) in _timed(weights).items():
+            seconds[rows] = seconds[rows][0] + share * plain, seconds[rows][1] + share * packed
+    return seconds
 
-    The least of a few times, taken in turns: other programs only add.
 
-    Args:
-        layers: The layers of a model.
-    """
-    weights = _sample(max(layers.values(), key=lambda alike: sum(layer.weight.numel() for layer in alike)))
+def _timed(weights: Sequence[torch.Tensor]) -> dict[int, tuple[float, float]]:
+    """The same for some weights of one shape. The least of a few times, taken in turns: other programs only add."""
     multiply: tuple[Callable[..., torch.Tensor], ...] = torch.nn.functional.linear, packed_product
     used = weights, [pack(weight) for weight in weights]
     least = {(rows, kind): float("inf") for rows in _TIMED_ROWS for kind in (0, 1)}

@@ -18,8 +18,6 @@ from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_mo
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import (
     PACKED_WEIGHT,
-    SEVERAL_ROWS,
-    PackedForSeveralRows,
     PackedLinear,
     can_pack,
 )
@@ -28,9 +26,6 @@ from lookahead.errors import UnsupportedModelError
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 DIFFERS = "a clone of it that shares its weights does not compute what it computes"
-
-_PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
-"""What stands for a linear layer, by how its weight is packed."""
 
 _ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
 """Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
@@ -50,7 +45,7 @@ def _runs_others(module: torch.nn.Module) -> bool:
     return "forward" in attributes or attributes.get("_compiled_call_impl") is not None
 
 
-def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> list[object]:
+def structure(modules: Sequence[torch.nn.Module], packing: int) -> list[object]:
     """What modules there are, and their configurations. Equal lists mean that a clone still fits.
 
     What is set on a module is no part of it: a clone takes that over. Modules are weakly referenced: an `id` may come
@@ -59,12 +54,12 @@ def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> l
 
     Args:
         modules: `all_modules` of the model.
-        pack_weights: Whether which layers can be packed counts.
+        packing: See `chosen_packing`. If there is any, it counts which layers can be packed.
     """
     configs = {id(module.config): module.config for module in modules if "config" in vars(module)}
     return [
         *((weakref.ref(m), type(m), _runs_others(m), id(vars(m).get("config"))) for m in modules),
-        *(list(map(can_pack, modules)) if pack_weights else ()),
+        *(list(map(can_pack, modules)) if packing else ()),
         # With the private settings that its JSON leaves out.
         *(f"{vars(config) if hasattr(config, '__dict__') else config!r}" for config in configs.values()),
     ]
@@ -84,15 +79,15 @@ class SharedClone:
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
             well if not given. Invariant attention takes the place of `eager`, too, and on a CPU its products and
             activations are those of `invariant_kind`.
-        pack_weights: What replaces the clone's linear layers: nothing, or what `_PACKED` has for it.
+        packing: See `chosen_packing`.
 
     Attributes:
         module: The clone itself.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, packing: int = 0) -> None:
         self._attention = attention
-        self._pack_weights = pack_weights
+        self._packing = packing
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
         modules = all_modules(model)
         # By the id of the module that each stands for.
@@ -114,7 +109,7 @@ class SharedClone:
         packed = [clone for clone in clones.values() if isinstance(clone, PackedLinear)]
         for layer, is_current in zip(packed, in_threads(PackedLinear.is_current, packed), strict=True):
             if not is_current:
-                layer.pack()
+                layer.pack(self._packing)
 
     def keeps_state(self, model: PreTrainedModel) -> bool:
         """Whether passes of the clone have set attributes of its own modules: a state that the model would not share.
@@ -139,8 +134,7 @@ class SharedClone:
 
     def _new_module(self, module: torch.nn.Module) -> Any:
         """A module in place of `module`, with a configuration of its own; or `module` itself where it is shared."""
-        is_packed = bool(self._pack_weights) and can_pack(module)
-        kind = _PACKED[self._pack_weights] if is_packed else module.__class__
+        kind = PackedLinear if self._packing and can_pack(module) else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
         is_torchs = kind.__module__.startswith("torch.nn.")
@@ -153,7 +147,7 @@ class SharedClone:
         return clone
 
 
-Trial = Callable[[PreTrainedModel, PreTrainedModel, bool | str], str | None]
+Trial = Callable[[PreTrainedModel, PreTrainedModel, int], str | None]
 """Given a model, a clone of it, and how the weights of that are packed: why the clone is not right; `None` if it is.
 What it raises is a reason as well."""
 
@@ -181,7 +175,7 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
         return clone
 
 
-def _tried(model: PreTrainedModel, attention: str | None, packing: bool | str, trial: Trial) -> SharedClone | str:
+def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: Trial) -> SharedClone | str:
     clone = SharedClone(model, attention, packing)
     try:
         with preserved_state(model), torch.no_grad():
@@ -253,7 +247,7 @@ def _one_by_one(kind: Any) -> Any:
     return OneByOne
 
 
-def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
     """Whether a clone, made to, reads chains as the model reads single tokens."""
     for part in clone.modules():
         kind: Any = type(part)
