@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from threading import Condition
 from time import perf_counter
@@ -62,10 +62,8 @@ class RequestHandle:
         self._submitted = perf_counter()
         self._changed = Condition()
         self._events: list[TokenEvent] = []
-        self._output: Output | None = None
-        self._error: BaseException | None = None
+        self._outcome: Future[Output] = Future()
         self._listeners: set[Callable[[], None]] = set()
-        self._done_callbacks: list[Callable[[], None]] = []
         self.finish_reason: str | None = None
         self.cancelled = False
         self.statistics = RequestStatistics()
@@ -99,21 +97,17 @@ class RequestHandle:
             Exception: What a processor, a stopping criterion, a streamer or the model raised.
         """
         self._wait(math.inf)
-        return self._outcome()
+        return self._outcome.result()
 
     async def wait(self) -> Output:
         """`result()` for asyncio: other tasks run meanwhile."""
         async for _ in self.events():
             pass
-        return self._outcome()
+        return self._outcome.result()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `callback` called once it is done, in the thread that ends it; at once if it is done."""
-        with self._changed:
-            if not self.done:
-                self._done_callbacks.append(callback)
-                return
-        callback()
+        self._outcome.add_done_callback(lambda _: callback())
 
     def events(self) -> TokenEvents:
         """The new tokens as they come, for `for` and for `async for`."""
@@ -135,7 +129,7 @@ class RequestHandle:
             new = self.events_since(seen)
             yield from new
             seen += len(new)
-        self._outcome()
+        self._outcome.result()
 
     async def _read_async(self) -> AsyncIterator[TokenEvent]:
         if not self.done:
@@ -161,7 +155,7 @@ class RequestHandle:
                     await changed.wait()
                 else:
                     await asyncio.to_thread(self._engine.step)
-            self._outcome()
+            self._outcome.result()
         finally:
             self._listeners.discard(notify)
 
@@ -178,12 +172,6 @@ class RequestHandle:
                     continue
             self._engine.step()
 
-    def _outcome(self) -> Output:
-        if self._error is not None:
-            raise self._error
-        assert self._output is not None
-        return self._output
-
     def serve(self) -> None:
         """For the engine: the request takes part in a step."""
         if self.statistics.queue_seconds is None:
@@ -195,24 +183,23 @@ class RequestHandle:
         self.statistics.record(record)
         if self.statistics.first_token_seconds is None:
             self.statistics.first_token_seconds = perf_counter() - self._submitted
-        with self._changed:
-            self._events += events
-            self._changed.notify_all()
+        self._events += events
         self._notify()
 
     def end(self, output: Output | None, error: BaseException | None, reason: str) -> None:
         """For the engine: the request is done."""
         self.statistics.total_seconds = perf_counter() - self._submitted
-        with self._changed:
-            self._output = output
-            self._error = CancelledError() if output is None and error is None else error
-            self.finish_reason = reason  # from here on it is done
-            self._changed.notify_all()
+        self.finish_reason = reason  # from here on it is done
+        if output is None:
+            self._outcome.set_exception(error or CancelledError())
+        else:
+            self._outcome.set_result(output)
         self._notify()
-        while self._done_callbacks:
-            self._done_callbacks.pop(0)()
 
     def _notify(self) -> None:
+        """Wake whoever waits."""
+        with self._changed:
+            self._changed.notify_all()
         for listener in list(self._listeners):
             try:
                 listener()
