@@ -142,16 +142,20 @@ def generate(settings: GenerateSettings) -> int:
 
 
 def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
-    """Run a command with a model. Importing torch takes seconds; help texts and whatever is refused must not wait for
-    it."""
+    """Run a command with a model, where the libraries below are quiet. Importing torch takes seconds; help texts and
+    whatever is refused must not wait for it."""
     if isinstance(settings, DecodingSettings) and settings.page is not None:
         from lookahead.trace.recorder import check_path
 
         check_path(settings.page)
     model_folder(settings.model)
-    with spinner(Consoles.create(no_color=settings.no_color).notes, "loading the model"):
+    consoles = Consoles.create(no_color=settings.no_color)
+    with spinner(consoles.notes, "loading the model"):
         run = import_module(f"lookahead.cli.{command}").run
-    code: int = run(settings, *arguments)
+    from lookahead.cli.loading import quiet_libraries
+
+    with quiet_libraries():
+        code: int = run(settings, consoles, *arguments)
     return code
 
 

@@ -14,7 +14,7 @@ from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import fitted, text_options
-from lookahead.cli.loading import load_for_decoding, quiet_libraries
+from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -24,25 +24,23 @@ AHEAD = 2
 """Requests that wait, for each that runs, so that prompts need not all be in memory."""
 
 
-def run(settings: BatchSettings) -> int:
+def run(settings: BatchSettings, consoles: Consoles) -> int:
     """Answer what the file lacks, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
     prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
     asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
     kept, interrupted = _kept(settings, asked), False
-    with quiet_libraries():
-        loaded = load_for_decoding(settings, consoles.notes)
-        with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
-            missing = [prompt for prompt in prompts if prompt.id not in file]
-            with measuring_progress(consoles.notes, auto_refresh=True) as bar:
-                task = bar.add_task("answers", total=len(missing))
-                try:
-                    for rows in _answers(settings, loaded, missing):
-                        file.append(*({**row, "request": asked[row["id"]]} for row in rows))
-                        bar.update(task, advance=len(rows))
-                except KeyboardInterrupt:
-                    interrupted = True
-            answers = file.rows
+    loaded = load_for_decoding(settings, consoles.notes)
+    with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
+        missing = [prompt for prompt in prompts if prompt.id not in file]
+        with measuring_progress(consoles.notes, auto_refresh=True) as bar:
+            task = bar.add_task("answers", total=len(missing))
+            try:
+                for rows in _answers(settings, loaded, missing):
+                    file.append(*({**row, "request": asked[row["id"]]} for row in rows))
+                    bar.update(task, advance=len(rows))
+            except KeyboardInterrupt:
+                interrupted = True
+        answers = file.rows
     failed = sum("error" in row for row in answers)
     if settings.json:  # counts are over all runs that made the file
         counts = {"prompts": len(prompts), "answered": len(answers) - failed, "failed": failed}

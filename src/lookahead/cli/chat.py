@@ -23,9 +23,8 @@ A line that begins with / is a command, one that begins with a space never is.
 Ctrl-C stops an answer after the step under way, a second one at once; at the prompt it ends the chat."""
 
 
-def run(settings: ChatSettings) -> int:
+def run(settings: ChatSettings, consoles: Consoles) -> int:
     """Talk until there is nothing more to read, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
     with begun_conversation(settings, consoles.notes) as conversation:
         return Chat(consoles, conversation, settings.json).run()
 

@@ -27,7 +27,7 @@ from lookahead.cli.generate import (
     seed_draws,
     text_options,
 )
-from lookahead.cli.loading import load_for_decoding, quiet_libraries
+from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 from lookahead.demo import DEMO_PROMPT
@@ -49,18 +49,16 @@ def parting(plain: list[int], lookahead: list[int]) -> dict[str, int | None] | N
     return {"position": position} | {name: next(iter(side[position:]), None) for name, side in sides.items()}
 
 
-def run(settings: CompareSettings, text: str) -> int:
+def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
     """Compare on the prompt `text`, which may be the built-in one, print, and return the exit code."""
     repeats, is_demo = settings.repeats, text == DEMO_PROMPT
-    consoles = Consoles.create(no_color=settings.no_color)
     if is_demo:
         consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")
-    with quiet_libraries():
-        loaded = load_for_decoding(settings, consoles.notes)
-        prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
-        rounds: Rounds = []
-        with suppress(KeyboardInterrupt):
-            _run_rounds(loaded, prompt, settings, rounds, consoles.notes)
+    loaded = load_for_decoding(settings, consoles.notes)
+    prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
+    rounds: Rounds = []
+    with suppress(KeyboardInterrupt):
+        _run_rounds(loaded, prompt, settings, rounds, consoles.notes)
     report, interrupted = comparison_report(rounds, loaded.tokenizer), len(rounds) < repeats
     if settings.json:
         report |= request_report(settings, loaded, prompt)

@@ -29,7 +29,7 @@ from lookahead.cli.generate import (
     traced,
 )
 from lookahead.cli.inputs import checked, read_text
-from lookahead.cli.loading import load_for_decoding, quiet_libraries
+from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
 from lookahead.drafting import NGramPool
@@ -184,12 +184,11 @@ class Conversation:
 def begun_conversation(settings: ChatSettings, notes: Console) -> Iterator[Conversation]:
     """Load the model that the settings name, to talk with it."""
     template = read_template(settings)
-    with quiet_libraries():
-        loaded = load_for_decoding(settings, notes)
-        turns = choose_format(settings, template, loaded, notes)
-        seed_draws(settings)
-        with traced(settings, loaded, notes) as config:
-            yield Conversation(loaded, turns, replace(settings, config=config))
+    loaded = load_for_decoding(settings, notes)
+    turns = choose_format(settings, template, loaded, notes)
+    seed_draws(settings)
+    with traced(settings, loaded, notes) as config:
+        yield Conversation(loaded, turns, replace(settings, config=config))
 
 
 def _turn(role: str, content: str) -> Message:

@@ -14,7 +14,7 @@ from rich.console import Console
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel
 from lookahead.cli import process
-from lookahead.cli.loading import load_for_decoding, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import load_for_decoding, memory_errors_explained
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings
 from lookahead.config import LookaheadConfig
@@ -27,33 +27,31 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def run(settings: DecodingSettings, text: str) -> int:
+def run(settings: DecodingSettings, consoles: Consoles, text: str) -> int:
     """Continue `text`, print what was generated, and return the exit code."""
     if process.started_together():
         process.raise_on_interrupt()  # the other ranks are told
     with process.joined_ranks() as group:
-        return _run(settings if group is None else process.on_own_device(settings), text, group)
+        return _run(settings if group is None else process.on_own_device(settings), consoles, text, group)
 
 
-def _run(settings: DecodingSettings, text: str, group: ParallelGroup | None) -> int:
-    consoles = Consoles.create(no_color=settings.no_color)
-    with quiet_libraries():
-        loaded = load_for_decoding(settings, consoles.notes)
-        prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
-        printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
-        recording = Recording(None if printer is None else printer.step)
-        seed_draws(settings)
-        with traced(settings, loaded, consoles.notes) as config:
-            # Where it is raised, recording.complete stays False, and what was generated is still printed.
-            with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
-                options = text_options(loaded, settings)
-                decode_with_lookahead(loaded, prompt, config, recording, parallel=group, **options)
-            if printer is None:
-                report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
-                print_json(consoles.out, report | {"interrupted": not recording.complete})
-            else:
-                printer.finish()
-                print_statistics(consoles.notes, recording)
+def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: ParallelGroup | None) -> int:
+    loaded = load_for_decoding(settings, consoles.notes)
+    prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
+    printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
+    recording = Recording(None if printer is None else printer.step)
+    seed_draws(settings)
+    with traced(settings, loaded, consoles.notes) as config:
+        # Where it is raised, recording.complete stays False, and what was generated is still printed.
+        with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
+            options = text_options(loaded, settings)
+            decode_with_lookahead(loaded, prompt, config, recording, parallel=group, **options)
+        if printer is None:
+            report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
+            print_json(consoles.out, report | {"interrupted": not recording.complete})
+        else:
+            printer.finish()
+            print_statistics(consoles.notes, recording)
     return process.OK if recording.complete else process.INTERRUPTED
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -47,13 +46,14 @@ class Consoles:
     @classmethod
     def create(cls, *, no_color: bool) -> Consoles:
         """Consoles on standard output and standard error."""
-        return cls(_console(sys.stdout, no_color), _console(sys.stderr, no_color))
+        return cls(_console(no_color), _console(no_color, stderr=True))
 
 
-def _console(stream: TextIO, no_color: bool) -> Console:
-    terminal = stream.isatty()  # asked here, since rich would also listen to environment variables
+def _console(no_color: bool, stderr: bool = False) -> Console:
+    """A console, which follows the stream where that is redirected."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()  # rich would also listen to environment variables
     return _Console(
-        file=stream,
+        stderr=stderr,
         force_terminal=terminal,
         color_system="auto" if terminal and not no_color else None,
         highlight=False,
@@ -70,14 +70,9 @@ def measuring_progress(notes: Console, auto_refresh: bool = False) -> Progress:
     return Progress(*columns, console=notes, auto_refresh=auto_refresh, transient=True, disable=not notes.is_terminal)
 
 
-@contextmanager
-def spinner(notes: Console, message: str) -> Iterator[None]:
-    """Show that something is going on, on a terminal only, and there at once."""
-    if not notes.is_terminal:
-        yield
-        return
-    with Live(Spinner("dots", text=message), console=notes, transient=True):
-        yield
+def spinner(notes: Console, message: str) -> Live:
+    """Shows that something is going on, on a terminal only, and there at once."""
+    return Live(Spinner("dots", text=message), console=notes, transient=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from lookahead.backends.loading import with_adapter
 from lookahead.backends.machine import free_bytes
 from lookahead.cli import process
 from lookahead.cli.inputs import adapter_folders, read_api_keys
-from lookahead.cli.loading import load_for_decoding, quiet_libraries
+from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.config import LookaheadConfig
@@ -26,7 +26,7 @@ _SHARE = 2
 """Part of the free memory that keys and values take where nothing is said about it."""
 
 
-def run(settings: ServeSettings) -> int:
+def run(settings: ServeSettings, consoles: Consoles) -> int:
     """Serve until a signal ends it, and return the exit code."""
     try:
         from lookahead.server.process import bind, serve
@@ -37,11 +37,10 @@ def run(settings: ServeSettings) -> int:
         ) from error
     from lookahead.server.guard import ServerSettings
 
-    consoles = Consoles.create(no_color=settings.no_color)
     given = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
     server = ServerSettings(**given, api_keys=read_api_keys(settings.api_key_file))
     adapters = adapter_folders(settings.lora)
-    with quiet_libraries(), bind(server) as listener:
+    with bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)
         name = settings.name or (DEMO_NAME if settings.model is None else main.path.resolve().name)
         if name in adapters:

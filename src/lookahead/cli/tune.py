@@ -15,7 +15,7 @@ from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.findings import describe_setting, store_costs
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Point, clock_of, measure, timings
 from lookahead.cli import process
-from lookahead.cli.loading import load_model, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import load_model, memory_errors_explained
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
@@ -23,21 +23,19 @@ from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
 
 
-def run(settings: TuneSettings) -> int:
+def run(settings: TuneSettings, consoles: Consoles) -> int:
     """Measure, print, store, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
     nodes = sorted({1, *(settings.nodes or NODE_COUNTS)})
     if nodes[-1] > MAX_NODES_PER_STEP:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
-    with quiet_libraries():
-        loaded = load_model(settings, consoles.notes)
-        process.raise_on_interrupt()
-        contexts = _contexts(settings, loaded, consoles.notes)
-        try:
-            points = _measure(loaded, nodes, contexts, settings, consoles.notes)
-        except KeyboardInterrupt:
-            consoles.notes.print("interrupted; nothing is stored")
-            return process.INTERRUPTED
+    loaded = load_model(settings, consoles.notes)
+    process.raise_on_interrupt()
+    contexts = _contexts(settings, loaded, consoles.notes)
+    try:
+        points = _measure(loaded, nodes, contexts, settings, consoles.notes)
+    except KeyboardInterrupt:
+        consoles.notes.print("interrupted; nothing is stored")
+        return process.INTERRUPTED
     cost = StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
     clock = clock_of(loaded.model.device)
