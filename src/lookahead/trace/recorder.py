@@ -7,9 +7,11 @@ import html
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import TracebackType
@@ -242,17 +244,14 @@ def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: di
     return page.encode("utf-8", "replace").decode("utf-8")  # a tokenizer may give halves of characters
 
 
-class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for, as it comes."""
-
-    def __missing__(self, key: Any) -> int:
-        return self.setdefault(key, len(self))
+Numbers = defaultdict[Any, int]
+"""Of what is asked for, as it comes."""
 
 
 def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) -> dict[str, Any]:
     """What the page shows, as plain numbers and lists: tokens and sets of sources are named once, and numbered. A node
     is attributed to the first source of its set."""
-    vocabulary, evidence, sources = _Numbers(), _Numbers(), _Numbers()
+    vocabulary, evidence, sources = (Numbers(count().__next__) for _ in range(3))
     shown_texts = [
         {
             "prompt": shown_prompt(text.prompt, tokenizer),
@@ -280,7 +279,7 @@ def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) 
     }
 
 
-def _step(step: TracedStep, vocabulary: _Numbers, evidence: _Numbers) -> dict[str, Any]:
+def _step(step: TracedStep, vocabulary: Numbers, evidence: Numbers) -> dict[str, Any]:
     """One step. By node below the root: `t` token, `p` parent, `e` evidence, `q` estimated probability in thousandths
     (-1 for none). By node: `m` the model's likeliest token, `c` its probability in percent. `w` window nodes, `a`
     accepted ones, `k` tokens added, `l` the likeliest tokens after root and accepted nodes in thousandths, `d`
