@@ -54,12 +54,7 @@ class TextBuilder:
     def add(self, token: int) -> bool:
         """Add a token; whether the answer has ended with it."""
         self._window.append(token)
-        before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
-        long = len(self._window) - self._decoded >= _MOST_INCOMPLETE
-        if len(after) > len(before) and (long or not after.endswith(_INCOMPLETE)):
-            self._window = self._window[self._decoded :]
-            self._decoded = len(self._window)
-            self._extend(after[len(before) :])
+        self._read(last=len(self._window) - self._decoded >= _MOST_INCOMPLETE)
         return self.stopped
 
     def take(self) -> str:
@@ -72,11 +67,17 @@ class TextBuilder:
     def finish(self) -> str:
         """All that is left, when no token follows."""
         if not self.stopped:
-            before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
-            self._extend(after[len(before) :])
-            self._decoded = len(self._window)
+            self._read(last=True)
         new, self._taken = self._text[self._taken :], len(self._text)
         return new
+
+    def _read(self, last: bool) -> None:
+        """Decode what came since, unless a character is not complete, and is not the `last` either."""
+        before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
+        if len(after) > len(before) and (last or not after.endswith(_INCOMPLETE)):
+            self._window = self._window[self._decoded :]
+            self._decoded = len(self._window)
+            self._extend(after[len(before) :])
 
     def _extend(self, piece: str) -> None:
         longest = max((len(stop) for stop in self._stops), default=1)
