@@ -44,8 +44,7 @@ class Service:
         self.models = {served.name: served for served in models}
         self.metrics = Metrics({served.name: served.engine for served in models})
         self._settings = settings
-        self._answers = 0  # that are being made or wait
-        self._running: set[Generation] = set()
+        self._running: dict[Generation, int] = {}  # with how many answers each makes
         self._stopped: ApiError | None = None
         self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # a long prompt must not hold up the others
 
@@ -90,16 +89,14 @@ class Service:
         images = await self.images(served, request.messages) if isinstance(request, ChatRequest) else []
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         self._make_room(count)
-        self._answers += count
 
         def ended() -> None:
-            self._running.discard(generation)
-            self._answers -= count
+            self._running.pop(generation)
             self.metrics.through(served.name, generation.answers, request.n)
             http.state.notes.update(_notes(generation))
 
         generation = Generation(served, request, self._settings, self.metrics, ended)
-        self._running.add(generation)
+        self._running[generation] = count
         try:
             await self.prepared(partial(generation.submit, images, asyncio.get_running_loop()))
             self.metrics.count(served.name, PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
@@ -121,11 +118,11 @@ class Service:
 
     def _make_room(self, count: int) -> None:
         """Refuse so many further answers if there is no room for them."""
-        most = self._settings.max_rows + self._settings.queue
+        most, running = self._settings.max_rows + self._settings.queue, sum(self._running.values())
         if count > most:
             raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
-        if self._answers + count > most:
-            message = f"{self._answers} answers are being made or wait; try again later"
+        if running + count > most:
+            message = f"{running} answers are being made or wait; try again later"
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
 
 
