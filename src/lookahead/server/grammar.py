@@ -201,15 +201,12 @@ class GrammarSource:
         Raises:
             ValueError: The grammar fails at them, so that it would permit nothing from now on.
         """
-        leaves = set(range(1, len(tokens) + 1)).difference(parents)
+        paths: list[list[int]] = [[]]  # down to each node
+        for node, parent in enumerate(parents, start=1):
+            paths.append([*paths[parent], node])
         may = [False] * len(tokens)
-        for leaf in leaves:
-            path = []
-            node = leaf
-            while node:
-                path.append(node)
-                node = parents[node - 1]
-            path.reverse()
+        for leaf in set(range(1, len(paths))).difference(parents):
+            path = paths[leaf]
             for node in path[: self._ahead.validate_tokens([tokens[node - 1] for node in path])]:
                 may[node - 1] = True
         if self._ahead.is_error():
