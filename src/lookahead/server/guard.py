@@ -64,30 +64,25 @@ class ServerSettings:
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 
-def guarded_protocol(seconds: float) -> type[H11Protocol]:
-    """A protocol that closes connections on which no request has begun for a while. uvicorn does so after a response
-    alone, and up to the first byte of the next request.
+class GuardedProtocol(H11Protocol):
+    """Closes connections on which no request has begun for a while: its head must have arrived. uvicorn does so after a
+    response alone, and up to the first byte of the next request."""
 
-    Args:
-        seconds: In which the head of a request must have arrived.
-    """
+    def connection_made(self, transport: Any) -> None:
+        """See uvicorn."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    class Guarded(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
-
-        def data_received(self, data: bytes) -> None:
-            waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
-            super().data_received(data)
-            if waiting is None:
-                return
-            if self.cycle is None or self.cycle.response_complete:
-                self.timeout_keep_alive_task = waiting
-            else:
-                waiting.cancel()
-
-    return Guarded
+    def data_received(self, data: bytes) -> None:
+        """See uvicorn."""
+        waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if waiting is None:
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.timeout_keep_alive_task = waiting
+        else:
+            waiting.cancel()
 
 
 def write_line(text: str) -> None:

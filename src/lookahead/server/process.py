@@ -13,7 +13,7 @@ import uvicorn
 
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.app import create_app
-from lookahead.server.guard import ServerSettings, guarded_protocol, write_line
+from lookahead.server.guard import GuardedProtocol, ServerSettings, write_line
 from lookahead.server.served_model import ServedModel
 
 _BACKLOG = 2048
@@ -91,7 +91,7 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: soc
         access_log=False,
         server_header=False,
         timeout_keep_alive=math.ceil(settings.read_timeout),  # clients close theirs first, most after 5 s
-        http=guarded_protocol(settings.read_timeout),
+        http=GuardedProtocol,
         lifespan="on",
     )
     Server(config, app.state.service.stop).run(sockets=[listener])
