@@ -93,7 +93,9 @@ def make_plan(served: ServedModel, request: ChoicesRequest, prompt: Prompt, sett
     tokens = prompt.tokens
     room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
     length = _length(request, room, settings)
-    grammar, ends = _grammar(served, request, tokens), _ends(served, request)
+    grammar = _grammar(served, request, tokens)
+    served.check_tokens(request.stop_token_ids, "stop_token_ids")
+    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
     config = _config(served.config, request.lookahead)
     arguments = {
         "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long),
@@ -124,11 +126,6 @@ def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LL
     if not served.end_tokens:
         raise refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
     return read_grammar(grammar, served.grammar_tokenizer, field)
-
-
-def _ends(served: ServedModel, request: TextRequest) -> frozenset[int]:
-    served.check_tokens(request.stop_token_ids, "stop_token_ids")
-    return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
 
 
 def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: LLMatcher | None) -> dict[str, Any]:

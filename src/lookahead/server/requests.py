@@ -314,9 +314,6 @@ class Prediction(Fields):
     content: str | list[TextPart]
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=128)]
-
-
 class ChatRequest(ChoicesRequest, place=CHAT):
     """`POST /v1/chat/completions`."""
 
@@ -331,7 +328,7 @@ class ChatRequest(ChoicesRequest, place=CHAT):
     response_format: ResponseFormat | None = Field(
         default=None, description="`text`, `json_object`, or `json_schema` whether `strict` or not"
     )
-    tools: Tools = Field(default_factory=list, description="functions; see below")
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=128, description="functions; see below")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         default=None, description="`none`, `auto`, `required`, or a function"
     )
