@@ -289,7 +289,13 @@ class LookaheadConfig:
                 value = spec.metadata["check"](spec.name, value, spec.metadata)
             object.__setattr__(self, spec.name, value)
         for spec in fields(self):
-            self._check_owner(spec.name, spec.metadata["presets"], spec.metadata.get("chosen", spec.default))
+            value, presets = getattr(self, spec.name), spec.metadata["presets"]
+            is_given = value != spec.metadata.get("chosen", spec.default)
+            if is_given and presets != PRESETS and self.preset not in presets:
+                raise InvalidArgumentError(
+                    f"{spec.name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
+                    f"{self.preset!r}, which has no use for it; leave one of the two out"
+                )
         if self.invariant and self.fallback == "plain":
             raise InvalidArgumentError("fallback='plain' does not keep what invariant=True promises; drop one of them")
         if self.max_nodes > MAX_NODES_PER_STEP:  # which the bounds of single fields do not see to
@@ -297,15 +303,6 @@ class LookaheadConfig:
                 f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size} "
                 f"ask for up to {self.max_nodes} nodes in one step; the most is {MAX_NODES_PER_STEP}: choose smaller "
                 "sizes"
-            )
-
-    def _check_owner(self, name: str, presets: tuple[str, ...], default: object) -> None:
-        """Refuse what the preset would not look at."""
-        value = getattr(self, name)
-        if value != default and presets != PRESETS and self.preset not in presets:
-            raise InvalidArgumentError(
-                f"{name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
-                f"{self.preset!r}, which has no use for it; leave one of the two out"
             )
 
     def _preset_of_fields(self) -> str:
@@ -329,15 +326,13 @@ class LookaheadConfig:
         if self.preset in (*BUDGETED, OWN):
             return self.step_budget or MOST_CHOSEN_NODES
         if self.preset == "paper":
-            return self._max_window_nodes() + self.guess_set_size * (self.ngram_size - 1)
+            longest = self.window_size + self.ngram_size - 2
+            # of few columns a window is largest while it is warmed up
+            window = max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
+            return window + self.guess_set_size * (self.ngram_size - 1)
         if self.preset == "jacobi":
             return 1 + self.block_size
         return 1
-
-    def _max_window_nodes(self) -> int:
-        """Nodes of the window, the root included, when it is largest; a window of few columns is during warm-up."""
-        longest = self.window_size + self.ngram_size - 2
-        return max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
