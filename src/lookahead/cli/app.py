@@ -149,7 +149,7 @@ def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
 
         check_path(settings.page)
     model_folder(settings.model)
-    consoles = Consoles.create(no_color=settings.no_color)
+    consoles = Consoles(no_color=settings.no_color)
     with spinner(consoles.notes, "loading the model"):
         run = import_module(f"lookahead.cli.{command}").run
     from lookahead.cli.loading import quiet_libraries

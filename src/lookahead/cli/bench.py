@@ -29,7 +29,7 @@ MOST_SHOWN = 10
 
 def run(settings: BenchSettings, suite: Suite) -> int:
     """Measure what is missing, print a summary, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
+    consoles = Consoles(no_color=settings.no_color)
     device = check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -52,7 +52,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
 
 def fit_law(settings: LawSettings) -> int:
     """Print alpha and f of the scaling law for each model and task, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
+    consoles = Consoles(no_color=settings.no_color)
     rows = read_results(settings.results)
     if not law_points(rows):
         raise InvalidArgumentError(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from lookahead.cli import process
-from lookahead.cli.conversation import Conversation, begun_conversation
+from lookahead.cli.conversation import Conversation, choose_format, read_template
+from lookahead.cli.generate import seed_draws, traced
 from lookahead.cli.inputs import checked, decoded, stdin_is_terminal
+from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -25,7 +28,12 @@ Ctrl-C stops an answer after the step under way, a second one at once; at the pr
 
 def run(settings: ChatSettings, consoles: Consoles) -> int:
     """Talk until there is nothing more to read, and return the exit code."""
-    with begun_conversation(settings, consoles.notes) as conversation:
+    template = read_template(settings)
+    loaded = load_for_decoding(settings, consoles.notes)
+    turns = choose_format(settings, template, loaded, consoles.notes)
+    seed_draws(settings)
+    with traced(settings, loaded, consoles.notes) as config:
+        conversation = Conversation(loaded, turns, replace(settings, config=config))
         return Chat(consoles, conversation, settings.json).run()
 
 

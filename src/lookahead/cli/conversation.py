@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from inspect import signature
 from types import FrameType
 from typing import Any, Literal
@@ -24,12 +24,9 @@ from lookahead.cli.generate import (
     decode_with_lookahead,
     fitted,
     run_report,
-    seed_draws,
     text_options,
-    traced,
 )
 from lookahead.cli.inputs import checked, read_text
-from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
 from lookahead.drafting import NGramPool
@@ -178,17 +175,6 @@ class Conversation:
 
     def _forget_cache(self) -> None:
         self._cache, self.cached = None, []
-
-
-@contextmanager
-def begun_conversation(settings: ChatSettings, notes: Console) -> Iterator[Conversation]:
-    """Load the model that the settings name, to talk with it."""
-    template = read_template(settings)
-    loaded = load_for_decoding(settings, notes)
-    turns = choose_format(settings, template, loaded, notes)
-    seed_draws(settings)
-    with traced(settings, loaded, notes) as config:
-        yield Conversation(loaded, turns, replace(settings, config=config))
 
 
 def _turn(role: str, content: str) -> Message:

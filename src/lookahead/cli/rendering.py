@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -36,17 +35,11 @@ class _Console(Console):
         raise  # rich calls this while it handles the BrokenPipeError
 
 
-@dataclass(frozen=True)
 class Consoles:
-    """Where results go (`out`), and where everything about them goes (`notes`)."""
+    """Where results go (`out`, standard output), and where everything about them goes (`notes`, standard error)."""
 
-    out: Console
-    notes: Console
-
-    @classmethod
-    def create(cls, *, no_color: bool) -> Consoles:
-        """Consoles on standard output and standard error."""
-        return cls(_console(no_color), _console(no_color, stderr=True))
+    def __init__(self, *, no_color: bool) -> None:
+        self.out, self.notes = _console(no_color), _console(no_color, stderr=True)
 
 
 def _console(no_color: bool, stderr: bool = False) -> Console:

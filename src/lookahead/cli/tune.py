@@ -55,8 +55,7 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
         print_json(consoles.out, report)
         return process.OK
     consoles.out.print(measurement_table(points, cost, clock))
-    for line in fit_lines(points, cost):
-        consoles.out.print(line)
+    consoles.out.print(fit_line(points, cost))
     if stored is not None:
         consoles.notes.print(f"stored in {stored}")
     return process.OK
@@ -110,7 +109,7 @@ def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> T
     return table
 
 
-def fit_lines(points: Sequence[Point], cost: StepCosts) -> list[str]:
+def fit_line(points: Sequence[Point], cost: StepCosts) -> str:
     """How far the curve is from the points."""
     errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in points]
-    return [f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most"]
+    return f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most"
