@@ -123,42 +123,6 @@ class RequestHandle:
         """The new tokens so far, without the first `seen`; does not wait."""
         return self._events[seen:]
 
-    def _read(self) -> Iterator[TokenEvent]:
-        seen = 0
-        while self._wait(seen):
-            new = self.events_since(seen)
-            yield from new
-            seen += len(new)
-        self._outcome.result()
-
-    async def _read_async(self) -> AsyncIterator[TokenEvent]:
-        if not self.done:
-            self._engine.check_process()
-        seen, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            loop.call_soon_threadsafe(changed.set)
-
-        self._listeners.add(notify)
-        try:
-            while True:
-                changed.clear()
-                done, new = self.done, self.events_since(seen)  # in this order, so that no token is missed
-                for event in new:
-                    yield event
-                seen += len(new)
-                if new:
-                    continue
-                if done:
-                    break
-                if self._engine.started:
-                    await changed.wait()
-                else:
-                    await asyncio.to_thread(self._engine.step)
-            self._outcome.result()
-        finally:
-            self._listeners.discard(notify)
-
     def _wait(self, seen: float) -> bool:
         """Wait for more than `seen` tokens, or for the end; whether there are more."""
         if not self.done:
@@ -214,10 +178,39 @@ class TokenEvents:
         self._handle = handle
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        return self._handle._read()
+        handle, seen = self._handle, 0
+        while handle._wait(seen):
+            new = handle.events_since(seen)
+            yield from new
+            seen += len(new)
+        handle._outcome.result()
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self._handle._read_async()
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        handle = self._handle
+        if not handle.done:
+            handle._engine.check_process()
+        seen, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        handle._listeners.add(notify)
+        try:
+            while True:
+                changed.clear()
+                done, new = handle.done, handle.events_since(seen)  # in this order, so that no token is missed
+                for event in new:
+                    yield event
+                seen += len(new)
+                if done:
+                    break
+                if handle._engine.started:
+                    await changed.wait()
+                else:
+                    await asyncio.to_thread(handle._engine.step)
+            handle._outcome.result()
+        finally:
+            handle._listeners.discard(notify)
 
 
 @dataclass
