@@ -51,8 +51,6 @@ class Request:
     """
 
     row: TextRow
-    handle: RequestHandle
-    urgency: tuple[int, int]
 
     def __init__(
         self,
