@@ -87,7 +87,7 @@ class LogprobSampler(TextSampler):
     def __init__(self, top: int, **options: Any) -> None:
         super().__init__(**options)
         self._top = top
-        self._noted: list[tuple[int, int, Read]] = []
+        self._noted: list[tuple[int, Read, Read]] = []
 
     @property
     def needs_logits(self) -> bool:
@@ -99,21 +99,19 @@ class LogprobSampler(TextSampler):
         selects = super().needs_logits
         token = super().select(sequence, outputs, node) if selects else int(outputs.predictions[node])
         logprobs = outputs.logits_after(node)[0].log_softmax(-1)
-        top = min(self._top, len(logprobs))
-        values, ids = logprobs.topk(top)
-        found = torch.cat([logprobs[token : token + 1], values])
-        packed = torch.cat([found.view(torch.int32), ids.int()])
-        self._noted.append((token, top, outputs.downloads.add(packed)))  # with those of all rows of the step
+        values, ids = logprobs.topk(min(self._top, len(logprobs)))
+        found = torch.cat([logprobs[token : token + 1], values]).view(torch.int32)
+        bring = outputs.downloads.add  # with those of all rows of the step
+        self._noted.append((token, bring(found), bring(ids.int())))
         return token
 
     def take(self) -> list[TokenEvent]:
         """Take the events of the tokens selected since the last call."""
         noted, self._noted = self._noted, []
         events = []
-        for token, top, read in noted:
-            packed = read()
-            selected, *top_values = packed[: 1 + top].copy().view(np.float32).tolist()
-            events.append(TokenEvent(token, selected, tuple(zip(packed[1 + top :].tolist(), top_values, strict=True))))
+        for token, found, ids in noted:
+            selected, *values = found().view(np.float32).tolist()
+            events.append(TokenEvent(token, selected, tuple(zip(ids().tolist(), values, strict=True))))
         return events
 
 
