@@ -308,25 +308,21 @@ class Engine:
         Raises:
             LookaheadError: It cannot be run as it is now; all requests have ended with that.
         """
-        requests = self._scheduler.requests
-        begun = [request for request in requests if request.sequence.steps]
-        for request in begun:
-            self._leave(
-                request,
-                ModelChangedError(
+        for request in self._scheduler.requests:
+            if request.sequence.steps:
+                error = ModelChangedError(
                     f"the model changed after {len(request.handle.tokens)} tokens of this text, whose rest would be "
                     "that of another model; submit the request again"
-                ),
-            )
+                )
+                self._leave(request, error)
         self._memory.forget()
-        rest = [request for request in requests if request not in begun]
         try:
             self._model.reopen()
         except LookaheadError as error:
-            self._leave_all(rest, error)
+            self._leave_all(self._scheduler.requests, error)
             raise
         self.statistics.graphs = self._model.runner.recorded
-        for request in rest:
+        for request in self._scheduler.requests:
             self._memory.drop(request)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
