@@ -7,13 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
-from lookahead.cli.generate import fitted, text_options
+from lookahead.cli.generate import arguments_of, fitted, text_options
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
@@ -80,10 +78,8 @@ def _submit(settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt
     if prompt.fault:
         raise InvalidArgumentError(prompt.fault)
     ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
-    options = text_options(loaded, settings) | {"seed": settings.sampling_seed}
-    options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
-    options["max_new_tokens"] = fitted(loaded, prompt.text, ids, settings.max_new_tokens).max_new_tokens
-    return engine.submit(ids, attention_mask=torch.ones_like(ids), **options)
+    asked = arguments_of(loaded, fitted(loaded, prompt.text, ids, settings.max_new_tokens))
+    return engine.submit(**asked, **text_options(loaded, settings), seed=settings.sampling_seed)
 
 
 def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any]:

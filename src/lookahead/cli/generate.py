@@ -169,7 +169,7 @@ def decode_with_lookahead(
             lookahead_config=config,
             on_step=recording.add,
             return_dict_in_generate=True,
-            **_arguments(loaded, prompt) | options,
+            **arguments_of(loaded, prompt) | options,
         )
         recording.complete = True
         recording.statistics = output.statistics
@@ -206,13 +206,14 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
         return
 
     with _timed(loaded, recording):
-        sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
+        sequences = loaded.model.generate(**arguments_of(loaded, prompt) | options)  # [1, S + new tokens]
         for number, token in enumerate(sequences[0, prompt.input_ids.shape[1] :].tolist(), start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
         recording.complete = True
 
 
-def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+def arguments_of(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+    """Arguments of `generate` for what it is to continue."""
     return {
         "input_ids": prompt.input_ids,
         # Without it transformers would take a pad token in the prompt for padding.
