@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from golden_record import Arrays, NotRecordedError, Recording, load, pack, save, unpack
 from lookahead import LookaheadConfig
 from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step import Batch, step
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTimer
@@ -194,13 +194,13 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
             recording = waiting.pop(0)
             heat = 0.0 if recording.sampling is None else recording.sampling.temperature
-            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=SharedRow(shared))
+            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=shared)
             sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
             running.append((sequence, PlayedRow(recording), heat))
         if not running:
             return
         heats = [heat for _, _, heat in running]
-        shared.begin(len(running), sum(heats) / len(heats))
+        shared.begin_step(len(running), sum(heats) / len(heats))
         backend.rows = [row for _, row, _ in running]
         batch = Batch([sequence for sequence, _, _ in running], share_out=shared.share_out)
         _paced_step(backend, batch, shared)

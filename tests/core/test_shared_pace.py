@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lookahead.core.pace import MOST_CREDIT, Pace
-from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
@@ -27,7 +27,7 @@ def send(shared: SharedPace, offers: list[list[float]]) -> list[int]:
     """How many candidates of each row are sent."""
     sent = [0] * len(offers)
     for place, likely in enumerate(offers):
-        SharedRow(shared).offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
+        shared.offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
     shared.share_out([TokenTree([0]) for _ in offers])
     return sent
 
@@ -37,7 +37,7 @@ def test_the_likeliest_candidates_of_all_rows_are_sent(seed: int) -> None:
     generator = random.Random(seed)
     offers = [sorted((generator.random() for _ in range(generator.randint(0, 6))), reverse=True) for _ in range(4)]
     shared = shared_of(nodes=9)
-    shared.begin(4)
+    shared.begin_step(4)
     sent = send(shared, offers)
     everything = sorted((likely for offered in offers for likely in offered), reverse=True)
     chosen = [likely for offered, count in zip(offers, sent, strict=True) for likely in offered[:count]]
@@ -46,9 +46,9 @@ def test_the_likeliest_candidates_of_all_rows_are_sent(seed: int) -> None:
 
 def test_a_step_that_has_room_for_its_roots_alone_drafts_nothing() -> None:
     shared = shared_of(nodes=3)
-    shared.begin(3)
+    shared.begin_step(3)
     assert shared.backs_off
-    shared.begin(2)
+    shared.begin_step(2)
     assert not shared.backs_off
 
 
@@ -62,10 +62,10 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
     for slope in (0.001, 0.05, 0.5):
         shared = shared_of(slope)
         for _ in range(5):  # the first ones are timed, whatever they promise
-            shared.begin(4)
+            shared.begin_step(4)
             sent = sum(send(shared, [[0.9, 0.5, 0.1]] * 4)) if not shared.backs_off else 0
             shared.book(StepTime(4 + sent, 100, 1 + slope * (3 + sent), 4 + sent // 2, 4, not shared.backs_off))
-        shared.begin(4)
+        shared.begin_step(4)
         counts.append(sum(send(shared, [[0.9, 0.5, 0.1]] * 4)))
     assert counts[0] > counts[1] > counts[2]
 
@@ -73,16 +73,16 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
 def test_a_new_load_begins_with_what_its_neighbour_knows() -> None:
     shared = shared_of()
     for _ in range(8):
-        shared.begin(4)
+        shared.begin_step(4)
         shared.book(StepTime(4, 100, 3.0, 4, 4, drafted=False))
-    shared.begin(8)
+    shared.begin_step(8)
     (pace,) = [pace for (load, _), pace in shared._paces.items() if load == 8]
     assert pace.costs.seconds(4) == pytest.approx(3.0, rel=0.05)
 
 
 def test_steps_that_carry_prompts_say_nothing() -> None:
     shared = shared_of()
-    shared.begin(2)
+    shared.begin_step(2)
     shared.book(StepTime(500, 100, 99.0, 2, 2, drafted=True, tells=False))
     assert all(pace.is_new for pace in shared._paces.values())
 
@@ -100,7 +100,7 @@ class Load:
         how much longer it takes than it should."""
         end = self.tokens + tokens
         while self.tokens < end:
-            self.shared.begin(self._rows)
+            self.shared.begin_step(self._rows)
             sent = 0 if self.shared.backs_off else sum(send(self.shared, [[0.4] * 8] * self._rows))
             rests = self.shared.backs_off  # or it was but a look
             share, longer = (0.0, 1.0) if rests else next(drafts)

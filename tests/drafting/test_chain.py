@@ -11,7 +11,7 @@ import pytest
 from lookahead import LookaheadConfig, UnsupportedArgumentError
 from lookahead.core.pace import PLAIN_STEPS, Pace, PacedRow
 from lookahead.core.protocols import StepResult
-from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
@@ -124,8 +124,8 @@ def test_the_paper_needs_trees() -> None:
 def test_a_budget_shared_with_others_cuts_chains() -> None:
     shared = SharedPace(lambda rows, temperature: Pace(StepCosts(), rows), nodes=5)
     sure = [CheckedSource(Listing(TokenPaths.chain([1, 2, 3, 4], likely))) for likely in (0.9, 0.3)]
-    drafters = [AutoDrafter(None, SharedRow(shared), sources=[source], chains=True) for source in sure]
-    shared.begin(2)
+    drafters = [AutoDrafter(None, shared, sources=[source], chains=True) for source in sure]
+    shared.begin_step(2)
     trees = [TokenTree([5]), TokenTree([6])]
     for drafter, tree in zip(drafters, trees, strict=True):
         drafter.start([tree.tokens[0]])

@@ -326,11 +326,3 @@ def _choose(
             chosen, most = sent + 1, gain
         before, last = probability if resends else 1.0, time
     return chosen, most
-
-
-def compile_pace() -> None:
-    """Run each loop once, so that no step has to wait for it."""
-    pace = Pace(StepCosts())
-    for step in range(2):
-        pace.choose(np.ones(1), resends=step > 0)
-        pace.book(StepTime(2, 1, 1.0, 2, 1, True))

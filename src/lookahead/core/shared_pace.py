@@ -9,16 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.pace import Pace, compile_pace
+from lookahead.core.pace import Pace
 from lookahead.core.protocols import Send
-from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
 
 class SharedPace:
-    """Has the candidates of all rows compete for the nodes of a step.
+    """Has the candidates of all rows compete for the nodes of a step: one `StepBudget` for all of their drafters.
 
     They are put in one order, the likeliest first, whichever row they are of. So sure drafts of one row take the room
     of another's guesses, and where steps are full nothing is sent. There is a `Pace` for each load and temperature:
@@ -49,7 +48,7 @@ class SharedPace:
         self._pace: Pace | None = None
         self._offers: list[tuple[NDArray[np.float64], Send]] = []
 
-    def begin(self, rows: int, temperature: float = 0.0) -> None:
+    def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
         self._offers.clear()
         self.rows = rows
@@ -78,7 +77,7 @@ class SharedPace:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether predictions inside of prompts are wanted."""
+        """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
         return self.rows == 1 and not (self._pace is not None and self._pace.in_rest)
 
     @property
@@ -86,9 +85,12 @@ class SharedPace:
         """Most candidates of a row that may be sent."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
-    def offer(self, likely: NDArray[np.float64], send: Send) -> None:
-        """Note that a row has candidates; `send` sends the first of them."""
-        self._offers.append((likely, send))
+    def begin(self) -> None:
+        """See `StepBudget`; `begin_step` has begun the step of all rows."""
+
+    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
+        """See `StepBudget`: sent when all rows have offered theirs."""
+        self._offers.append((likely[: self.most], send))
 
     def share_out(self, trees: Sequence[TokenTree]) -> None:
         """Choose among all that was offered, and have it sent.
@@ -131,46 +133,3 @@ class SharedPace:
         """Note what a step took and brought; see `Pace.book`."""
         if self._pace is not None:
             self._pace.book(step)
-
-
-class SharedRow:
-    """What one row takes of a `SharedPace`; a `StepBudget`."""
-
-    def __init__(self, shared: SharedPace) -> None:
-        self._shared = shared
-
-    @property
-    def backs_off(self) -> bool:
-        """See `StepBudget`."""
-        return self._shared.backs_off
-
-    @property
-    def least(self) -> float:
-        """See `StepBudget`."""
-        return self._shared.least
-
-    @property
-    def most(self) -> int:
-        """See `StepBudget`."""
-        return self._shared.most
-
-    @property
-    def reads_prompts(self) -> bool:
-        """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
-        return self._shared.reads_prompts
-
-    def begin(self) -> None:
-        """See `StepBudget`."""
-
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """See `StepBudget`: sent when all rows have offered theirs."""
-        self._shared.offer(likely[: self.most], send)
-
-
-def compile_shared_pace() -> None:
-    """Run each loop once, so that no step has to wait for it."""
-    compile_pace()
-    shared = SharedPace(lambda load, temperature: Pace(StepCosts(), load))
-    shared.begin(1)
-    SharedRow(shared).offer(np.ones(1), lambda chosen: None)
-    shared.share_out([TokenTree([0])])

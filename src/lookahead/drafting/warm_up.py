@@ -8,8 +8,10 @@ from functools import cache
 import numpy as np
 
 from lookahead.core.likeliest import BLOCK, list_likeliest
+from lookahead.core.pace import Pace
 from lookahead.core.protocols import StepResult
-from lookahead.core.shared_pace import compile_shared_pace
+from lookahead.core.step_costs import StepCosts
+from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -28,7 +30,9 @@ def compile_loops() -> None:
     gc.disable()
     try:
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
-        compile_shared_pace()
+        pace = Pace(StepCosts())
+        pace.choose(np.ones(1), resends=True)
+        pace.book(StepTime(nodes=2, context=1, seconds=1.0, tokens=2, rows=1, drafted=True))
         _draft()
     finally:
         if collects:

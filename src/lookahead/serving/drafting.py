@@ -19,7 +19,7 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.noise import default_generator
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_drafter
 from lookahead.drafting.memory_file import MemoryFile
@@ -83,7 +83,7 @@ class Drafting:
         reads = self._memory is not None and (pace is None or not pace.in_rest)
         read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
         vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
-        budget = SharedRow(self._pace) if self.shares and isinstance(self._pace, SharedPace) else None
+        budget = self._pace if self.shares and isinstance(self._pace, SharedPace) else None
         return build_drafter(
             self.config,
             self._pool,

@@ -219,7 +219,7 @@ class Steps:
         if isinstance(pace, SharedPace):
             if not any(request.drafting.shares for request in requests):
                 return None
-            pace.begin(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
+            pace.begin_step(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
         return pace
 
     def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:

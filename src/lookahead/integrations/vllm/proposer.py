@@ -306,7 +306,7 @@ class LookaheadProposer:
         """Find a draft for each request; returns the place of each, -1 where there is none."""
         batch, pace, drafting = self._batch, self._pace, np.flatnonzero(rows.places >= 0)
         if pace is not None and len(drafting):
-            pace.begin(len(drafting))
+            pace.begin_step(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places
         wanted = np.empty(len(places), dtype=WANTED)
         wanted["place"], wanted["nodes"] = places, self._most_drafted
