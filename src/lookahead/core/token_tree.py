@@ -196,6 +196,17 @@ class TokenTree:
         return len(self.tokens) - 1
 
 
+def first_path(nodes: Iterable[int], parents: Iterable[int], root: int) -> list[int]:
+    """The first of some nodes that follows `root`, the first that follows that one, and so on: the likeliest path,
+    where the likeliest node comes first."""
+    path = []
+    for node, parent in zip(nodes, parents, strict=True):
+        if parent == root:
+            path.append(node)
+            root = node
+    return path
+
+
 @dataclass(frozen=True)
 class Layout:
     """The order in which the nodes of a tree are sent. A node's place in that order is its *slot*.
@@ -274,19 +285,15 @@ def lay_out(tree: TokenTree) -> Layout:
     )
 
 
-_ONE_PLACE = np.zeros(1, dtype=np.int64)
-_ONE_PLACE.flags.writeable = False
-
-
 def _lay_out_chain(tree: TokenTree) -> Layout:
     """The pending tokens as they are: the layout of a step of plain decoding, which has little time for one."""
-    places = _ONE_PLACE if len(tree) == 1 else np.arange(len(tree))
+    places = np.arange(len(tree))
     return Layout(
         order=places,
         slots=places,
         tokens=np.array(tree.tokens, dtype=np.int64),
         depths=places,
-        read_slots=places if len(tree) == 1 and tree.needs_logits[0] else np.flatnonzero(np.array(tree.needs_logits)),
+        read_slots=np.flatnonzero(np.array(tree.needs_logits)),
         parent_slots=places - 1,
         pending=len(tree),
     )

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from lookahead.core.protocols import Drafter, StepResult
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import TokenTree, first_path
 from lookahead.core.watching import Explanation, explain
 from lookahead.drafting.auto.sources import Source, TokenPaths
-from lookahead.drafting.best_first import first_path
 from lookahead.errors import InvalidArgumentError
 
 MEMBERS = ("top_k", "start", "propose", "observe", "statistics")

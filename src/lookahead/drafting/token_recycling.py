@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
-from lookahead.drafting.best_first import grow
 
 
 class TokenRecyclingDrafter:
@@ -34,7 +35,17 @@ class TokenRecyclingDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first."""
-        grow(tree, self.budget - 1, lambda token: self._followers.get(token, ()))
+        queue: list[tuple[float, int, int, int]] = []  # minus the probability, tie-breaker, parent, token
+        node, probability, pushed = tree.root, 1.0, count()
+        for _ in range(self.budget - 1):
+            if tree.depths[node] - tree.depths[tree.root] < tree.room:
+                for token, share in self._followers.get(tree.tokens[node], ()):
+                    heappush(queue, (-probability * share, next(pushed), node, token))
+            if not queue:
+                return
+            negative, _, parent, token = heappop(queue)
+            (node,) = tree.add_candidates([token], parent)
+            probability = -negative
 
     def explain(self, tree: TokenTree) -> Explanation:
         """All nodes are predictions that the model made last after the same token."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.protocols import FixedBudget, StepBudget, StepResult
-from lookahead.core.token_tree import Noise, TokenTree
+from lookahead.core.token_tree import Noise, TokenTree, first_path
 from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -19,7 +19,6 @@ from lookahead.drafting.auto.origins import origin_of
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
-from lookahead.drafting.best_first import first_path
 
 _SEARCHED_WHERE_FORBIDDEN = 4
 """How many times as many nodes are searched, at most, where a source may forbid some of them."""
