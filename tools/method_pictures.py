@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.step import Batch, decode
+from lookahead.core.step import Batch
+from lookahead.core.step import step as decode_step
 from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
@@ -108,7 +109,9 @@ def watch(model: Any, tokens: list[int], length: int) -> list[Step]:
         torch.tensor([tokens]), tokens, drafter, TextSampler(), lambda text: len(text.tokens) >= end
     )
     with torch.no_grad():
-        decode(ModelRunner(model, 1), Batch([sequence]))
+        runner, batch = ModelRunner(model, 1), Batch([sequence])
+        while not batch.finished:
+            decode_step(runner, batch)
     return drafter.steps
 
 

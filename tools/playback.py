@@ -18,9 +18,9 @@ from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
 try:
-    from lookahead.core.step import Batch, decode
+    from lookahead.core.step import Batch, step
 except ModuleNotFoundError:  # the name that it had in 0.1, which `worth` compares with
-    from lookahead.core.decoder import Batch, decode
+    from lookahead.core.decoder import Batch, step
 
 if TYPE_CHECKING:
     from lookahead.core.protocols import NodeOutputs
@@ -188,7 +188,9 @@ def play_text(prompt: Sequence[int], answer: Sequence[int], drafter: Any) -> Sta
     """Draft for one recorded answer, of which alone the drafter learns; what it took."""
     text = [*prompt, *answer]
     batch = Batch([played_sequence(prompt, answer, drafter)])
-    decode(PlayedBackend([PlayedRow(TextScript(text))]), batch)
+    backend = PlayedBackend([PlayedRow(TextScript(text))])
+    while not batch.finished:
+        step(backend, batch)
     assert batch.sequences[0].tokens == text
     return batch.statistics
 

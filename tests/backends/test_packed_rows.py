@@ -14,7 +14,7 @@ from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.backends.transformers.tree_cache import Row
-from lookahead.core.step import Batch, decode, step
+from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
 from model_zoo import SLIDING_WINDOW, VOCAB_SIZE, build
@@ -140,7 +140,9 @@ def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
     runner = ModelRunner(packed_model(model))
     runner.rows = [Row()]
     sequence = sequence_of(request, 0)
-    decode(runner, batch := Batch([sequence]))
+    batch = Batch([sequence])
+    while not batch.finished:
+        step(runner, batch)
     assert sequence.tokens == generate_alone(model, request, 0)
     assert batch.statistics.steps == request.new_tokens
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.step import Batch, decode, follow
+from lookahead.core.step import Batch, follow, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
@@ -258,7 +258,9 @@ def test_texts_of_a_transformers_model_are_the_same(budget: int) -> None:
     drafter = AutoDrafter(DraftMemory(), budget, warm_up=16)
     sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= 60)
     with torch.no_grad():
-        decode(ModelRunner(model, 1), Batch([sequence]))
+        runner, batch = ModelRunner(model, 1), Batch([sequence])
+        while not batch.finished:
+            step(runner, batch)
     assert sequence.tokens == [*prompt, *greedy(model, tuple(prompt), 80)[: len(sequence.tokens) - len(prompt)]]
     assert max(sequence.tokens) < VOCAB_SIZE
 

@@ -16,7 +16,6 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
-from lookahead.core.step import raise_error
 from lookahead.drafting import NGramPool
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts, shielded
@@ -145,7 +144,9 @@ class Call:
 
     def _step(self, requests: Sequence[Request]) -> None:
         self._steps.run(requests, self._statistics)
-        raise_error(self._sequences)
+        for sequence in self._sequences:
+            if sequence.error is not None:
+                raise sequence.error
 
     def _lengthen(self) -> None:
         """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""

@@ -135,24 +135,6 @@ class DoneStep(NamedTuple):
     results: Sequence[StepResult | None]
 
 
-def decode(backend: Backend, batch: Batch) -> None:
-    """Decode until all sequences are finished; their texts grow in place.
-
-    Raises:
-        Exception: What the sampler, the stop rule or a listener of a sequence raised.
-    """
-    while not batch.finished:
-        step(backend, batch)
-        raise_error(batch.sequences)
-
-
-def raise_error(sequences: Sequence[SequenceState]) -> None:
-    """Raise what ended one of these, if anything did."""
-    for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
-
-
 def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
     sequences, mark = batch.sequences, batch.mark

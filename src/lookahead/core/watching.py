@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lookahead.core.protocols import StepResult
 from lookahead.core.statistics import Seconds
@@ -49,22 +49,15 @@ class Explanation:
     entries: int | None = None
 
 
-@runtime_checkable
-class ExplainsDrafts(Protocol):
-    """A drafter that can say where its nodes come from. All of this library do; one of a user's own need not."""
-
-    def explain(self, tree: TokenTree) -> Explanation:
-        """About `tree`, which it was shown last. Called between `propose` and `observe`, if anybody watches."""
-
-
 StepWatcher = Callable[[StepResult, Explanation, Seconds, bool], None]
 """Called after a step of a sequence: with what it showed, where each node below the root came from, the time of each
 part of the step, of all rows of the batch together and without watching, and whether the text is complete with it."""
 
 
 def explain(drafter: Any, tree: TokenTree) -> Explanation:
-    """Where the nodes of a tree come from, as far as its drafter says."""
-    explanation = drafter.explain(tree) if isinstance(drafter, ExplainsDrafts) else Explanation()
+    """Where the nodes of a tree come from, as far as its drafter says: all of this library have a method `explain`,
+    called between `propose` and `observe`; one of a user's own need not."""
+    explanation: Explanation = getattr(drafter, "explain", lambda _: Explanation())(tree)
     kinds = tree.kinds[tree.root + 1 :]
     if len(explanation.origins) == len(kinds):
         return explanation
