@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.backends.transformers.findings import device_name
 from lookahead.bench.suite import TaskSpec
-from lookahead.core.files import replaced
+from lookahead.core.files import TEXT, replaced
 from lookahead.errors import InvalidArgumentError
 
 
@@ -36,10 +36,6 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
-_File = TypeVar("_File", bound="RowsFile")
-
-_ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""Half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
 
 
 class RowsFile:
@@ -54,14 +50,12 @@ class RowsFile:
 
         Args:
             path: Where the file is; folders are made, and a symbolic link stays one.
-            kept: The rows to begin with.
+            kept: The rows to begin with, of those that `kept_lines` has found there.
             key: What tells rows from others.
 
         Raises:
-            InvalidArgumentError: There is something there that is no regular file.
             OSError: It cannot be written.
         """
-        _check_regular(path)
         self.path = path
         plain, compressed = _names(path)
         self._target = Path(os.path.realpath(plain))
@@ -72,7 +66,7 @@ class RowsFile:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._rewrite()
 
-    def __enter__(self: _File) -> _File:
+    def __enter__(self) -> RowsFile:
         return self
 
     def __exit__(
@@ -118,7 +112,7 @@ class RowsFile:
         with named(self.path):
             with replaced(self._target) as file:
                 file.writelines(map(_line, self.rows))
-            self._file = self._target.open("a", **_ENCODING)
+            self._file = self._target.open("a", **TEXT)
 
 
 def open_results(path: Path, *, restart: bool = False) -> RowsFile:
@@ -157,7 +151,8 @@ def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
     Raises:
         InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
     """
-    _check_regular(path)  # a device may never come to an end
+    if path.exists() and not path.is_file():  # a device may never come to an end
+        raise InvalidArgumentError(f"{path} is no regular file; choose another --output")
     return read_lines(path) if stored(path).exists() and not restart else []
 
 
@@ -222,16 +217,6 @@ def _difference(then: Any, now: Any) -> str:
             if then.get(name) != now.get(name):
                 return f"{name}: {_difference(then.get(name), now.get(name))}"
     return f"{then!r} then, {now!r} now"
-
-
-def _check_regular(path: Path) -> None:
-    """Refuse a pipe, a device or a folder, which rows cannot be read back from.
-
-    Raises:
-        InvalidArgumentError: It is none of a regular file, a link to one, and nothing.
-    """
-    if path.exists() and not path.is_file():
-        raise InvalidArgumentError(f"{path} is no regular file; choose another --output")
 
 
 @contextmanager

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
+from uuid import uuid4
+
+TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""How text is written: half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
 
 
 def user_cache() -> Path:
@@ -32,29 +35,26 @@ def hidden_name(target: Path) -> str:
 def replaced(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
     """A file to write that takes the place of `path` once all of it is on the disk, or never.
 
-    A symbolic link stays one, and permissions stay as they were. In a file of text, which is UTF-8, half of a surrogate
-    pair becomes its escape.
+    A symbolic link stays one, and permissions stay as they were. Text is written as `TEXT` says.
 
     Raises:
         OSError: It cannot be written; what was there is as it was.
     """
     target = Path(os.path.realpath(path))  # in its folder, as nothing could be moved there from another file system
     # A name of its own for each writer, so that two at once cannot mix their halves.
-    options: dict[str, Any] = {"dir": target.parent, "prefix": f"{hidden_name(target)}-", "suffix": ".part"}
-    if not binary:
-        options |= {"encoding": "utf-8", "errors": "backslashreplace"}
-    with NamedTemporaryFile("wb" if binary else "w", delete=False, **options) as file:
+    part = target.with_name(f"{hidden_name(target)}-{uuid4().hex}.part")
+    with part.open("xb") if binary else part.open("x", **TEXT) as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            with suppress(OSError):  # not all file systems have permissions
-                os.chmod(file.name, target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            with suppress(OSError):  # there was none, or the file system has no permissions
+                part.chmod(target.stat().st_mode)
             file.close()
-            os.replace(file.name, target)
+            part.replace(target)
         except BaseException:
             file.close()
-            os.unlink(file.name)
+            part.unlink()
             raise
     _sync_folder(target.parent)
 
@@ -67,9 +67,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
