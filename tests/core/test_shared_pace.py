@@ -12,7 +12,6 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import InvalidArgumentError
 
 FIXED_LOSS = 40.0
 """Plain steps that drafts may lose before rests are long enough to cover them."""
@@ -50,11 +49,6 @@ def test_a_step_that_has_room_for_its_roots_alone_drafts_nothing() -> None:
     assert shared.backs_off
     shared.begin_step(2)
     assert not shared.backs_off
-
-
-def test_a_step_has_at_least_a_root() -> None:
-    with pytest.raises(InvalidArgumentError, match="nodes=0"):
-        shared_of(nodes=0)
 
 
 def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:

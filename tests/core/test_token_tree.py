@@ -161,6 +161,3 @@ def test_many_candidates_are_added_as_one_by_one() -> None:
         many.needs_logits,
     )
     assert many.child(2, 4) == 4
-    with pytest.raises(InvalidArgumentError, match="deeper"):
-        many.add_new_candidates([1], [4])
-    assert len(many) == len(many.depths) == 6

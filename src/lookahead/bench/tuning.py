@@ -156,13 +156,10 @@ def measure(
         pack_weights: See `LookaheadConfig.pack_weights`.
 
     Raises:
-        InvalidArgumentError: A list is empty, or a number too small or too large for the model.
+        InvalidArgumentError: A number is too large for the model.
         UnsupportedModelError: The model cannot be run on token trees.
         UnsupportedArgumentError: The weights cannot be packed here.
     """
-    for name, values in (("node_counts", node_counts), ("contexts", contexts), ("repeats", [repeats])):
-        if not values or min(values) < 1:
-            raise InvalidArgumentError(f"{name}={values} must be at least 1, and at least one number")
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     note = progress or (lambda _: None)
     with torch.no_grad():

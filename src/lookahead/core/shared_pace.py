@@ -13,7 +13,6 @@ from lookahead.core.pace import Pace
 from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import InvalidArgumentError
 
 
 class SharedPace:
@@ -31,14 +30,9 @@ class SharedPace:
         backs_off: Whether the coming step goes without a draft.
         least: How likely a candidate must be for it to be looked for.
         rows: How many it has.
-
-    Raises:
-        InvalidArgumentError: `nodes` is out of range.
     """
 
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
-        if nodes is not None and nodes < 1:
-            raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")
         self.backs_off = False
         self.least = 0.0
         self.rows = 0

@@ -96,18 +96,13 @@ class StepCosts:
             points: Nodes, tokens of text before them, and seconds of a step; best medians.
 
         Raises:
-            InvalidArgumentError: There is no point, or one that no step can have.
+            InvalidArgumentError: A step took no time, as by a coarse clock.
         """
         by_size: dict[int, list[tuple[int, float]]] = {}
         for nodes, context, seconds in points:
-            if nodes < 1 or context < 0 or not 0 < seconds < math.inf:
-                raise InvalidArgumentError(
-                    f"points has nodes={nodes}, context={context}, seconds={seconds}; they must be at least 1, at "
-                    "least 0 and above 0"
-                )
+            if not seconds > 0:
+                raise InvalidArgumentError(f"points has seconds={seconds} for {nodes} nodes; they must be above 0")
             by_size.setdefault(nodes, []).append((context, seconds))
-        if not by_size:
-            raise InvalidArgumentError("points is empty; measure at least one size")
         sizes = sorted(by_size)
         lines = np.maximum.accumulate([_line(by_size[size]) for size in sizes])  # [sizes, 2], rising
         beyond = np.maximum(GRID / sizes[-1], 1)[:, None]  # larger steps take longer in proportion
@@ -156,22 +151,16 @@ class StepCosts:
         """The costs that `to_dict` described.
 
         Raises:
-            InvalidArgumentError: The values are not from `to_dict`, or from one of another version.
+            KeyError, TypeError, ValueError: The values are not from `to_dict`.
+            InvalidArgumentError: They are from another version, or what no steps cost.
         """
-        if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
+        if values["format"] != _FORMAT:
             raise InvalidArgumentError(f"values are no costs of format {_FORMAT}; measure them again")
-        try:
-            fixed, per_token = (np.array(values[name], dtype=np.float64) for name in ("fixed", "per_token"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"values are no costs ({error}); measure them again") from error
-        if fixed.shape != GRID.shape or per_token.shape != GRID.shape or not _is_curve(fixed, per_token):
+        both = np.array([values["fixed"], values["per_token"]], dtype=np.float64)
+        rises = both.shape == (2, PLAIN) and np.isfinite(both).all() and (np.diff(both) >= 0).all()
+        if not rises or both[0, 0] <= 0 or both[1, 0] < 0:
             raise InvalidArgumentError("values have costs that no steps have; measure them again")
-        return cls(fixed, per_token)
-
-
-def _is_curve(fixed: NDArray[np.float64], per_token: NDArray[np.float64]) -> bool:
-    both = np.stack([fixed, per_token])
-    return bool(np.isfinite(both).all() and (np.diff(both) >= 0).all() and fixed[0] > 0 and per_token[0] >= 0)
+        return cls(*both)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

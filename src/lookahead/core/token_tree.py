@@ -141,18 +141,10 @@ class TokenTree:
 
         Args:
             tokens: Their tokens; different ones under one parent.
-            parents: The node that each follows, which may be one of those before it here.
-
-        Raises:
-            InvalidArgumentError: A node would be deeper than `max_depth`; ask `room` first.
+            parents: The node that each follows, which may be one of those before it here; `room` says how deep.
         """
-        first = len(self.tokens)
-        depths = self.depths
         for parent in parents:
-            depths.append(depths[parent] + 1)
-        if max(depths[first:], default=0) > self._max_depth:
-            del depths[first:]
-            raise InvalidArgumentError(f"parents={list(parents)} lead deeper than a node may be: {self._max_depth}")
+            self.depths.append(self.depths[parent] + 1)
         self.tokens += tokens
         self.parents += parents
         self.kinds += [NodeKind.CANDIDATE] * len(tokens)

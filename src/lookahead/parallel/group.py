@@ -22,6 +22,7 @@ from lookahead.backends.transformers.findings import model_identity
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
+from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.parallel import check_memory
 from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
@@ -31,10 +32,6 @@ from lookahead.version import __version__
 
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
-
-_FIXED_BUDGET = 64
-"""Nodes of a step for each rank, where one process would choose them by its clock, which no two ranks share."""
-
 
 class ParallelGroup:
     """The ranks that decode one text together; made by `join`. Hand it to `lookahead.generate(..., parallel=group)`.
@@ -114,7 +111,8 @@ class RanksSession(CallSession):
         """
         check_memory(config, self._exchange.size)
         if config.preset in BUDGETED and config.step_budget is None:
-            config = replace(config, step_budget=_FIXED_BUDGET * self._exchange.size)
+            # One process would choose them by its clock, which no two ranks share.
+            config = replace(config, step_budget=FIXED_BUDGET * self._exchange.size)
         return config if self.speaks else replace(config, trace=None)  # one rank records, for all
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> RanksCall:
