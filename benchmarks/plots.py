@@ -127,7 +127,7 @@ def law(rows: Sequence[Row]) -> Any:
     """Measured S by W = G and N, and Eq. 7 with the alpha and f that fit; for N=5 also with those of the paper."""
     rows = [row for row in rows if (row["model"], row["task"]) == ("stories260k", "stories")]
     points = law_points(rows)
-    best = fit(points).law
+    best, _ = fit(points)
     label = f"W = G; dots: measured, lines: α={best.alpha:.3f}, f={best.f:.3f}"
     figure, axes = _new_figure(4.6, ("Measured S, and the law that fits: stories260k, stories", label))
     windows = range(1, max(point.window_size for point in points) + 1)

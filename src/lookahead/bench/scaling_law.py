@@ -65,14 +65,7 @@ class Measured(NamedTuple):
     step_compression: float
 
 
-class Fit(NamedTuple):
-    """The law that fits measured S best, and the root of the mean squared difference of measured and computed S."""
-
-    law: ScalingLaw
-    deviation: float
-
-
-def fit(points: Sequence[Measured]) -> Fit:
+def fit(points: Sequence[Measured]) -> tuple[ScalingLaw, float]:
     """The alpha and f with the least sum of squared differences between Eq. 7 and measured S.
 
     For a given alpha Eq. 7 is linear in 1/f, `S - 1 = (E(tokens) - 1) / f`, so that the best f has a closed form;
@@ -81,11 +74,12 @@ def fit(points: Sequence[Measured]) -> Fit:
     Args:
         points: What was measured with W = G. Different sizes are needed: one alone fits any alpha.
 
+    Returns:
+        The law, and the root of the mean squared difference of measured and computed S.
+
     Raises:
-        InvalidArgumentError: The points have fewer than two different sizes, or no S above 1, which no law fits.
+        InvalidArgumentError: The points have no S above 1, which no law fits.
     """
-    if len({(point.window_size, point.ngram_size) for point in points}) < 2:
-        raise InvalidArgumentError(f"{len(points)} points do not tell alpha from f; measure S for two sizes or more")
     gains = np.array([point.step_compression - 1 for point in points])
     alphas = np.linspace(0, 1, 10_001)[1:]
     most = np.stack([expected_tokens(alphas, point.ngram_size - 1, point.window_size) - 1 for point in points])
@@ -95,7 +89,7 @@ def fit(points: Sequence[Measured]) -> Fit:
     if rates[best] <= 0:
         raise InvalidArgumentError("no measured S is above 1: there is nothing to fit, whatever alpha and f")
     law = ScalingLaw(float(alphas[best]), 1 / float(rates[best]))
-    return Fit(law, float(np.sqrt(costs[best] / len(points))))
+    return law, float(np.sqrt(costs[best] / len(points)))
 
 
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
@@ -130,7 +124,6 @@ def law_fit(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for name, points in fits.items():
         if len({(point.window_size, point.ngram_size) for point in points}) < 2:
             continue
-        found = fit(points)
-        figures = (found.law.alpha, found.law.f, found.deviation)
-        lines.append([f"{name}, {len(points)} sizes", *(f"{figure:.3f}" for figure in figures)])
+        law, deviation = fit(points)
+        lines.append([f"{name}, {len(points)} sizes", *(f"{figure:.3f}" for figure in (*law, deviation))])
     return ["fit of Eq. 7", "α", "f", "root mean square deviation of S"], lines

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
@@ -66,17 +65,12 @@ def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[in
     """All repeated cycles as (start, end, period), end excluded, from the shortest period to the longest."""
     ids = np.asarray(tokens, dtype=np.int64)
     for period in range(1, min(max_period, len(ids) // 2) + 1):
-        starts, ends = _stretches(ids[period:] == ids[:-period])
+        edges = np.flatnonzero(np.diff(ids[period:] == ids[:-period], prepend=False, append=False))
+        starts, ends = edges[::2], edges[1::2]  # of the stretches of equal pairs, ends excluded
         # A stretch of m equal pairs is a run of m + period tokens: 2p and p + 8 ask for m >= p and m >= 8.
         long_enough = ends - starts >= max(period, MIN_REPEATED)
         for start, end in zip(starts[long_enough].tolist(), ends[long_enough].tolist(), strict=True):
             yield start, end + period, period
-
-
-def _stretches(flags: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Starts and ends (excluded) of the longest stretches of true values."""
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-    return edges[::2], edges[1::2]
 
 
 @dataclass(frozen=True)
