@@ -222,34 +222,35 @@ def test_algorithm_4_has_the_exact_law() -> None:
 
 # --- the test has teeth: with a wrong verification the law is noticed to be another ---------------------------
 
-Choose = Callable[[int], "int | None"]
-Append = Callable[[int], bool]
-
 
 def _children(tree: TokenTree, node: int) -> list[int]:
     found = (tree.child(node, token) for token in range(VOCABULARY))
     return [child for child in found if child is not None]
 
 
-def _accepts_the_first_candidate(tree: TokenTree, choose: Choose, append: Append) -> Walk:
+def _accepts_the_first_candidate(tree: TokenTree, take: Any) -> Walk:
     """Does not ask the model where there is a candidate."""
-    walk = Walk(tree)
-    while not walk.done:
-        children = _children(tree, walk.node)
-        token = tree.tokens[children[0]] if children else choose(walk.node)
-        assert token is not None
-        walk.take(token, append(token))
-    return walk
+    sequence, outputs = take.args
+
+    def first(node: int) -> tuple[int, bool]:
+        children = _children(tree, node)
+        token = tree.tokens[children[0]] if children else sequence.sampler.select(sequence, outputs, node)
+        return token, sequence.append(token)
+
+    return follow(tree, first)
 
 
-def _draws_again_after_a_rejection(tree: TokenTree, choose: Choose, append: Append) -> Walk:
+def _draws_again_after_a_rejection(tree: TokenTree, take: Any) -> Walk:
     """Draws once to see whether a candidate is accepted, and if none is, once more for the token."""
+    sequence, outputs = take.args
 
-    def twice(node: int) -> int | None:
-        token = choose(node)
-        return token if token is None or tree.child(node, token) is not None else choose(node)
+    def twice(node: int) -> tuple[int, bool]:
+        token = sequence.sampler.select(sequence, outputs, node)
+        if tree.child(node, token) is None:
+            token = sequence.sampler.select(sequence, outputs, node)
+        return token, sequence.append(token)
 
-    return follow(tree, twice, append)
+    return follow(tree, twice)
 
 
 @pytest.mark.parametrize("wrong", [_accepts_the_first_candidate, _draws_again_after_a_rejection])

@@ -20,7 +20,7 @@ def tree_with(*paths: list[int]) -> TokenTree:
 def walked(tree: TokenTree, answers: list[int], stop_at: int | None = None) -> tuple[list[int], list[int], bool]:
     """Walk with a sampler that selects `answers` in order; returns tokens of the path, tokens named, stopped."""
     named = iter(answers)
-    walk = follow(tree, lambda node: next(named), lambda token: token == stop_at)
+    walk = follow(tree, lambda node: (token := next(named), token == stop_at))
     return [tree.tokens[node] for node in walk.path], walk.tokens, walk.stopped
 
 

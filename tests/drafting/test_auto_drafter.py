@@ -65,11 +65,11 @@ class Chain:
                 ids[node], shares[node] = self.predict(contexts[-1])
         self._cached = len(self.text)
 
-        def append(token: int) -> bool:
-            self.text.append(token)
-            return False
+        def take(node: int) -> tuple[int, bool]:
+            self.text.append(int(ids[node, 0]))
+            return self.text[-1], False
 
-        walked = follow(tree, lambda node: int(ids[node, 0]), append)
+        walked = follow(tree, take)
         self._cached += len(walked.path)
         self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, shares))
         return tree

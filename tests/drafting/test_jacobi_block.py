@@ -22,7 +22,8 @@ def run(drafter: JacobiBlockDrafter, next_token: NextToken, prompt: list[int], t
         drafter.propose(tree)
         guesses = tree.tokens[1:]
         predictions = np.array([next_token(text + guesses[:i]) for i in range(len(tree))])
-        walked = follow(tree, lambda node, p=predictions: int(p[node]), lambda token: bool(text.append(token)))
+        walked = follow(tree, lambda node, p=predictions: (int(p[node]), False))
+        text += walked.tokens
         drafter.observe(StepResult(tree, predictions, walked.path, walked.tokens))
         steps.append(walked.tokens)
     return steps

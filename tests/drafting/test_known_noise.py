@@ -49,11 +49,11 @@ class SampledChain:
         likely = np.take_along_axis(self._shares[tree.tokens], ids, axis=1).astype(np.float32)
         self.steps += 1
 
-        def append(token: int) -> bool:
-            self.text.append(token)
-            return False
+        def take(node: int) -> tuple[int, bool]:
+            self.text.append(self._select(tree.tokens[node]))
+            return self.text[-1], False
 
-        walked = follow(tree, lambda node: self._select(tree.tokens[node]), append)
+        walked = follow(tree, take)
         self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, likely))
 
 

@@ -45,11 +45,11 @@ def write(drafter: AutoDrafter, prompt: list[int], answer: list[int], right: boo
         shares[:, 0] = 0.5 if right else 0.05
         cached = len(text)
 
-        def append(token: int) -> bool:
-            text.append(token)
-            return len(text) == len(whole)
+        def take(node: int) -> tuple[int, bool]:
+            text.append(whole[len(text)])
+            return text[-1], len(text) == len(whole)
 
-        walk = follow(tree, lambda node: whole[len(text)], append)
+        walk = follow(tree, take)
         cached += len(walk.path)
         count = drafter.top_k
         result = StepResult(tree, ids[:, 0].copy(), walk.path, walk.tokens, ids[:, :count], shares[:, :count])

@@ -28,57 +28,46 @@ Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
 """The parts of a step, in order."""
 
 
-class Walk:
-    """A walk from the root of a tree along drafted tokens that are selected.
-
-    The caller selects the token after `node` and passes it to `take`, until `done`. A walk can be suspended in between,
-    for example for the walks of other sequences.
-
-    Args:
-        tree: The tree that was sent.
+class Walk(NamedTuple):
+    """A walk from the root of a tree along drafted tokens that were selected.
 
     Attributes:
-        node: The node after which a token is to be selected next.
+        tree: The tree that was sent.
         path: Accepted candidate nodes, from below the root downwards.
         tokens: The tokens selected: those of `path`, and one more, the root of the next step.
         stopped: Whether the text is complete.
-        done: Whether the walk is over.
     """
 
-    def __init__(self, tree: TokenTree) -> None:
-        self.tree = tree
-        self.node = tree.root
-        self.path: list[int] = []
-        self.tokens: list[int] = []
-        self.stopped = False
-        self.done = False
-
-    def take(self, token: int, stopped: bool) -> None:
-        """Note the token after `node`, and whether the text is complete with it; go on to the child that holds it."""
-        self.tokens.append(token)
-        self.stopped = stopped
-        child = None if stopped else self.tree.child(self.node, token)
-        if child is None:
-            self.done = True
-        else:
-            self.path.append(child)
-            self.node = child
+    tree: TokenTree
+    path: list[int]
+    tokens: list[int]
+    stopped: bool
 
 
-def follow(tree: TokenTree, select: Callable[[int], int], append: Callable[[int], bool]) -> Walk:
+def follow(tree: TokenTree, take: Callable[[int], tuple[int, bool]]) -> Walk:
     """Walk `tree` to the end.
 
     Args:
         tree: The tree that was sent.
-        select: Gives the token after a node. Called once for each token of the output, in order, each time after the
-            token before it was appended.
-        append: Adds a token to the text; true when the text is complete with it.
+        take: Selects the token after a node and adds it to the text; returns it, and whether the text is complete with
+            it. Called once for each token of the output, in order.
     """
-    walk = Walk(tree)
-    while not walk.done:
-        token = select(walk.node)
-        walk.take(token, append(token))
-    return walk
+    node, path, tokens = tree.root, list[int](), list[int]()
+    while True:
+        token, stopped = take(node)
+        tokens.append(token)
+        child = None if stopped else tree.child(node, token)
+        if child is None:
+            return Walk(tree, path, tokens, stopped)
+        path.append(child)
+        node = child
+
+
+def take_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> tuple[int, bool]:
+    """Select the token after `node` and add it to the text; returns it, and whether the text is complete with it."""
+    sampler = sequence.sampler
+    token = sampler.select(sequence, outputs, node) if sampler.needs_logits else int(outputs.predictions[node])
+    return token, sequence.append(token)
 
 
 def verify(
@@ -91,7 +80,7 @@ def verify(
         walk = None
         if not sequence.finished and tree.needs_logits[tree.root]:
             try:
-                walk = follow(tree, partial(select_token, sequence, output), sequence.append)
+                walk = follow(tree, partial(take_token, sequence, output))
             except Exception as error:
                 sequence.fail(error)
         walks.append(walk)
@@ -219,13 +208,6 @@ def ask_drafters(
         except Exception as error:  # it is no matter of one row
             for sequence, _ in group:
                 sequence.stop_drafting(error)
-
-
-def select_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> int:
-    """The token selected after `node`."""
-    if not sequence.sampler.needs_logits:
-        return int(outputs.predictions[node])
-    return sequence.sampler.select(sequence, outputs, node)
 
 
 def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from lookahead.backends.forward_result import ForwardResult, Listed
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSequence
-from lookahead.core.step import Walk, select_token, verify
+from lookahead.core.step import Walk, follow, take_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
@@ -116,11 +117,10 @@ class ParallelRunner:
         self._share()
         if self._alone:
             return verify(sequences, trees, outputs)
-        walks = [None if sequence.finished else Walk(tree) for sequence, tree in zip(sequences, trees, strict=True)]
-        for sequence, result, walk, split in zip(sequences, outputs, walks, self._splits, strict=True):
-            while walk is not None and not walk.done:
-                walk.take(*self._select(sequence, result, walk.node, int(split.owners[walk.node])))
-        return walks
+        return [
+            None if sequence.finished else follow(tree, partial(self._take, sequence, result, split.owners))
+            for sequence, tree, result, split in zip(sequences, trees, outputs, self._splits, strict=True)
+        ]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
@@ -169,13 +169,15 @@ class ParallelRunner:
             for said, nodes in zip(self._said, answers[rank], strict=True):
                 said[nodes], start = news[start : start + len(nodes)], start + len(nodes)
 
-    def _select(self, sequence: TextSequence, result: ForwardResult, node: int, owner: int) -> tuple[int, bool]:
-        """The token after `node`, and whether the text is complete with it, as the rank `owner` has it."""
+    def _take(
+        self, sequence: TextSequence, result: ForwardResult, owners: NDArray[np.int64], node: int
+    ) -> tuple[int, bool]:
+        """As `take_token`, by the rank that answers for `node`; the others repeat it."""
+        owner = int(owners[node])
         sampler, mine = sequence.sampler, self.rank == owner
         message = np.zeros(2, dtype=np.int32)
         if mine:
-            selected = select_token(sequence, result, node)
-            message[:] = selected, sequence.append(selected)
+            message[:] = take_token(sequence, result, node)
         token, stopped = self._exchange.gather(message.view(np.uint8))[owner].view(np.int32).tolist()
         logits = result.logits_after(node).cpu() if mine and sampler.keeps else torch.zeros(1, result.logits.shape[-1])
         if sampler.keeps:
