@@ -24,6 +24,8 @@ from lookahead.parallel.monitor import Monitor
 PATIENCE = 1.0
 """Seconds that a rank waits for the others before it reads their heartbeats."""
 
+_ENDED = "the parallel run has ended: "
+
 Bytes = NDArray[np.uint8]
 
 
@@ -114,7 +116,9 @@ class Exchange:
                     started, broken = monotonic(), error
             reason = self._reason(broken, monotonic() - started > self._timeout)
             if reason is not None:
-                raise self._ended(reason) from broken
+                ended = ParallelError(_ENDED + reason.removeprefix(_ENDED))
+                self.fail(ended, blamed=True)
+                raise ended from broken
 
     def _reason(self, broken: RuntimeError | None, overdue: bool) -> str | None:
         """Why an exchange does not end, as soon as it is certain, or `overdue`, when the patience for it is spent."""
@@ -133,13 +137,6 @@ class Exchange:
         if monitor.store_silence > self._timeout / 2:
             return f"{self._store_keeper()} has not answered for {monitor.store_silence:.0f} s"
         return f"{self.who(late or silent or range(self.size))} did not come within {self._timeout:g} s and may hang"
-
-    def _ended(self, reason: str) -> ParallelError:
-        if self.failure is None:
-            prefix = "the parallel run has ended: "
-            self.fail(ParallelError(prefix + reason.removeprefix(prefix)), blamed=True)
-        assert self.failure is not None
-        return self.failure
 
     def _store_keeper(self) -> str:
         return f"rank {self._names[0]}, or whatever keeps the ranks' common store,"

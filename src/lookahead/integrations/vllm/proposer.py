@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,18 +95,6 @@ class Settings:
             raise InvalidArgumentError("lookahead.memory is for learn='logits'; a memory of tokens alone is not saved")
 
 
-class Predictions(NamedTuple):
-    """What follows some positions, one row for each.
-
-    Attributes:
-        ids: The likeliest tokens, likeliest first, `[rows, top_k]` int64.
-        probabilities: Their probabilities, likewise, float32.
-    """
-
-    ids: NDArray[np.int64]
-    probabilities: NDArray[np.float32]
-
-
 class TargetPredictions:
     """Reads along when a model computes logits.
 
@@ -142,12 +130,12 @@ class TargetPredictions:
             self._calls.append(top_predictions(logits.detach()[:, : self._vocabulary], self._top_k))
         return logits
 
-    def take(self, rows: int) -> Predictions | None:
-        """What was said since the last time, if it was about so many rows. The first call about as many is the one
-        before sampling."""
+    def take(self, rows: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """What was said since the last time, if it was about so many rows: the likeliest tokens of each, likeliest
+        first, and their probabilities, `[rows, top_k]`. The first call about as many is the one before sampling."""
         for ids, probabilities in self._calls:
             if len(ids) == rows:
-                return Predictions(ids.cpu().numpy(), probabilities.float().cpu().numpy())
+                return ids.cpu().numpy(), probabilities.float().cpu().numpy()
         return None
 
 
@@ -291,7 +279,7 @@ class LookaheadProposer:
         self.statistics.unread += self._target is not None and not self._rests and predictions is None
         if predictions is None:
             ids = np.full((count, 1), -1, dtype=np.int64)
-            predictions = Predictions(ids, np.zeros(ids.shape, dtype=np.float32))
+            predictions = ids, np.zeros(ids.shape, dtype=np.float32)
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
