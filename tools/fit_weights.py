@@ -147,7 +147,7 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
         for prompt in prompts:
             ids = torch.tensor([prompt.prompt])
             if ids.shape[1] + options.max_new_tokens <= context:
-                drafter = RecordingDrafter(shared or DraftMemory(), options.nodes, warm_up=512)
+                drafter = RecordingDrafter(shared or DraftMemory(), options.nodes)
                 drafter.lessons = lessons
                 config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
                 arguments = {"max_new_tokens": options.max_new_tokens, **sampling}

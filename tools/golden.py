@@ -37,9 +37,6 @@ from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, pla
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
 SAID, SENT = FOLDER / "said.npz.xz", FOLDER / "sent.npz.xz"
 
-WARM_UP = 64
-"""Tokens of a prompt that `auto` has read."""
-
 PRICES = {"cheap": (1.0, 0.002), "dear": (1.0, 0.12)}
 """Seconds of a plain step, and what each further node adds."""
 
@@ -169,7 +166,7 @@ def run(
 def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) -> None:
     """Decode a text with as many nodes as pay."""
     pace = Pace(StepCosts())
-    drafter = build_drafter(LookaheadConfig(), pace=pace, warm_up=WARM_UP, chains=chains)
+    drafter = build_drafter(LookaheadConfig(), pace=pace, chains=chains)
     backend = NotingBackend(notes, chains, PRICES[prices])
     sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
     batch = Batch([sequence])
@@ -194,7 +191,7 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
             recording = waiting.pop(0)
             heat = 0.0 if recording.sampling is None else recording.sampling.temperature
-            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=shared)
+            drafter = build_drafter(LookaheadConfig(), memory=memory, budget=shared)
             sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
             running.append((sequence, PlayedRow(recording), heat))
         if not running:
@@ -291,13 +288,13 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     for name in ("demo", "demo sampled", "stories", "stories sampled"):
         for nodes in (4, 16, 64):
             config = LookaheadConfig(step_budget=nodes)
-            yield f"{name}, tree of {nodes}", one(name, partial(build_drafter, config, warm_up=WARM_UP))
+            yield f"{name}, tree of {nodes}", one(name, partial(build_drafter, config))
     for name in ("demo", "stories sampled", "hybrid", "hybrid sampled", "gguf"):
         for nodes in (4, 16):
             config = LookaheadConfig(step_budget=nodes)
             yield (
                 f"{name}, chain of {nodes}",
-                one(name, partial(build_drafter, config, warm_up=WARM_UP, chains=True), True),
+                one(name, partial(build_drafter, config, chains=True), True),
             )
     yield "gguf, tree of 16", one("gguf", partial(build_drafter, LookaheadConfig(step_budget=16)))
     for config in (
@@ -326,7 +323,7 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
 
 def _kept(recordings: Sequence[Recording], notes: Notes) -> None:
     memory = DraftMemory()
-    make = partial(build_drafter, LookaheadConfig(step_budget=16), memory=memory, warm_up=WARM_UP)
+    make = partial(build_drafter, LookaheadConfig(step_budget=16), memory=memory)
     run([(one, one) for one in recordings], make, notes)
 
 

@@ -98,14 +98,13 @@ def plain(chain: Chain, count: int) -> list[int]:
     budget=st.integers(1, 40),
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50),
     seed=st.integers(0, 9),
-    warm_up=st.sampled_from([0, 5, 100]),
     positions=st.sampled_from([None, 60]),
 )
 def test_texts_are_the_same_and_bounds_are_kept(
-    budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None
+    budget: int, prompt: list[int], seed: int, positions: int | None
 ) -> None:
     memory = DraftMemory(3, 64, TOP_K)
-    chain = Chain(AutoDrafter(memory, budget, warm_up=warm_up), prompt, seed, positions)
+    chain = Chain(AutoDrafter(memory, budget), prompt, seed, positions)
     expected = plain(chain, 130)
     while len(chain.text) < min(80, positions or 80):
         length = len(chain.text)
@@ -179,14 +178,6 @@ def test_without_anything_to_go_by_recent_tokens_are_tried() -> None:
     assert set(tree.parents[3:]) == {tree.root}
 
 
-def test_the_prompt_is_read_as_far_as_asked() -> None:
-    drafter = drafter_of(1, warm_up=2)
-    drafter.start([7, 8, 9, 10])
-    tree = TokenTree([7, 8, 9, 10])
-    drafter.propose(tree)
-    assert tree.needs_logits == [False, True, True, True]
-
-
 def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
     drafter = drafter_of(8)
     drafter.start([1, 2])
@@ -201,7 +192,6 @@ class Stingy:
 
     backs_off = False
     least = 0.0
-    reads_prompts = True
     most = 24
 
     def __init__(self) -> None:
@@ -255,7 +245,7 @@ def test_no_node_at_all_is_refused() -> None:
 def test_texts_of_a_transformers_model_are_the_same(budget: int) -> None:
     model = build("llama", seed=0)
     prompt = [5, 8, 2, 5, 8, 2, 5]
-    drafter = AutoDrafter(DraftMemory(), budget, warm_up=16)
+    drafter = AutoDrafter(DraftMemory(), budget)
     sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= 60)
     with torch.no_grad():
         runner, batch = ModelRunner(model, 1), Batch([sequence])

@@ -15,7 +15,7 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import DraftMemory, TokenPaths, build_drafter
+from lookahead.drafting import TokenPaths, build_drafter
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 
@@ -142,14 +142,3 @@ def test_a_chain_takes_another_path_where_the_likeliest_is_forbidden(chains: boo
     drafter.start([9])
     drafter.propose(tree := TokenTree([9]))
     assert (tree.tokens, tree.parents) == ([9, 2, 4, 5], [-1, 0, 1, 2])
-
-
-def test_a_chain_reads_each_pending_token_once() -> None:
-    drafter = AutoDrafter(DraftMemory(), 4, warm_up=2, chains=True)
-    drafter.start([1, 2, 3, 4])
-    drafter.propose(tree := TokenTree([1, 2, 3, 4]))
-    assert tree.needs_logits[:4] == [False, True, True, True]
-    ids, likely = np.full((len(tree), 2), 7), np.full((len(tree), 2), 0.1, dtype=np.float32)
-    drafter.observe(StepResult(tree, ids[:, 0], [], [7], ids, likely))
-    drafter.propose(tree := TokenTree([4, 7]))
-    assert tree.needs_logits[:2] == [False, True]

@@ -59,7 +59,7 @@ def write(drafter: AutoDrafter, prompt: list[int], answer: list[int], right: boo
 
 
 def drafter_of(nodes: int, *sources: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(), nodes, warm_up=100, sources=sources)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(), nodes, sources=sources)  # type: ignore[arg-type]
 
 
 def test_a_text_that_is_forced_is_drafted_as_well_as_from_the_text_alone() -> None:

@@ -1,9 +1,8 @@
-"""What is done before the first step: loops are compiled, so that no step has to; how much of a prompt is read."""
+"""What is done before the first step: loops are compiled, so that no step has to."""
 
 from __future__ import annotations
 
 import sys
-from copy import deepcopy
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.warm_up import compile_loops
-from lookahead.serving.drafting import MOST_LOGITS, MOST_READ, warm_up_tokens
 from model_zoo import build
 
 
@@ -66,14 +64,3 @@ def test_a_process_compiles_before_its_first_step() -> None:
     assert compile_loops.cache_info().currsize == 0  # the paper's method has no loops to compile
     fresh(LookaheadConfig())
     assert compile_loops.cache_info().currsize == 1
-
-
-def test_prompts_are_read_as_far_as_it_pays() -> None:
-    model = deepcopy(build("llama", seed=0))
-    assert warm_up_tokens(model, 10, time_decides=False) == MOST_READ
-    few, many = (warm_up_tokens(model, prompt, time_decides=True) for prompt in (10, 1000))
-    assert 0 <= few < many <= MOST_READ
-    model.lm_head = torch.nn.Linear(4, MOST_LOGITS // 100, bias=False, device="meta")
-    assert warm_up_tokens(model, 10, time_decides=False) == 100
-    model.lm_head = torch.nn.Identity()
-    assert warm_up_tokens(model, 10, time_decides=False) == 0

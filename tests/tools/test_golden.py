@@ -10,6 +10,7 @@ import pytest
 import golden
 from golden import DifferentError, Notes, Sent, compare, packed, unpacked
 from golden_record import NotRecordedError, Recording, Sampling, load, pack, save, unpack
+from lookahead import LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 
 PLAYED = ("tree of 16", "chain of 4", "paper", "jacobi", "kept", "cheap", "dear", "tokens, 4 drafted", "predicted")
@@ -25,7 +26,9 @@ def test_drafters_send_what_was_recorded(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_first_step_that_differs_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(golden, "WARM_UP", 0)
+    build = golden.build_drafter
+    smaller = LookaheadConfig(step_budget=15)
+    monkeypatch.setattr(golden, "build_drafter", lambda config, **options: build(smaller, **options))
     assert compare(lambda name: name == "demo, tree of 16") == {"different": 1}
     shown = capsys.readouterr().out
     assert shown.startswith("demo, tree of 16: draft ")

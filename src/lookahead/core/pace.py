@@ -283,11 +283,6 @@ class PacedRow:
         self.most = 0
         self.backs_off = pace.rests
 
-    @property
-    def reads_prompts(self) -> bool:
-        """See `StepBudget`."""
-        return not self.backs_off and not self._pace.in_rest
-
     def begin(self) -> None:
         """See `StepBudget`."""
         self.backs_off = self._pace.rests

@@ -178,10 +178,6 @@ class StepBudget(Protocol):
     def most(self) -> int:
         """Most candidates that are sent; no more need be looked for."""
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether the model's predictions inside a prompt are wanted, if this step carries one."""
-
     def begin(self) -> None:
         """Begin a step, which settles the above."""
 
@@ -207,7 +203,6 @@ class FixedBudget:
     """
 
     backs_off = False
-    reads_prompts = True
 
     def __init__(self, nodes: int, least: float = 0.0) -> None:
         if nodes < 1:

@@ -70,11 +70,6 @@ class SharedPace:
         return self._paces[key]
 
     @property
-    def reads_prompts(self) -> bool:
-        """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
-        return self.rows == 1 and not (self._pace is not None and self._pace.in_rest)
-
-    @property
     def most(self) -> int:
         """Most candidates of a row that may be sent."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1

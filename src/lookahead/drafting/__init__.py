@@ -46,7 +46,6 @@ def build_drafter(  # noqa: PLR0913
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
     pace: Pace | None = None,
-    warm_up: int = 0,
     most: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
     budget: StepBudget | None = None,
@@ -61,7 +60,6 @@ def build_drafter(  # noqa: PLR0913
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
         pace: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
             given.
-        warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
         budget: Chooses the nodes of `"auto"`, instead of the configuration and the pace.
@@ -93,7 +91,6 @@ def build_drafter(  # noqa: PLR0913
         memory or DraftMemory(),
         chooses,
         cap,
-        warm_up,
         sources=_checked_sources(config, vocabulary),
         predicted=predicted,
         chains=chains,

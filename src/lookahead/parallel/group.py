@@ -33,6 +33,7 @@ from lookahead.version import __version__
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
 
+
 class ParallelGroup:
     """The ranks that decode one text together; made by `join`. Hand it to `lookahead.generate(..., parallel=group)`.
 

@@ -26,15 +26,6 @@ from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
 from lookahead.serving.refusals import check_values
 
-MOST_READ = 512
-"""Most tokens of a prompt that are read for drafting."""
-
-MOST_LOGITS = 1 << 24
-"""Most logits that reading makes: 64 MiB of them. A vocabulary of 128,000 leaves 131 tokens."""
-
-_AFFORDED = 0.1
-"""By how much reading may lengthen the pass over the prompt, where time decides."""
-
 
 class Drafting:
     """Makes the drafters of texts that share a configuration.
@@ -72,16 +63,9 @@ class Drafting:
         if config.preset == "auto":
             self._memory, self._file = draft_memory(model, config)
 
-    def drafter(self, prompt: int, predicted: PredictedText | None) -> Drafter:
-        """Make the drafter of one text.
-
-        Args:
-            prompt: Tokens that it begins with.
-            predicted: A text that is expected.
-        """
+    def drafter(self, predicted: PredictedText | None) -> Drafter:
+        """Make the drafter of one text, which may be expected."""
         pace = self._pace if isinstance(self._pace, Pace) else None
-        reads = self._memory is not None and (pace is None or not pace.in_rest)
-        read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
         vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         budget = self._pace if self.shares and isinstance(self._pace, SharedPace) else None
         return build_drafter(
@@ -89,7 +73,6 @@ class Drafting:
             self._pool,
             self._memory,
             pace,
-            warm_up=read,
             most=self.most_nodes,
             vocabulary=vocabulary,
             budget=budget,
@@ -171,31 +154,6 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
         if str(path) not in state.files:
             state.files[str(path)] = MemoryFile(path, model_identity(model))
         return state.files[str(path)].memory, state.files[str(path)]
-
-
-def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> int:
-    """How many of the last tokens of a prompt to read, so that the model's predictions there fill the memory.
-
-    The pass over the prompt runs through all layers anyhow; what reading adds is the product with the vocabulary. That
-    is little for a large model, and much for a small one with a large vocabulary.
-
-    Args:
-        model: The model.
-        prompt: Length of the prompt, in tokens.
-        time_decides: Read no more than lengthens the pass over the prompt by a tenth. Otherwise steps are what counts.
-    """
-    inputs = getattr(model.get_input_embeddings(), "weight", None)
-    outputs = getattr(model.get_output_embeddings(), "weight", None)
-    if inputs is None or outputs is None or outputs.ndim != 2:
-        return 0
-    most = min(MOST_READ, MOST_LOGITS // int(outputs.shape[0]))
-    if not time_decides:
-        return most
-    state = state_of(model)
-    if state.layer_weights is None:
-        weights = (weight for weight in model.parameters() if weight is not inputs and weight is not outputs)
-        state.layer_weights = sum(weight.numel() for weight in weights)
-    return min(most, int(_AFFORDED * prompt * state.layer_weights / outputs.numel()))
 
 
 Prediction = torch.Tensor | Sequence[int] | Sequence[Sequence[int] | None]

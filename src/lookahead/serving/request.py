@@ -80,7 +80,7 @@ class Request:
         self.sequence = TextSequence(
             prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
             tokens,
-            drafting.drafter(len(tokens), predicted),
+            drafting.drafter(predicted),
             self._sampler,
             rule,
             last_lengths(last_length, prompts, rule.has_eos)[place],

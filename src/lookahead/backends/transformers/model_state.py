@@ -50,7 +50,6 @@ class ModelState:
         memory: The n-gram memory of `memory="process"`.
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
-        layer_weights: How many weights there are beside the embeddings of tokens, once that was asked for.
         of_config: What was made of its configuration, by what it is, and the values that it had; see `of_config`.
     """
 
@@ -65,7 +64,6 @@ class ModelState:
     memory: DraftMemory | None = None
     spare: DraftMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
-    layer_weights: int | None = None
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
 

@@ -40,8 +40,6 @@ class AutoDrafter:
             next; each sequence has a drafter of its own. If not given, nothing is remembered.
         budget: Nodes of a step, the root included, or what chooses them.
         most: Nodes of a step at most, the root included, whatever the budget would choose.
-        warm_up: How many of the last tokens of the prompt are read like drafted ones when it is sent, so that the
-            memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
         explore: Try recent predictions with the nodes that are left. Not where predictions are not known.
         sources: What else lists paths before each step; each serves this sequence alone.
         predicted: A text that is expected: a source, whose tokens are searched as if they stood before the prompt.
@@ -56,7 +54,6 @@ class AutoDrafter:
         memory: DraftMemory | None,
         budget: int | StepBudget,
         most: int = MOST_CHOSEN_NODES,
-        warm_up: int = 0,
         explore: bool = True,
         sources: Sequence[Source] = (),
         predicted: PredictedText | None = None,
@@ -67,7 +64,6 @@ class AutoDrafter:
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self._learns = memory is not None
         self._most = most - 1
-        self._read_prompt, self._is_read = warm_up, False  # later pending tokens were read when they were drafted
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before, self._chains = [] if predicted is None else predicted.tokens, chains
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
@@ -102,7 +98,7 @@ class AutoDrafter:
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
-        self._late, self._is_read, self._tree = list(prompt), False, None
+        self._late, self._tree = list(prompt), None
         if self._batch is not None:
             self._begin(self._batch)
         for source in self._sources:
@@ -152,9 +148,6 @@ class AutoDrafter:
         """Make ready for a search, and say what is looked for: a `WANTED`."""
         if self._late:
             self._catch_up(batch)
-        if not self._is_read and self._read_prompt and self.budget.reads_prompts:
-            for node in range(max(0, tree.root - self._read_prompt), tree.root):
-                tree.needs_logits[node] = True
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
         return self._wanted(tree, min(self.budget.most, self._settings[0]))
@@ -227,7 +220,7 @@ class AutoDrafter:
             source.observe(result)
         if result.tree is not self._tree:
             self._sent = 0
-        self._tree, self._is_read = None, True
+        self._tree = None
         # A resting drafter does nothing that can wait.
         certain = result.tree.certain
         is_searched = not self.budget.backs_off and certain <= self._certain
