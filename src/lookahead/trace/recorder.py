@@ -162,11 +162,7 @@ class Trace:
         """Begin a text with this prompt; returns the function to call after each of its steps."""
         text = TracedText(list(prompt))
         self.texts.append(text)
-
-        def keep(result: StepResult, explanation: Explanation, seconds: Seconds, finished: bool) -> None:
-            text.steps.append(TracedStep.of(result, explanation, seconds, finished))
-
-        return keep
+        return lambda *step: text.steps.append(TracedStep.of(*step))
 
     def write(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the page: one HTML file, which needs no network. It is whole at any time, or as it was.
