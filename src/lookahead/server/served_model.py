@@ -239,10 +239,11 @@ class ServedModel(LoadedModel):
 def _turn(message: Message, sees: bool) -> dict[str, Any]:
     """A message as chat templates take it: in parts, for a model that sees images."""
     content: Any = message.text
-    if sees and isinstance(message.content, str):
-        content = [{"type": "text", "text": message.content}]
-    elif sees:
-        content = [_part(part) for part in message.content]
+    if sees:
+        parts = [TextPart(type="text", text=message.text)] if isinstance(message.content, str) else message.content
+        content = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts
+        ]
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     turn |= message.model_dump(include={"reasoning_content", "name", "tool_call_id"}, exclude_none=True)
     if message.reasoning_content is not None:
@@ -250,10 +251,6 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
-
-
-def _part(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
