@@ -75,13 +75,7 @@ def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) ->
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer that it does not know.
-
-    Args:
-        tokenizer: The tokenizer.
-        vocabulary: How many tokens the model knows.
-        ends: Those that end an answer; at least one.
-    """
+    """What llguidance asks of a tokenizer that it does not know. See `grammar_tokenizer`; `ends` has one at least."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -95,11 +89,6 @@ class _Tokens:
         decoded = text.decode(errors="replace") if isinstance(text, bytes) else text
         ids: list[int] = self._tokenizer(decoded, add_special_tokens=False)["input_ids"]
         return ids
-
-
-def compact(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema for values as `json.dumps` writes them. Free white space would let a model write nothing else."""
-    return schema | {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def read_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> LLMatcher:
@@ -228,7 +217,6 @@ def grammar_of(
     """The grammar of the answers, and the field that asks for it; `None` for any text.
 
     Args:
-        request: The request.
         thinking: Whether the model may reason before its answer.
         format_: How it writes calls.
         special: Its special tokens.
@@ -324,7 +312,9 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError("json is no JSON schema")
-    return {"json_schema": compact(schema)}
+    # As `json.dumps` writes values. Free white space would let a model write nothing else.
+    form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {"json_schema": schema | {"x-guidance": form}}
 
 
 def callable_tools(request: ChatRequest) -> Sequence[FunctionTool]:
