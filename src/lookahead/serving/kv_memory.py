@@ -56,7 +56,6 @@ class KVMemory:
         prefix_bytes: Most bytes of finished texts; `None` if requests do not begin with the keys and values of others.
 
     Attributes:
-        runner: As given.
         tokens: Most tokens to hold at once, any number if `None`.
         most_bytes: Most bytes to hold at once, those of finished texts included; any number if `None`.
         block: Tokens by which the room of a row grows.
@@ -164,23 +163,18 @@ class KVMemory:
 
     def _longest(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
         """The finished text with the longest common prefix with `text`, now used last, and the length of that."""
-        best, most = None, 0
-        for prefix in self._prefixes:
-            common = common_start(text, prefix.tokens)
-            if common >= most and common:
-                best, most = prefix, common
-        if best is not None:
-            self._prefixes.remove(best)
-            self._prefixes.append(best)
-        return best, most
+        found = ((common_start(text, prefix.tokens), place) for place, prefix in enumerate(self._prefixes))
+        most, place = max(found, default=(0, 0))
+        if not most:
+            return None, 0
+        self._prefixes.append(self._prefixes.pop(place))
+        return self._prefixes[-1], most
 
     def _evict(self, room: int, but: Prefix | None = None) -> None:
         """Evict the least recently used finished texts, except `but`, until they hold at most `room` tokens."""
         excess = self.kept - room
         for prefix in list(self._prefixes):
-            if excess <= 0:
-                return
-            if prefix is not but:
+            if excess > 0 and prefix is not but:
                 self._prefixes.remove(prefix)
                 excess -= prefix.row.capacity
 
