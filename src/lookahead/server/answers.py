@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from lookahead.server.errors import ApiError
@@ -19,15 +20,7 @@ from lookahead.version import __version__
 
 
 class Form:
-    """How answers to one request are written.
-
-    Args:
-        generation: The answers.
-
-    Attributes:
-        generation: As given.
-        request: The request.
-    """
+    """How the answers of a generation to its request are written."""
 
     prefix: str
     object: str
@@ -183,10 +176,8 @@ class CompletionForm(Form):
 
     def _logprobs(self, index: int, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         texts = [self._served.text_of(entry.token) for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
+        offsets = list(accumulate(map(len, texts), initial=self._offsets.get(index, 0)))
+        self._offsets[index] = offsets.pop()
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
