@@ -66,10 +66,8 @@ class Service:
         """
         found = next(iter(self.models.values())) if name is None else self.models.get(name)
         if found is None:
-            served = f"the model is {next(iter(self.models))!r}"
-            if len(self.models) > 1:
-                served = f"the models are {', '.join(map(repr, self.models))}"
-            raise ApiError(404, f"model {name!r} is not served here; {served}", "model", "model_not_found")
+            served = f"{'models are' if len(self.models) > 1 else 'model is'} {', '.join(map(repr, self.models))}"
+            raise ApiError(404, f"model {name!r} is not served here; the {served}", "model", "model_not_found")
         return found
 
     async def prepared(self, make: Callable[[], Any]) -> Any:
