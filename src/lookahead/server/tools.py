@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,9 +16,8 @@ from lookahead.text import held_back
 NAME = "NAME"
 """Where the name of the function stands in a format."""
 
-_ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""Characters of the identifier of a call: the templates of Mistral take no other."""
+"""Letters and digits of the identifier of a call: the templates of Mistral take no other."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
         if not text.startswith(format_.end, end):
             break
         function = {"name": found[1], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        identifier = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
+        identifier = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
         calls.append({"id": identifier, "type": "function", "function": function})
         place = end + len(format_.end) + len(format_.between)
     return calls
