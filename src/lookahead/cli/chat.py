@@ -10,7 +10,7 @@ from dataclasses import replace
 from lookahead.cli import process
 from lookahead.cli.conversation import Conversation, choose_format, read_template
 from lookahead.cli.generate import seed_draws, traced
-from lookahead.cli.inputs import checked, decoded, stdin_is_terminal
+from lookahead.cli.inputs import checked, decoded, stdin_is
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings
@@ -54,7 +54,7 @@ class Chat:
 
     def run(self) -> int:
         """Do what each line asks for, and return the exit code."""
-        code, types = process.OK, stdin_is_terminal()
+        code, types = process.OK, stdin_is(typed=True)
         if types:
             self._note(f"chat with {self._conversation.name}; /help lists the commands, Ctrl-D ends")
         for line in typed_lines(self._consoles, marker_on_out=not self._json) if types else piped_lines():

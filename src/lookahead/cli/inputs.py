@@ -14,8 +14,6 @@ from lookahead.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from lookahead.cli.settings import PromptSource
 
-_STDIN = "-"
-
 
 def read_prompt(settings: PromptSource, default: str = "") -> str:
     """The prompt from its one source: the argument, a file, or standard input.
@@ -32,13 +30,13 @@ def read_prompt(settings: PromptSource, default: str = "") -> str:
         raise InvalidArgumentError(
             f"two prompts: the argument {prompt[:30]!r} and --file {file}; give only one of them"
         )
-    if _STDIN in (prompt, str(file)):
+    if "-" in (prompt, str(file)):
         text = _read_stdin()
     elif file is not None:
         text, source = read_text(file, "the prompt", "--file"), f"--file {file}"
     elif prompt is not None:
         text, source = checked(prompt, "the prompt argument"), "the argument"
-    elif stdin_is_piped():
+    elif stdin_is(typed=False):
         text = _read_stdin() or default
     elif default:
         text = default
@@ -52,14 +50,9 @@ def read_prompt(settings: PromptSource, default: str = "") -> str:
     return text
 
 
-def stdin_is_piped() -> bool:
-    """Whether standard input is there and is not a keyboard."""
-    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
-
-
-def stdin_is_terminal() -> bool:
-    """Whether somebody types."""
-    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+def stdin_is(*, typed: bool) -> bool:
+    """Whether standard input is there, and is a keyboard or not."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty() == typed
 
 
 def read_text(path: Path, what: str, option: str) -> str:

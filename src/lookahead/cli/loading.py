@@ -27,8 +27,7 @@ from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarn
 
 def compile_drafting(notes: Console) -> None:
     """Have the drafting loops compiled before anything is timed; says so where none are kept from earlier."""
-    announce = "compiling the drafting loops (once)"
-    with spinner(notes, "compiling"), on_first_compilation(lambda: notes.print(announce)):
+    with spinner(notes, "compiling"), on_first_compilation(lambda: notes.print("compiling the drafting loops (once)")):
         compile_loops()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -40,9 +39,8 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
     clock = clock_of(loaded.model.device)
     measured = {"points": [asdict(point) for point in points], "clock": clock}
-    stored: Path | None = None
-    if settings.store:
-        stored = store_costs(setting, cost, {"measured": measured, "date": date.today().isoformat()})
+    found = {"measured": measured, "date": date.today().isoformat()}
+    stored = store_costs(setting, cost, found) if settings.store else None
     if settings.json:
         report = {
             **measured,
@@ -76,17 +74,14 @@ def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> li
 def _measure(
     loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], settings: TuneSettings, notes: Console
 ) -> list[Point]:
-    memory = memory_errors_explained(
-        f"on {loaded.model.device} while measuring", "a shorter --context, fewer --nodes or --dtype bfloat16"
-    )
-    with measuring_progress(notes) as bar:
+    advice = "a shorter --context, fewer --nodes or --dtype bfloat16"
+    with measuring_progress(notes) as bar, memory_errors_explained(f"on {loaded.model.device} while measuring", advice):
         task = bar.add_task("warming up", total=timings(nodes, contexts, settings.repeats))
 
         def progress(what: str) -> None:
             bar.update(task, advance=1, description=what, refresh=True)
 
-        with memory:
-            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
+        return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
 
 
 def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> Table:
