@@ -89,19 +89,14 @@ def _scope_or_file(name: str, value: Any, about: Mapping[str, Any]) -> Any:
         raise InvalidArgumentError(
             f'{name}={value!r} must be "request", "process", or the path of a file to keep the memory in'
         )
-    # One wrong letter in "process" must not make a file.
-    if isinstance(value, str) and value not in MEMORY_SCOPES and _is_word(value):
+    # One wrong letter in "process" must not make a file; nobody takes a text without folders and ending for one.
+    marks = {os.sep, os.altsep or os.sep, "~"}.intersection(os.fspath(value))
+    if isinstance(value, str) and value not in MEMORY_SCOPES and not (marks or os.path.splitext(value)[1]):
         raise InvalidArgumentError(
             f'{name}={value!r} is neither "request" nor "process"; for a file of this name write '
             f"{os.path.join(os.curdir, value)!r}"
         )
     return value
-
-
-def _is_word(text: str) -> bool:
-    """Whether a text has neither folders nor an ending, so that nobody would take it for a file."""
-    separators = {os.sep, os.altsep or os.sep, "~"}
-    return not separators.intersection(text) and not os.path.splitext(text)[1]
 
 
 def _choice(default: Any, check: _Check, **about: Any) -> Any:
