@@ -43,7 +43,6 @@ class Plan:
     """One prompt of a request, checked.
 
     Attributes:
-        request: The request.
         prompt: Its token ids.
         arguments: Of `Engine.submit`, besides those that each answer has by itself.
         seed: Of the first answer; that of each further one is one larger.
@@ -66,8 +65,7 @@ class Plan:
         """Logits processors of one answer, and how it drafts."""
         processors, config, asked = LogitsProcessorList(), self.config, self.request
         if asked.presence_penalty or asked.frequency_penalty:
-            penalty = OccurrencePenalty(asked.presence_penalty, asked.frequency_penalty, len(self.prompt))
-            processors.append(penalty)
+            processors.append(OccurrencePenalty(asked.presence_penalty, asked.frequency_penalty, len(self.prompt)))
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar.deep_copy(), len(self.prompt)))
         if self.grammar is not None and config.preset == "auto":
@@ -77,17 +75,10 @@ class Plan:
 
 
 def make_plan(served: ServedModel, request: ChoicesRequest, prompt: Prompt, settings: ServerSettings) -> Plan:
-    """Check what a request asks for.
-
-    Args:
-        served: The model.
-        request: The request.
-        prompt: Its prompt, or one of them.
-        settings: What it may ask for.
+    """Check what a request asks for behind its prompt, or one of them; `settings` say what it may ask for.
 
     Raises:
-        ApiError: It cannot be met.
-        LookaheadError: Likewise.
+        ApiError, LookaheadError: It cannot be met.
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     tokens = prompt.tokens

@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
         self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Let answers finish at the first signal, break them off at the second, stop at the third."""
+        """See uvicorn."""
         self._signals += 1
         self.should_exit = True
         if self._signals > 2:
@@ -65,16 +65,8 @@ class Server(uvicorn.Server):
 
 
 def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve models until a signal ends it.
-
-    SIGTERM and SIGINT let running requests finish and take no further ones; a second signal breaks them off, see
-    `Server`.
-
-    Args:
-        models: Each with its engine.
-        settings: Settings of the server.
-        listener: Bound to its address; see `bind`.
-    """
+    """Serve models until SIGTERM or SIGINT ends it, see `Server`, on a `listener` that is bound to its address, see
+    `bind`."""
     listener.listen(_BACKLOG)  # before its address is told: whoever reads it may connect at once
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
