@@ -1,4 +1,4 @@
-"""What clients may send. Fields that are neither declared here nor harmless (see `fields`) are refused by name."""
+"""What clients may send. Fields that are neither declared here nor harmless (see `errors`) are refused by name."""
 
 from __future__ import annotations
 
