@@ -187,13 +187,9 @@ class LlamaContext:
         """Take the cells at positions from `start` on from a sequence, -1 for all."""
         self._library.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
-    def bytes_of(self, sequence: int) -> int:
-        """Bytes of the keys and values of a sequence."""
-        return int(self._library.llama_state_seq_get_size(self._handle, sequence))
-
     def save(self, sequence: int) -> NDArray[np.uint8]:
         """The keys and values of a sequence, as llama.cpp writes them down."""
-        state = np.empty(self.bytes_of(sequence), dtype=np.uint8)
+        state = np.empty(self._library.llama_state_seq_get_size(self._handle, sequence), dtype=np.uint8)
         self._library.llama_state_seq_get_data(self._handle, _pointer(state, ctypes.c_uint8), state.size, sequence)
         return state
 

@@ -163,7 +163,7 @@ class LlamaModel:
         batch.tokens[0], batch.sequences[0], batch.counts[0], batch.reads[0] = 0, ids.ctypes.data, 1, 0
         for batch.positions[0] in range(2):
             context.run(1, reads=0)
-            sizes.append(context.bytes_of(0))
+            sizes.append(context.save(0).size)
         self.release(context)
         return max(sizes[1] - sizes[0], 1)
 

@@ -95,9 +95,8 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.llama = llama
         self.tokenizer = GGUFTokenizer(tokens, llama.chat_template)
         self.generation_config = GenerationConfig(**special_tokens)
-        # Says where inputs belong, and in which type logits come.
-        self._place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        self._embeddings = _Embeddings(len(tokens))
+        # As transformers calls it. Says how many tokens there are, where inputs belong, and in which type logits come.
+        self.embed_tokens = torch.nn.Embedding(len(tokens), 0)
         self.keeps_text = False
         self.reused_tokens = 0
         self._reader: PlainReader | None = None
@@ -106,14 +105,6 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
-
-    def get_input_embeddings(self) -> _Embeddings:
-        """How many tokens there are; the weights are llama.cpp's."""
-        return self._embeddings
-
-    def get_output_embeddings(self) -> None:
-        """None that transformers could see."""
-        return
 
     def prepare_inputs_for_generation(
         self,
@@ -158,14 +149,6 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 self._reader = PlainReader(self.llama, texts)
             logits = self._reader.read(texts)
         return CausalLMOutputWithPast(logits=logits[:, None].to(input_ids.device))
-
-
-class _Embeddings(torch.nn.Module):
-    """Stands for the table of tokens, of which only the size is known."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.num_embeddings = tokens
 
 
 class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
