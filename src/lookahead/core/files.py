@@ -56,13 +56,8 @@ def replaced(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
             file.close()
             part.unlink()
             raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the new entry of the folder outlast a power cut, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # let the new entry of the folder outlast a power cut, where the system can
+        descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
