@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from lookahead.core.protocols import Backend, Drafter, NodeOutputs, NoDrafter, RowsDrafter, StepResult
+from lookahead.core.protocols import Backend, NodeOutputs, NoDrafter, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
-
-T = TypeVar("T")
 
 Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
 """The parts of a step, in order."""
@@ -145,11 +143,14 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     batch.statistics.steps += 1
     mark("commit")
 
-    explanations = [_explained(*row) for row in zip(sequences, trees, strict=True)]  # before any drafter learns
+    explanations = [  # before any drafter learns
+        None if sequence.watcher is None else sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
+        for sequence, tree in zip(sequences, trees, strict=True)
+    ]
     mark("watch")
 
     results = [_settle(*row) for row in zip(sequences, outputs, walks, strict=True)]
-    _learn(sequences, results)
+    ask_drafters([row for row in zip(sequences, results, strict=True) if row[1] is not None], "observe")
     mark("learn")
 
     for row, result in enumerate(results):
@@ -168,11 +169,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
             tree.foresee = sequence.sampler.foresee if sequence.sampler.samples else None
             tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
             asked.append((sequence, tree))
-    ask_drafters(
-        asked,
-        lambda drafter, tree: drafter.propose(tree),
-        lambda rows, drafters, group: rows.propose_rows(drafters, group),
-    )
+    ask_drafters(asked, "propose")
     if batch.share_out is not None:
         try:
             batch.share_out(trees)
@@ -185,26 +182,23 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
     return trees
 
 
-def ask_drafters(
-    asked: Sequence[tuple[SequenceState, T]],
-    ask: Callable[[Drafter, T], None],
-    ask_rows: Callable[[RowsDrafter, Sequence[Any], Sequence[T]], None],
-) -> None:
-    """Ask the drafters of some sequences about something each, those that draft together in one call. Drafting stops
-    for sequences whose drafter raises."""
-    together: dict[RowsDrafter, list[tuple[SequenceState, T]]] = {}
+def ask_drafters(asked: Sequence[tuple[SequenceState, Any]], what: Literal["propose", "observe"]) -> None:
+    """Have the drafters of some sequences propose to a tree each, or observe a result; those that draft together in one
+    call. Drafting stops for sequences whose drafter raises."""
+    together: dict[RowsDrafter, list[tuple[SequenceState, Any]]] = {}
     for sequence, argument in asked:
         rows = getattr(sequence.drafter, "together", None) if len(asked) > 1 else None
         if rows is not None:
             together.setdefault(rows, []).append((sequence, argument))
         else:
             try:
-                ask(sequence.drafter, argument)
+                getattr(sequence.drafter, what)(argument)
             except Exception as error:
                 sequence.stop_drafting(error)
     for rows, group in together.items():
         try:
-            ask_rows(rows, [sequence.drafter for sequence, _ in group], [argument for _, argument in group])
+            drafters, arguments = [sequence.drafter for sequence, _ in group], [argument for _, argument in group]
+            getattr(rows, f"{what}_rows")(drafters, arguments)
         except Exception as error:  # it is no matter of one row
             for sequence, _ in group:
                 sequence.stop_drafting(error)
@@ -218,16 +212,6 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     return [*range(tree.root + 1), *walk.path]
 
 
-_UNWATCHED = Explanation()
-
-
-def _explained(sequence: SequenceState, tree: TokenTree) -> Explanation:
-    """Where the nodes of a sequence's tree come from, if anybody watches it."""
-    if sequence.watcher is None:
-        return _UNWATCHED
-    return sequence.ask_drafter(lambda drafter: explain(drafter, tree), explain(None, tree))
-
-
 def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk | None) -> StepResult | None:
     """What the step showed about a sequence whose text went on."""
     if walk is None:
@@ -238,22 +222,13 @@ def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk | None) ->
     return StepResult(walk.tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
 
 
-def _learn(sequences: Sequence[SequenceState], results: Sequence[StepResult | None]) -> None:
-    """Let drafters learn from the step."""
-    ask_drafters(
-        [(sequence, result) for sequence, result in zip(sequences, results, strict=True) if result is not None],
-        lambda drafter, result: drafter.observe(result),
-        lambda rows, drafters, group: rows.observe_rows(drafters, group),
-    )
-
-
-def _tell(batch: Batch, row: int, result: StepResult, explanation: Explanation, before: Seconds) -> None:
+def _tell(batch: Batch, row: int, result: StepResult, explanation: Explanation | None, before: Seconds) -> None:
     """Count the step of one sequence, and tell those who watch or listen. `before` are the times before the step."""
     sequence, nodes = batch.sequences[row], len(result.tree) - result.tree.root
     record = StepRecord(sequence.index, sequence.steps, result.tokens, nodes, sequence.finished)
     batch.statistics.record(record)
     try:
-        if sequence.watcher is not None:
+        if sequence.watcher is not None and explanation is not None:
             sequence.watcher(result, explanation, batch.statistics.seconds.since(before), sequence.finished)
         for listener in sequence.listeners:
             listener(record)
