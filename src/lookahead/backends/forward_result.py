@@ -168,7 +168,7 @@ def forward_results(
         here = _likeliest(logits, top_k)
         if len(lengths) == 1 == lengths[0] == len(logits):  # a step of plain decoding
             return [ForwardResult(logits, {0: 0}, lambda: here, borrowed, downloads)]
-        found: Listed | Callable[[], Listed] = here._replace(predictions=argmax(logits))
+        found: Callable[[], Listed] = partial(here._replace, predictions=argmax(logits))
     else:
         read = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
         found = cache(lambda: unpack_likeliest(read(), top_k))
@@ -201,12 +201,10 @@ def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
     return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 
-def _of_tree(
-    found: Listed | Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int
-) -> Listed:
+def _of_tree(found: Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int) -> Listed:
     """What is found of `rows` of logits, which are those after `nodes`, for all of a tree's nodes."""
     spread = []
-    for values, unread in zip(found() if callable(found) else found, (-1, 0, -1), strict=True):
+    for values, unread in zip(found(), (-1, 0, -1), strict=True):
         assert values is not None
         spread.append(np.full((length, *values.shape[1:]), unread, dtype=values.dtype))
         spread[-1][nodes] = values[rows]

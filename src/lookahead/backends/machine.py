@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from time import get_clock_info, perf_counter, thread_time
 from typing import Any
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_FINE = 1e-5
-"""Seconds that the clock of a thread must tell apart; on some systems it ticks in hundredths."""
+_thread_clock = thread_time if get_clock_info("thread_time").resolution <= 1e-5 else perf_counter
+"""The clock of a thread, unless it ticks in hundredths of a second, as on some systems."""
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:
@@ -29,7 +28,7 @@ def step_clock(device: torch.device) -> Callable[[], float]:
     On a CPU the time of the calling thread, which takes part in all of the work and waits for nothing else: what other
     processes take of a busy machine would hide the differences between sizes. Elsewhere it is the wall clock.
     """
-    return thread_time if device.type == "cpu" and _thread_time_is_fine() else perf_counter
+    return _thread_clock if device.type == "cpu" else perf_counter
 
 
 class PausingClock:
@@ -55,11 +54,6 @@ class PausingClock:
             yield
         finally:
             self._paused += self._time() - start
-
-
-@cache
-def _thread_time_is_fine() -> bool:
-    return get_clock_info("thread_time").resolution <= _FINE
 
 
 _MEMINFO = Path("/proc/meminfo")

@@ -171,7 +171,6 @@ def decode_with_lookahead(
             return_dict_in_generate=True,
             **arguments_of(loaded, prompt) | options,
         )
-        recording.complete = True
         recording.statistics = output.statistics
     return output
 
@@ -209,7 +208,6 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
         sequences = loaded.model.generate(**arguments_of(loaded, prompt) | options)  # [1, S + new tokens]
         for number, token in enumerate(sequences[0, prompt.input_ids.shape[1] :].tolist(), start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
-        recording.complete = True
 
 
 def arguments_of(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
@@ -234,6 +232,7 @@ def _timed(loaded: LoadedModel, recording: Recording) -> Iterator[None]:
     try:
         with memory_errors_explained(f"on {loaded.model.device} while decoding", advice):
             yield
+        recording.complete = True
     finally:
         recording.wall_seconds = perf_counter() - wall
         recording.cpu_seconds = process_time() - cpu

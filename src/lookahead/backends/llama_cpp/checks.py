@@ -63,6 +63,7 @@ def largest_difference(model: LlamaModel) -> float:
     usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
     text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
     context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
+    kind = LlamaChainRunner if model.has_states else LlamaRunner
     if model.has_states:
         draft = chains(random.Random(0), _DEPTH)
     else:
@@ -70,8 +71,7 @@ def largest_difference(model: LlamaModel) -> float:
     found = []
     for drafts in (nothing, draft):
         context.clear()
-        runner = LlamaChainRunner(context) if model.has_states else LlamaRunner(context, 1)
-        found += follow(runner, [text], _PROMPT, drafts)
+        found += follow(kind(context, 1), [text], _PROMPT, drafts)
     model.release(context)
     plain, drafted = found
     return difference([drafted], [plain]) / float(plain.std())

@@ -131,7 +131,7 @@ class LlamaModel:
 
     def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
         self.path, self.threads, self.fast_kv, self.gpu_layers = path, threads, fast_kv, n_gpu_layers
-        self._free: list[LlamaContext] = []
+        self._free: LlamaContext | None = None
         self._lock = Lock()
         library = binding()
         self.owner = ModelOwner(_load(path, n_gpu_layers))
@@ -186,24 +186,23 @@ class LlamaModel:
             resumes: Leave the text in it that it was released with. Otherwise there is nothing in it.
         """
         with self._lock:
-            for context in self._free:
-                if context.cells >= cells and context.sequences >= sequences:
-                    self._free.remove(context)
-                    if context.text and not resumes:
-                        context.clear()
-                    return context
-            self._free.clear()
+            context, self._free = self._free, None
+        if context is not None and context.cells >= cells and context.sequences >= sequences:
+            if context.text and not resumes:
+                context.clear()
+            return context
+        del context  # before another one takes memory
         # With room to spare, so that a call with a somewhat longer text can use it again.
         return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
 
     def release(self, context: LlamaContext, text: Sequence[int] = ()) -> None:
-        """Return a context to the pool; `text` is what its first sequence holds, if that is to be kept."""
+        """Return a context for another caller; `text` is what its first sequence holds, if that is to be kept."""
         if text:
             context.keep(text)
         else:
             context.clear()
         with self._lock:
-            self._free = [context]
+            self._free = context
 
 
 def _load(path: Path, n_gpu_layers: int) -> Any:

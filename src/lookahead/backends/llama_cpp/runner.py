@@ -143,15 +143,10 @@ class LlamaChainRunner(LlamaRunner):
     them goes on. If all of the draft is accepted, the new state stays. If not, the text is taken back from the second
     sequence, and the accepted tokens are sent again in front of the next draft, as pending tokens.
 
-    Args:
-        context: Where states, keys and values are; empty, with two sequence ids.
-        last_length: See `LlamaRunner`.
+    Made as `LlamaRunner`, of a context with two sequence ids, for one row.
     """
 
     chains = True
-
-    def __init__(self, context: LlamaContext, last_length: int | None = None) -> None:
-        super().__init__(context, 1, last_length)
 
     def resume(self, text: Sequence[int]) -> int:
         """Begin with what the context holds, if `text` goes on from the end of it; returns how many tokens that is."""

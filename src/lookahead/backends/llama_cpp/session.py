@@ -106,10 +106,8 @@ class GGUFCall(Call):
         sequences = 2 if llama.has_states else min(MOST_SEQUENCES, rows * max(nodes - 1, 1))
         self._keeps = model.keeps_text and rows == 1
         self._context = context = llama.acquire(cells, sequences, resumes=self._keeps)
-        if llama.has_states:
-            self.runner = LlamaChainRunner(context, llama.last_length)
-        else:
-            self.runner = LlamaRunner(context, rows, llama.last_length)
+        kind = LlamaChainRunner if llama.has_states else LlamaRunner
+        self.runner = kind(context, rows, llama.last_length)
         self.runner.most_nodes = most
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
