@@ -84,12 +84,8 @@ def refused(param: str, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception, content_type: str = "") -> ApiError:
-    """Any error in the form that clients know: what the library refuses is the request's fault.
-
-    Args:
-        error: The error.
-        content_type: What the request says that its body is.
-    """
+    """Any error in the form that clients know: what the library refuses is the request's fault. `content_type` is what
+    the request says that its body is."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):

@@ -117,7 +117,6 @@ class Generation:
         ended: Called once when it is through.
 
     Attributes:
-        served, request: As given.
         plans: One for each prompt, once `submit` was called.
         answers: The answers, likewise; `request.n` for each plan.
     """

@@ -96,7 +96,6 @@ class Guard:
     """Lets a request through that names a key, and arrives whole, in time, and not too large.
 
     Args:
-        app: The application.
         settings: Keys and limits.
         refused: Told the status of each request that is not let through.
     """

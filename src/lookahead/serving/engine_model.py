@@ -26,13 +26,10 @@ class EngineModel:
     """A model that runs requests.
 
     Args:
-        model: The model.
         config: How requests draft that say nothing about it.
         max_rows, kv_bytes, prefix_cache, prefix_bytes: As for `Engine`.
 
     Attributes:
-        model: As given.
-        config: Likewise.
         session: How it is run.
         runner: What runs its rows.
         memory: Where their keys and values are.

@@ -41,7 +41,6 @@ class Request:
             `None`.
 
     Attributes:
-        arguments, drafting, predicted: Likewise.
         sequence: The text, for `step`.
         rule: When it is complete.
         row: Its keys and values, where rows come and go.
@@ -175,8 +174,6 @@ class Steps:
         come_and_go: Whether the rows of `backend` do, so that each step has its own; else it has all of a call.
 
     Attributes:
-        backend: Likewise.
-        come_and_go: Likewise.
         batch: What is handed to `step`.
     """
 
