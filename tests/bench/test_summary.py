@@ -11,9 +11,9 @@ import pytest
 from command import main
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.bench.measuring import steps_within
-from lookahead.bench.rows import read_results
+from lookahead.bench.rows import read_lines, results
 from lookahead.bench.suite import MethodSpec
-from lookahead.bench.summary import RunSet, differences, first_difference, summarise
+from lookahead.bench.summary import RunSet, differences, first_difference, references, summarise
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
@@ -144,12 +144,12 @@ def test_identical_says_whether_a_difference_is_an_error() -> None:
     other = row("engine", "a", [1, 1, 1], 1.0, output=[0, 1, 7])
     rows = [row("plain", "a", [1, 1, 1], 1.0), other]
     assert first(summarise(rows)).methods[1].identical == "NO, 0 of 1"
-    assert [str(found) for found in differences(rows)] == [
+    assert [str(found) for found in differences(rows, references(rows))] == [
         "engine on a (tiny, words, pass 1): differs from the reference at new token 2"
     ]
     other["exact"] = False
     assert first(summarise(rows)).methods[1].identical == "0 of 1"
-    assert not differences(rows)[0].is_error
+    assert not differences(rows, references(rows))[0].is_error
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_old_rows_without_nodes_of_each_step_are_summarised() -> None:
 def test_files_of_other_content_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(InvalidArgumentError, match=message):
-        read_results(tmp_path / "bad.jsonl")
+        results(tmp_path / "bad.jsonl", read_lines(tmp_path / "bad.jsonl"))
 
 
 def test_plots_need_matplotlib_and_a_folder(

@@ -115,16 +115,6 @@ class RowsFile:
             self._file = self._target.open("a", **TEXT)
 
 
-def open_results(path: Path, *, restart: bool = False) -> RowsFile:
-    """The rows of a suite: begin a file, go on with it, or throw the rows of an existing one away.
-
-    Raises:
-        InvalidArgumentError: The file holds something else.
-        OSError: It cannot be written.
-    """
-    return RowsFile(path, _checked(path, kept_lines(path, restart=restart)), key_of)
-
-
 def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
     """Refuse to go on with a file whose rows were measured in another way.
 
@@ -194,16 +184,12 @@ def read_lines(path: Path) -> list[Row]:
     return rows
 
 
-def read_results(path: Path) -> list[Row]:
-    """The rows of a suite.
+def results(path: Path, rows: list[Row]) -> list[Row]:
+    """The rows of a file, if they are those of a suite.
 
     Raises:
-        InvalidArgumentError: The file cannot be read, or holds something else.
+        InvalidArgumentError: They are something else.
     """
-    return _checked(path, read_lines(path))
-
-
-def _checked(path: Path, rows: list[Row]) -> list[Row]:
     for number, row in enumerate(rows, start=1):
         if any(name not in row for name in _NEEDED):
             raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")

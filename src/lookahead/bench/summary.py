@@ -105,14 +105,13 @@ def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
     return outputs
 
 
-def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]] | None = None) -> list[Difference]:
+def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[Difference]:
     """The outputs that are not the reference's; those without a reference are not compared.
 
     Args:
         rows: The runs to compare.
-        expected: The references, if they are not in `rows`.
+        expected: The references; see `references`.
     """
-    expected = references(rows) if expected is None else expected
     compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
     places = [(row, first_difference(row["output"], text)) for row, text in compared]
     return [Difference(row, place, bool(row["exact"])) for row, place in places if place is not None]
