@@ -191,7 +191,7 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
             recording = waiting.pop(0)
             heat = 0.0 if recording.sampling is None else recording.sampling.temperature
-            drafter = build_drafter(LookaheadConfig(), memory=memory, budget=shared)
+            drafter = build_drafter(LookaheadConfig(), memory=memory, pace=shared)
             sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
             running.append((sequence, PlayedRow(recording), heat))
         if not running:

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
-from lookahead.bench.rows import RowsFile, describe_machine, open_results, read_results
+from lookahead.bench.rows import RowsFile, describe_machine, kept_lines, key_of, read_lines, results
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
-from lookahead.bench.summary import Difference, RunSet, differences, summarise
+from lookahead.bench.summary import Difference, RunSet, differences, references, summarise
 from lookahead.cli import process
 from lookahead.cli.loading import compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
@@ -38,7 +38,8 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
-    with open_results(settings.output, restart=settings.restart) as file:
+    kept = results(settings.output, kept_lines(settings.output, restart=settings.restart))
+    with RowsFile(settings.output, kept, key_of) as file:
         try:
             with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):
                 _measure(benchmark, file, circumstances, consoles.notes)
@@ -47,13 +48,13 @@ def run(settings: BenchSettings, suite: Suite) -> int:
             return process.INTERRUPTED
     for (model, task), runs in summarise(file.rows).items():
         consoles.out.print(summary_table(runs, f"{model}, {task}"))
-    return _verdict(differences(file.rows), consoles.notes)
+    return _verdict(differences(file.rows, references(file.rows)), consoles.notes)
 
 
 def fit_law(settings: LawSettings) -> int:
     """Print alpha and f of the scaling law for each model and task, and return the exit code."""
     consoles = Consoles(no_color=settings.no_color)
-    rows = read_results(settings.results)
+    rows = results(settings.results, read_lines(settings.results))
     if not law_points(rows):
         raise InvalidArgumentError(
             f"{settings.results}: no runs of the paper's method with W = G and a pool of the window's own"

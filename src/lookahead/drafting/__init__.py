@@ -5,6 +5,7 @@ from __future__ import annotations
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, LookaheadConfig
 from lookahead.core.pace import Pace, PacedRow
 from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
+from lookahead.core.shared_pace import SharedPace
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.predicted_text import PredictedText
@@ -45,10 +46,9 @@ def build_drafter(  # noqa: PLR0913
     config: LookaheadConfig,
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
-    pace: Pace | None = None,
+    pace: Pace | SharedPace | None = None,
     most: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
-    budget: StepBudget | None = None,
     predicted: PredictedText | None = None,
     chains: bool = False,
 ) -> Drafter:
@@ -58,11 +58,10 @@ def build_drafter(  # noqa: PLR0913
         config: What to build.
         pool: The n-gram pool that the paper's method uses; a new one if not given.
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
-        pace: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
-            given.
+        pace: Chooses the nodes of `"auto"`: those of this text, without a `step_budget`, or of all texts of a step;
+            `FIXED_BUDGET` nodes a step if not given.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
-        budget: Chooses the nodes of `"auto"`, instead of the configuration and the pace.
         predicted: A text that is expected, which `"auto"` drafts from as well.
         chains: Whether drafts are single paths, for a model that runs no trees.
 
@@ -84,12 +83,14 @@ def build_drafter(  # noqa: PLR0913
     if config.preset == "context_matches":
         return AutoDrafter(None, fixed, chains=chains)
     cap = min(most, MOST_CHOSEN_NODES)
-    chooses: int | StepBudget = fixed if budget is None else budget
-    if budget is None and pace is not None and config.step_budget is None:
-        chooses = PacedRow(pace, resends=chains, most=cap)
+    budget: int | StepBudget = fixed
+    if isinstance(pace, SharedPace):
+        budget = pace
+    elif pace is not None and config.step_budget is None:
+        budget = PacedRow(pace, resends=chains, most=cap)
     return AutoDrafter(
         memory or DraftMemory(),
-        chooses,
+        budget,
         cap,
         sources=_checked_sources(config, vocabulary),
         predicted=predicted,

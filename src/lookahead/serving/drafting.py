@@ -65,17 +65,14 @@ class Drafting:
 
     def drafter(self, predicted: PredictedText | None) -> Drafter:
         """Make the drafter of one text, which may be expected."""
-        pace = self._pace if isinstance(self._pace, Pace) else None
         vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
-        budget = self._pace if self.shares and isinstance(self._pace, SharedPace) else None
         return build_drafter(
             self.config,
             self._pool,
             self._memory,
-            pace,
+            self._pace,
             most=self.most_nodes,
             vocabulary=vocabulary,
-            budget=budget,
             predicted=predicted,
             chains=self._chains,
         )
