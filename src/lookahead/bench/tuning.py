@@ -67,7 +67,6 @@ class StepBench:
     Args:
         model: The model.
         context: Tokens of random text to fill the cache with.
-        seed: Of the text and the trees.
         pack_weights: See `LookaheadConfig.pack_weights`.
         engine: See `LookaheadConfig.engine`.
 
@@ -80,12 +79,11 @@ class StepBench:
         self,
         model: PreTrainedModel,
         context: int,
-        seed: int = 0,
         pack_weights: bool = False,
         engine: str = "auto",
     ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
         self._vocabulary = int(vocabulary)
         self.context = context
         module, steps = engine_model(model, pack_weights, invariant=False), None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lookahead.core.protocols import Backend, NodeOutputs, NoDrafter, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
@@ -110,16 +110,8 @@ class Batch:
         return all(sequence.finished for sequence in self.sequences)
 
 
-class DoneStep(NamedTuple):
-    """What a step did.
-
-    Attributes:
-        trees: What was sent, for each sequence.
-        results: What it showed about each sequence; `None` where no text went on.
-    """
-
-    trees: Sequence[TokenTree]
-    results: Sequence[StepResult | None]
+DoneStep = tuple[Sequence[TokenTree], Sequence[StepResult | None]]
+"""For each sequence what a step sent, and what it showed about it; `None` where no text went on."""
 
 
 def step(backend: Backend, batch: Batch) -> DoneStep:
@@ -156,7 +148,7 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
     for row, result in enumerate(results):
         if result is not None:
             _tell(batch, row, result, explanations[row], before)
-    return DoneStep(trees, results)
+    return trees, results
 
 
 def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:

@@ -73,7 +73,8 @@ class StepTimer:
 
     def end(self, batch: Batch, done: DoneStep, drafted: bool) -> StepTime:
         """Time and tokens of the step; `drafted`: see `StepTime`."""
-        trees, results = done.trees, [result for result in done.results if result is not None]
+        trees, shown = done
+        results = [result for result in shown if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
         seconds = self._clock() - self._start
