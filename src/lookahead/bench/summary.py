@@ -40,12 +40,9 @@ def repeated_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD)
     is to be kept apart from the rest, and there the strict reading is the safe one: what is left is free of
     cycles altogether, and a text called "little repeated" is so on any reading.
 
-    Periods up to `max_period` are tried; the time taken is O(len(tokens) * max_period), in numpy.
-
     Args:
         tokens: Token ids, of the generated text alone.
-        max_period: Longest block that is looked for. Nothing longer than half of the text can repeat anyway,
-            so this matters only for texts of more than twice this length, where it keeps the time linear.
+        max_period: Longest block that is looked for, so that time is linear in the length of the text.
     """
     covered = np.zeros(len(tokens), dtype=bool)
     for start, end, _ in repeated_cycles(tokens, max_period):

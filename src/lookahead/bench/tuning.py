@@ -30,9 +30,6 @@ BRANCH = 4
 LISTED = 8
 """Likeliest tokens that a step with a draft lists for each node; one without lists none."""
 
-Progress = Callable[[str], None]
-"""Called with what is being timed, before each timing."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -137,7 +134,7 @@ def measure(
     node_counts: Sequence[int] = NODE_COUNTS,
     contexts: Sequence[int] = CONTEXTS,
     repeats: int = 7,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] = lambda what: None,
     pack_weights: bool = False,
 ) -> list[Point]:
     """Time steps of each size after texts of each length; the points are in the order in which they were asked for.
@@ -159,12 +156,11 @@ def measure(
         UnsupportedArgumentError: The weights cannot be packed here.
     """
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    note = progress or (lambda _: None)
     with torch.no_grad():
         benches = [StepBench(model, context, pack_weights=pack_weights) for context in contexts]
         for _ in range(repeats + 1):
             for bench, nodes in product(benches, node_counts):
-                note(f"{nodes} nodes, context {bench.context}")
+                progress(f"{nodes} nodes, context {bench.context}")
                 work = partial(bench.step, bench.tree(nodes))
                 times[nodes, bench.context].append(seconds_of(model.device, work))
                 bench.undo()

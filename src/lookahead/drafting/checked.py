@@ -13,9 +13,6 @@ from lookahead.core.watching import Explanation, explain
 from lookahead.drafting.auto.sources import Source, TokenPaths
 from lookahead.errors import InvalidArgumentError
 
-MEMBERS = ("top_k", "start", "propose", "observe", "statistics")
-SOURCE_MEMBERS = ("name", "start", "propose", "observe")
-
 
 def _check_members(field: str, made: Any, members: Sequence[str]) -> None:
     """Refuse what a factory in a field of `LookaheadConfig` made, if it lacks one of these."""
@@ -44,7 +41,7 @@ class CheckedDrafter:
         self, make: Callable[[], Any], most: int, vocabulary: int | None = None, chain: int | None = None
     ) -> None:
         drafter = make()
-        _check_members("drafter", drafter, MEMBERS)
+        _check_members("drafter", drafter, ("top_k", "start", "propose", "observe", "statistics"))
         self._drafter: Drafter = drafter
         self._most = most
         self._vocabulary = vocabulary
@@ -98,7 +95,7 @@ class CheckedSource:
     """
 
     def __init__(self, source: Any, vocabulary: int | None = None) -> None:
-        _check_members("sources", source, SOURCE_MEMBERS)
+        _check_members("sources", source, ("name", "start", "propose", "observe"))
         if not isinstance(source.name, str) or not source.name:
             raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
         self._source: Source = source

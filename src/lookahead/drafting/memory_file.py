@@ -26,9 +26,6 @@ _PATIENCE = 30.0
 _FORMAT = 2
 _NO_MEMORY = "is no saved memory"
 
-_Version = tuple[int, int, int, int]
-"""Identifies one content of a file; each content is written to a new file."""
-
 
 class _DamagedFileError(ValueError):
     """A file is of no use; the message says what it is, but not which file that is."""
@@ -91,8 +88,8 @@ class MemoryFile:
                 self._read_version = _version(target)
 
 
-def _version(path: Path) -> _Version | None:
-    """What `path` holds now; `None` if there is nothing."""
+def _version(path: Path) -> tuple[int, int, int, int] | None:
+    """What identifies the content of `path`, as each is written to a new file; `None` if there is nothing."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
