@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,9 +68,7 @@ class RowsFile:
     def __enter__(self) -> RowsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with named(self.path):  # what could not be written is tried once more
             self._file.close()
             if self._compressed is not None:

@@ -58,8 +58,7 @@ class Seconds:
 
     def since(self, before: Seconds) -> Seconds:
         """What was added since these were `before`."""
-        names = [field.name for field in fields(self)]
-        return Seconds(*(getattr(self, name) - getattr(before, name) for name in names))
+        return Seconds(*(getattr(self, part.name) - getattr(before, part.name) for part in fields(self)))
 
 
 @dataclass

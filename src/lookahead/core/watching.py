@@ -13,9 +13,6 @@ from lookahead.core.protocols import StepResult
 from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind, TokenTree
 
-UNNAMED = "draft"
-"""Source of a node whose drafter says nothing about it."""
-
 WINDOW = "lookahead window"
 
 CERTAIN = "certain"
@@ -61,5 +58,5 @@ def explain(drafter: Any, tree: TokenTree) -> Explanation:
     kinds = tree.kinds[tree.root + 1 :]
     if len(explanation.origins) == len(kinds):
         return explanation
-    origins = [Origin((WINDOW if kind is NodeKind.WINDOW else UNNAMED,)) for kind in kinds]
+    origins = [Origin((WINDOW if kind is NodeKind.WINDOW else "draft",)) for kind in kinds]
     return Explanation(origins, explanation.entries)

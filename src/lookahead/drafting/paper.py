@@ -11,8 +11,6 @@ from lookahead.core.watching import WINDOW, Explanation, Origin
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.window import JacobiWindow
 
-POOL = "n-gram pool"
-
 
 class PaperDrafter:
     """Algorithm 2 of the paper.
@@ -58,7 +56,7 @@ class PaperDrafter:
     def explain(self, tree: TokenTree) -> Explanation:
         """Candidates are of the pool, all other nodes of the window."""
         kinds = tree.kinds[tree.root + 1 :]
-        origins = [Origin((POOL if kind is NodeKind.CANDIDATE else WINDOW,)) for kind in kinds]
+        origins = [Origin(("n-gram pool" if kind is NodeKind.CANDIDATE else WINDOW,)) for kind in kinds]
         return Explanation(origins, len(self.pool))
 
     def observe(self, result: StepResult) -> None:
