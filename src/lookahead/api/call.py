@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """The rows of one call: prepared, decoded, and returned.
-
-    Args:
-        arguments: What it asks for.
-        config: How to draft.
-        pool: A pool for all rows.
-        prediction: What is expected of them.
-        parallel: The ranks that decode them; this process alone if not given.
+    """The rows of one call of `generate`, which says what the arguments are: prepared, decoded, and returned.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.

@@ -43,9 +43,6 @@ class Fields(BaseModel):
         return values
 
 
-Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"]
-
-
 class Body(Fields):
     """Base of whole requests: all of their text is text."""
 
@@ -63,7 +60,7 @@ class LookaheadOptions(Fields):
     """How to draft for this request; it changes the number of steps, never the text."""
 
     enabled: bool = Field(default=True, description="false: plain decoding, one token a step")
-    preset: Preset | None = None
+    preset: Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"] | None = None
     step_budget: int | None = Field(default=None, ge=1, le=MAX_NODES_PER_STEP, description="most nodes of a step")
     statistics: bool = Field(default=False, description="tell steps and tokens per step with the usage")
     steps: bool = Field(default=False, description="streaming: tell the token tree of each step with its tokens")

@@ -124,18 +124,6 @@ class Service:
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
 
 
-def _notes(generation: Generation) -> dict[str, Any]:
-    """What the log says of a request."""
-    answers = generation.answers
-    return {
-        "user": generation.request.user,
-        "prompt_tokens": sum(len(plan.prompt) for plan in generation.plans),
-        "completion_tokens": sum(answer.handle.statistics.tokens for answer in answers),
-        "steps": sum(answer.handle.statistics.steps for answer in answers),
-        "finish_reasons": [answer.handle.finish_reason or "cancelled" for answer in answers],
-    }
-
-
 def _check(request: ChoicesRequest) -> None:
     if "stream_options" in request.model_fields_set and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")

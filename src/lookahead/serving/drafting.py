@@ -39,7 +39,6 @@ class Drafting:
         chains: Whether drafts are chains.
 
     Attributes:
-        config: As given.
         most_nodes: Nodes that a tree has at most.
         shares: Whether candidates compete with those of other texts.
     """

@@ -11,7 +11,6 @@ from lookahead.backends.session import open_session
 from lookahead.backends.transformers.checks import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
-from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -49,7 +48,10 @@ class EngineModel:
         self.model = model
         self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
         self.session = open_session(model)
-        self._shared = SharedPace(self._pace, config.step_budget)
+        self._shared = SharedPace(
+            lambda rows, temperature: draft_pace(self.runner.model, config, rows, temperature, self.runner.chains),
+            config.step_budget,
+        )
         if prefix_bytes is None:
             prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
         self._rows = config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
@@ -135,10 +137,6 @@ class EngineModel:
         """Makes the drafter of a request."""
         runner = self.runner
         return Drafting(self.model, config, self._shared, most_nodes=runner.most_nodes, chains=runner.chains)
-
-    def _pace(self, rows: int, temperature: float) -> Pace:
-        """The pace of steps with so many rows of this model."""
-        return draft_pace(self.runner.model, self.config, rows, temperature, self.runner.chains)
 
     def read_inputs(self, request: Request) -> None:
         """Let the model itself read a prompt that is more than tokens. All but its last token stays: that one is sent
