@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lookahead.core.protocols import Backend, NodeOutputs, NoDrafter, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState

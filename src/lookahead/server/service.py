@@ -90,8 +90,15 @@ class Service:
 
         def ended() -> None:
             self._running.pop(generation)
-            self.metrics.through(served.name, generation.answers, request.n)
-            http.state.notes.update(_notes(generation))
+            answers = generation.answers
+            self.metrics.through(served.name, answers, request.n)
+            http.state.notes.update(  # for the log
+                user=request.user,
+                prompt_tokens=sum(len(plan.prompt) for plan in generation.plans),
+                completion_tokens=sum(answer.handle.statistics.tokens for answer in answers),
+                steps=sum(answer.handle.statistics.steps for answer in answers),
+                finish_reasons=[answer.handle.finish_reason or "cancelled" for answer in answers],
+            )
 
         generation = Generation(served, request, self._settings, self.metrics, ended)
         self._running[generation] = count
