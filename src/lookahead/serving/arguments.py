@@ -150,6 +150,10 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
         InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
+    if mask.all():
+        rows: list[list[int]] = input_ids.tolist()
+        if all(min(row) >= 0 and max(row) < vocabulary for row in rows):
+            return rows
     outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
     if outside.any():
         raise InvalidArgumentError(
