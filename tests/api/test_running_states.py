@@ -80,7 +80,7 @@ def text_of_generate(family: str, sampled: bool) -> torch.Tensor:
 def test_drafts_are_accepted_and_states_counted() -> None:
     output = decode(tiny(), prompt(), LookaheadConfig(step_budget=8), max_new_tokens=80, do_sample=False)
     assert output.statistics is not None
-    assert output.statistics.step_compression > 1.1
+    assert output.statistics.step_compression > 1.05
     # One layer of linear attention: the convolution's state and that of the heads, float32.
     drafted = sum(nodes > 1 for nodes in output.statistics.nodes_per_step)
     layer = next(layer for layer in output.past_key_values.layers if hasattr(layer, "recurrent_states"))
