@@ -18,6 +18,7 @@ import numpy as np
 
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
+from lookahead.core.sequence import common_start
 
 MAX_PERIOD = 256
 """Longest cycle that is looked for by default: every cycle that fits twice into 512 tokens."""
@@ -116,10 +117,8 @@ def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[
 
 def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | None:
     """Index of the first token that differs; `None` for identical texts."""
-    if list(output) == list(expected):
-        return None
-    pairs = zip(output, expected, strict=False)  # one may be the beginning of the other
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output), len(expected)))
+    place = common_start(output, expected)
+    return None if place == len(output) == len(expected) else place
 
 
 class Ratio(NamedTuple):

@@ -18,17 +18,11 @@ from transformers.cache_utils import Cache
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
 from lookahead.cli import process
-from lookahead.cli.generate import (
-    Prompt,
-    Recording,
-    decode_with_lookahead,
-    fitted,
-    run_report,
-    text_options,
-)
+from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, fitted, run_report, text_options
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
+from lookahead.core.sequence import common_start
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
 from lookahead.text import conversation_text
@@ -160,8 +154,7 @@ class Conversation:
 
     def _crop(self, ids: Sequence[int]) -> int:
         """Crop the cache to what begins `ids`, as computing all of it anew would give it; returns the tokens kept."""
-        most = min(len(self.cached), len(ids) - 1)  # the last token is always computed, to see what follows it
-        kept = next((place for place in range(most) if self.cached[place] != ids[place]), most)
+        kept = common_start(self.cached, ids[:-1])  # the last token is always computed, to see what follows it
         limit = self._loaded.fixed_positions
         if self._cache is not None and kept < len(self.cached):
             try:

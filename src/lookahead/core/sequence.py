@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from traceback import extract_tb
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookahead.core.protocols import Drafter, NoDrafter, Sampler
 from lookahead.core.statistics import OnStep
 from lookahead.core.watching import StepWatcher
 from lookahead.errors import LookaheadWarning
 
 T = TypeVar("T")
+
+Tokens = Sequence[int] | NDArray[np.int64]
 
 Stop = Callable[[Any], bool]
 """Says whether a sequence, a `SequenceState`, is complete; called after every token."""
@@ -97,3 +102,14 @@ class SequenceState:
         """Add a token to the text; whether the text is complete with it."""
         self.tokens.append(token)
         return self.stop(self)
+
+
+def common_start(first: Tokens, second: Tokens) -> int:
+    """How many tokens two texts begin with in common."""
+    size = 0
+    for most in (16, None):  # most texts differ at once, and long ones take long to make arrays of
+        size = min(len(first[:most]), len(second[:most]))
+        differ = np.flatnonzero(np.asarray(first[:size]) != np.asarray(second[:size]))
+        if len(differ):
+            return int(differ[0])
+    return size

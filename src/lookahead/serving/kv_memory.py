@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.base import Runner, TextRow
 from lookahead.backends.transformers.tree_cache import whole_blocks
+from lookahead.core.sequence import common_start
 from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ FEWEST_BLOCKS = 64
 
 PREFIX_BYTES = 1 << 30
 """Bytes of finished texts that are kept where nothing is said about it and memory is not limited."""
-
 
 LEAST = 16
 """Tokens that two texts must begin with in common, or nothing is reused."""
@@ -165,7 +165,7 @@ class KVMemory:
         """The finished text with the longest common prefix with `text`, now used last, and the length of that."""
         found = ((common_start(text, prefix.tokens), place) for place, prefix in enumerate(self._prefixes))
         most, place = max(found, default=(0, 0))
-        if not most:
+        if most < LEAST:
             return None, 0
         self._prefixes.append(self._prefixes.pop(place))
         return self._prefixes[-1], most
@@ -183,15 +183,3 @@ class KVMemory:
         if self.tokens is None or self.runner.keeps_apart:
             return self._prefix_tokens
         return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._prefix_tokens)
-
-
-Text = Sequence[int] | NDArray[np.int64]
-
-
-def common_start(text: Text, other: Text) -> int:
-    """How many tokens two texts begin with in common; 0 where these are fewer than `LEAST`."""
-    if len(text) < LEAST or len(other) < LEAST or list(text[:LEAST]) != list(other[:LEAST]):
-        return 0
-    size = min(len(text), len(other))
-    differ = np.flatnonzero(np.asarray(text[:size]) != np.asarray(other[:size]))
-    return int(differ[0]) if len(differ) else size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.rows import ID_BYTES, Branches, LlamaRow, SequenceIds, branches
+from lookahead.core.sequence import common_start
 from lookahead.core.token_tree import TokenTree
 
 LONGEST_DRAFTED_PREFILL = 32
@@ -244,9 +244,3 @@ class PlainReader:
         results = self._runner.forward(trees)
         self._runner.commit([range(len(tree)) for tree in trees])
         return torch.cat([result.logits_after(tree.root) for result, tree in zip(results, trees, strict=True)])
-
-
-def common_start(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
