@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.machine import Downloads
-from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _LISTED_FROM = 4096
@@ -48,7 +47,7 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
         those of large vocabularies are exact to three digits: drafts need no more.
     """
     vocabulary = logits.shape[1]
-    is_listed = IS_COMPILED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    is_listed = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     if is_listed and vocabulary >= max(_LISTED_FROM, count * BLOCK):
         return _listed(logits, count)
     ids = logits.topk(count, dim=-1).indices

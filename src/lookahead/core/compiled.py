@@ -19,24 +19,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import numba
 import numpy as np
+from numba.core import caching, event
+from numba.core.cpu import CPUTargetOptions
 
 from lookahead.core.files import user_cache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-try:
-    _numba: Any = import_module("numba")
-except ImportError:
-    _numba = None
-
-IS_COMPILED = _numba is not None
-"""Whether loops are compiled. Where they are not, operations on whole arrays may be faster than they are."""
-
 
 _VECTORIZED = frozenset({"nnan", "nsz", "reassoc", "contract"})
 """What LLVM may suppose where loops over many numbers are to be vectorised."""
@@ -45,7 +38,7 @@ _VECTORIZED = frozenset({"nnan", "nsz", "reassoc", "contract"})
 def compiled(
     function: Function, releases_gil: bool = False, makes_arrays: bool = False, vectorizes: bool = False
 ) -> Function:
-    """Compile `function` at its first call, if numba is there. It keeps to loops over numpy arrays and numbers.
+    """Compile `function` at its first call. It keeps to loops over numpy arrays and numbers.
 
     Args:
         function: The loop.
@@ -54,8 +47,7 @@ def compiled(
         vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
     """
     loop = _compile(function, vectorizes, makes_arrays, nogil=releases_gil)
-    if IS_COMPILED:
-        keep_compiled(loop)
+    keep_compiled(loop)
     return loop
 
 
@@ -69,14 +61,12 @@ def inner(function: Function, vectorizes: bool = False) -> Function:
 
 
 def _compile(function: Function, vectorizes: bool, makes_arrays: bool = False, **options: Any) -> Function:
-    if _numba is None:
-        return function
     options["no_cfunc_wrapper"] = True
     if vectorizes:
         options["fastmath"] = set(_VECTORIZED)
-    if not makes_arrays and hasattr(import_module("numba.core.cpu").CPUTargetOptions, "_nrt"):
+    if not makes_arrays and hasattr(CPUTargetOptions, "_nrt"):
         options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
-    return cast(Function, _numba.njit(**options)(function))
+    return cast(Function, numba.njit(**options)(function))
 
 
 class TypedLoop:
@@ -105,7 +95,7 @@ class TypedLoop:
             return self._entry(*arguments)
         result = self._loop(*arguments)
         try:
-            types = tuple(map(_numba.typeof, arguments))
+            types = tuple(map(numba.typeof, arguments))
             self._entry = cast(Any, self._loop).overloads[types].entry_point
         except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
             self._entry = self._loop
@@ -125,12 +115,8 @@ def _kinds(argument: Any) -> Any:
 @contextmanager
 def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
     """Call `announce` when a loop is first compiled meanwhile, rather than read from what numba kept of it."""
-    if _numba is None:
-        yield
-        return
-    event = import_module("numba.core.event")
 
-    class Announcer(event.Listener):  # type: ignore[misc, name-defined]
+    class Announcer(event.Listener):  # type: ignore[misc]
         announced = False
 
         def on_start(self, event: Any) -> None:
@@ -161,10 +147,9 @@ def _stamp() -> str:
 @cache
 def loops_folder() -> Path | None:
     """The folder of today's loops; `None` where none can be written to. Those of earlier sources are removed."""
-    version = import_module("numba").__version__
-    begin = f"loops-{sys.implementation.cache_tag}-numba-{version}-"
+    begin = f"loops-{sys.implementation.cache_tag}-numba-{numba.__version__}-"
     user = user_cache() / "lookahead-decoding"
-    given = import_module("numba").config.CACHE_DIR
+    given = numba.config.CACHE_DIR
     for parent in (*([Path(given)] if given else []), _PACKAGE / "__pycache__", user):
         folder = parent / f"{begin}{_stamp()}"
         try:
@@ -197,11 +182,11 @@ def _cache_class() -> Any:
         AttributeError: numba has no such classes.
         RuntimeError: There is no folder.
     """
-    caching, folder = import_module("numba.core.caching"), loops_folder()
+    folder = loops_folder()
     if folder is None:
         raise RuntimeError("no folder for compiled loops")
 
-    class Locator(caching._CacheLocator):  # type: ignore[misc, name-defined]
+    class Locator(caching._CacheLocator):  # type: ignore[misc]
         """Says where one function is kept."""
 
         def __init__(self, function: Any) -> None:
@@ -221,7 +206,7 @@ def _cache_class() -> Any:
         def from_function(cls, function: Any, file: str) -> Any:
             return cls(function)
 
-    class Files(caching.IndexDataCacheFile):  # type: ignore[misc, name-defined]
+    class Files(caching.IndexDataCacheFile):  # type: ignore[misc]
         """A file for each loop and the types that it takes, instead of numbered files and an index of them."""
 
         def save(self, key: Any, data: Any) -> None:
@@ -238,10 +223,10 @@ def _cache_class() -> Any:
         def _name(self, key: Any) -> str:
             return f"{self._index_name}-{hashlib.sha256(str(key).encode()).hexdigest()[:16]}"
 
-    class Form(caching.CompileResultCacheImpl):  # type: ignore[misc, name-defined]
+    class Form(caching.CompileResultCacheImpl):  # type: ignore[misc]
         _locator_classes = (Locator,)
 
-    class LoopCache(caching.Cache):  # type: ignore[misc, name-defined]
+    class LoopCache(caching.Cache):  # type: ignore[misc]
         _impl_class = Form
 
         def __init__(self, function: Any) -> None:

@@ -20,16 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lookahead.backends.transformers.invariant.kernel import attend
 from lookahead.backends.transformers.rows import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
-from lookahead.core.compiled import IS_COMPILED
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.layouts import PackedStep
-
-if IS_COMPILED:
-    from lookahead.backends.transformers.invariant.kernel import attend
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
 """The name under which transformers finds `folded_sdpa`."""
@@ -54,7 +51,6 @@ _BEYOND_MASKS = {
     "cache": "a paged cache",
 }
 """Arguments of attention functions that change the result and that this one does not know."""
-
 
 INVARIANT = "lookahead_invariant"
 """The name under which it finds `invariant_attention`."""

@@ -40,7 +40,6 @@ from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, ca
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.trials import difference, tolerance
 from lookahead.config import LookaheadConfig
-from lookahead.core.compiled import IS_COMPILED
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 
 Rules = tuple[tuple[Callable[[Any], object], str], ...]
@@ -86,11 +85,7 @@ INVARIANCE: Rules = (
         lambda model: model.dtype not in _TYPES,
         f"it is in {{it.dtype}}; invariant passes are of {', '.join(map(str, _TYPES))}",
     ),
-    (
-        lambda model: torch.is_autocast_enabled(model.device.type),
-        "autocast chooses number types while it runs",
-    ),
-    (lambda model: model.device.type == _CPU and not IS_COMPILED, "numba is not installed"),
+    (lambda model: torch.is_autocast_enabled(model.device.type), "autocast chooses number types while it runs"),
     (
         lambda model: not getattr(model, "_supports_attention_backend", False),
         "its attention is not called through transformers' attention interface",

@@ -11,25 +11,22 @@ Fused products are asked for one by one, with `fma`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
+import llvmlite.ir
+import numba
 import numpy as np
+from numba.extending import intrinsic
 
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
 from lookahead.core.compiled import compiled, inner
-
-# By name, as neither has types.
-_ir: Any = import_module("llvmlite.ir")
-_types: Any = import_module("numba").types
-_intrinsic: Any = import_module("numba.extending").intrinsic
 
 BLOCK = 64
 """Keys that are gone through together."""
 TILE = 16
 """Rows, query heads of nodes, that go through them together."""
 
-_FLOAT = _ir.FloatType()
+_FLOAT = llvmlite.ir.FloatType()
 
 
 def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
@@ -38,7 +35,7 @@ def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
 
-    return _types.float32(_types.float32, _types.float32, _types.float32), generate
+    return numba.types.float32(numba.types.float32, numba.types.float32, numba.types.float32), generate
 
 
 def _as_float(typing_context: Any, bits: Any) -> Any:
@@ -47,7 +44,7 @@ def _as_float(typing_context: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
 
-    return _types.float32(_types.int32), generate
+    return numba.types.float32(numba.types.int32), generate
 
 
 def _get(typing_context: Any, array: Any, index: Any) -> Any:
@@ -57,7 +54,7 @@ def _get(typing_context: Any, array: Any, index: Any) -> Any:
         data = context.make_array(array)(context, builder, arguments[0]).data
         return builder.load(builder.gep(data, [arguments[1]], inbounds=True))
 
-    return _types.float32(array, _types.intp), generate
+    return numba.types.float32(array, numba.types.intp), generate
 
 
 def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
@@ -68,10 +65,10 @@ def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
         builder.store(arguments[2], builder.gep(data, [arguments[1]], inbounds=True))
         return context.get_dummy_value()
 
-    return _types.void(array, _types.intp, _types.float32), generate
+    return numba.types.void(array, numba.types.intp, numba.types.float32), generate
 
 
-fma, as_float, get, put = map(_intrinsic, (_fma, _as_float, _get, _put))
+fma, as_float, get, put = map(intrinsic, (_fma, _as_float, _get, _put))
 
 _INFINITY = np.float32(np.inf)
 _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
