@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,7 @@ import torch
 import lookahead
 from cases import Case, Counts, Encode, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.drafting import text_only
-from lookahead.drafting.text_only import build_text_drafter, text_memory
+from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.integrations.vllm import LookaheadProposer
 from models import load_model, load_tokenizer
 
@@ -181,14 +181,12 @@ class Runner:
         tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
         return Counts(tokens, found.steps, sum(found.nodes_per_step), found.seconds.draft)
 
-    def replay(
-        self, build: Callable[..., Any], nodes: int, across: bool, config: Config, case: Case, turn: int
-    ) -> Counts:
+    def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
         """Drafts from texts alone for a recorded answer; `across`: also from the requests before it in this turn."""
         if across and self._text_memory is None:
-            self._text_memory = text_memory()
+            self._text_memory = _text_memory()
         begin = now("cpu")
-        drafter = build(nodes, self._text_memory) if across else build(nodes)
+        drafter = _text_drafter(nodes, self._text_memory if across else _text_memory(), chains)
         sent = play_text(case.prompt, case.answer, drafter).nodes_per_step
         return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
 
@@ -245,15 +243,30 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose, 8))
 
 
+def _text_memory() -> Any:
+    """A memory of texts alone; commits before the method have a module of functions."""
+    if hasattr(DraftMemory, "of_texts"):
+        return DraftMemory.of_texts()
+    return import_module("lookahead.drafting.text_only").text_memory()
+
+
+def _text_drafter(nodes: int, memory: Any, chains: bool) -> Any:
+    """What drafts from it; likewise."""
+    if hasattr(DraftMemory, "of_texts"):
+        return AutoDrafter(memory, nodes, chains=chains)
+    module = import_module("lookahead.drafting.text_only")
+    if hasattr(module, "build_text_chain_drafter"):
+        return (module.build_text_chain_drafter if chains else module.build_text_drafter)(nodes, memory)
+    return module.build_text_drafter(nodes, memory, chains=chains)
+
+
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Drafts from texts alone, without a model."""
     cases = [case for file in FORCED for case in models.recorded(file)]
-    # Commits before the option have a function of that name.
-    build_chains = getattr(text_only, "build_text_chain_drafter", partial(build_text_drafter, chains=True))
-    for nodes, build in ((16, build_chains), (16, build_text_drafter), (64, build_text_drafter)):
-        name = f"replay, {'tree' if build is build_text_drafter else 'chain'} of {nodes}"
-        yield Line(name, cases, len(cases), partial(runner.replay, build, nodes, False))
-    across = partial(runner.replay, build_text_drafter, 32, True)
+    for nodes, chains in ((16, True), (16, False), (64, False)):
+        name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
+        yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
+    across = partial(runner.replay, 32, False, True)
     yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
     yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))
 

@@ -19,8 +19,7 @@ from cases import Case, read_cases, tokenizer_of
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import repeated_cycle_share
 from lookahead.config import LookaheadConfig
-from lookahead.drafting import PredictedText, build_drafter
-from lookahead.drafting.text_only import build_text_drafter, text_memory
+from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText, build_drafter
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 
@@ -33,11 +32,7 @@ SIZES = {f"chain of {tokens}": (tokens + 1, False) for tokens in (4, 8, 16)}
 SIZES |= {f"tree of {nodes}": (nodes, True) for nodes in (16, 32, 64)}
 """Nodes of a step by the size's name, the root among them, and whether they may branch."""
 
-METHODS = {
-    "context matches": (False, False),
-    "auto, text only": (True, False),
-    "auto, predicted text": (True, True),
-}
+METHODS = {"context matches": (False, False), "auto, text only": (True, False), "auto, predicted text": (True, True)}
 """Whether requests may draft from those before them in the file, and whether the method knows what to expect."""
 
 
@@ -55,9 +50,13 @@ def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDraf
     if name == "context matches":
         config = LookaheadConfig(preset="context_matches", step_budget=nodes)
         return lambda case: build_drafter(config, chains=not branches)
-    memory, expects = text_memory() if across else None, METHODS[name][1]
-    build = partial(build_text_drafter, nodes, memory, chains=not branches)
-    return lambda case: build(PredictedText(list(case.expected)) if expects else None)
+    shared, expects = DraftMemory.of_texts() if across else None, METHODS[name][1]
+
+    def make(case: Case) -> AutoDrafter:
+        predicted = PredictedText(list(case.expected)) if expects else None
+        return AutoDrafter(shared or DraftMemory.of_texts(), nodes, predicted=predicted, chains=not branches)
+
+    return make
 
 
 def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Iterator[Row]:

@@ -41,7 +41,6 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.ngrams import Entries, look_up
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MATCHES, feature_names
-from lookahead.drafting.text_only import text_memory
 from models import load_model, load_tokenizer
 from playback import play_text
 
@@ -158,10 +157,10 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
 
 def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[Lesson]:
     """The lessons of every second recording of a file."""
-    lessons, shared = list[Lesson](), text_memory() if across else None
+    lessons, shared = list[Lesson](), DraftMemory.of_texts() if across else None
 
     for recording in read_cases(path, tokenizer_of(options.tokenizer)[1])[::2]:
-        drafter = RecordingDrafter(shared or text_memory(), options.nodes, explore=False)
+        drafter = RecordingDrafter(shared or DraftMemory.of_texts(), options.nodes, explore=False)
         drafter.lessons = lessons
         play_text(recording.prompt, recording.answer, drafter)
     return lessons
@@ -224,7 +223,7 @@ def main() -> int:
     parts = [part for name, prompts in options.run for part in decode(name, Path(prompts), options, 1 / runs[name])]
     for path, across in product(options.recordings, (False, True)):
         parts.append(Part(replay_file(path, across, options)))
-    memory = text_memory() if options.recordings else DraftMemory()
+    memory = DraftMemory.of_texts() if options.recordings else DraftMemory()
     fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights[int(memory.observed)])]
     for column, name in enumerate(feature_names(memory.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))

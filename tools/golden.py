@@ -30,8 +30,7 @@ from lookahead.core.step import Batch, step
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import NodeKind, TokenTree
-from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_drafter
-from lookahead.drafting.text_only import build_text_drafter, text_memory
+from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText, TokenPaths, build_drafter
 from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, played_sequence, vllm_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
@@ -292,10 +291,7 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     for name in ("demo", "stories sampled", "hybrid", "hybrid sampled", "gguf"):
         for nodes in (4, 16):
             config = LookaheadConfig(step_budget=nodes)
-            yield (
-                f"{name}, chain of {nodes}",
-                one(name, partial(build_drafter, config, chains=True), True),
-            )
+            yield (f"{name}, chain of {nodes}", one(name, partial(build_drafter, config, chains=True), True))
     yield "gguf, tree of 16", one("gguf", partial(build_drafter, LookaheadConfig(step_budget=16)))
     for config in (
         LookaheadConfig(preset="context_matches", step_budget=16),
@@ -327,21 +323,19 @@ def _kept(recordings: Sequence[Recording], notes: Notes) -> None:
     run([(one, one) for one in recordings], make, notes)
 
 
+def _of_texts(nodes: int, **options: Any) -> AutoDrafter:
+    return AutoDrafter(DraftMemory.of_texts(), nodes, **options)
+
+
 def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     texts = [(one, TextScript(one.text)) for name, one in recordings.items() if name.startswith("replay")]
     for nodes in (16, 64):
-        yield f"replay, tree of {nodes}", partial(run, texts, partial(build_text_drafter, nodes))
+        yield f"replay, tree of {nodes}", partial(run, texts, partial(_of_texts, nodes))
     for nodes in (4, 16):
-        yield (
-            f"replay, chain of {nodes}",
-            lambda notes, n=nodes: run(texts, partial(build_text_drafter, n, chains=True), notes),
-        )
-    yield "replay, memory kept", partial(run, texts, partial(build_text_drafter, 32, text_memory()))
+        yield f"replay, chain of {nodes}", partial(run, texts, partial(_of_texts, nodes, chains=True))
+    yield "replay, memory kept", partial(run, texts, partial(AutoDrafter, DraftMemory.of_texts(), 32))
     expected = recordings["replay edit"].prompt
-    yield (
-        "replay edit, predicted",
-        partial(run, texts[:1], lambda: build_text_drafter(16, None, PredictedText(expected))),
-    )
+    yield ("replay edit, predicted", partial(run, texts[:1], partial(_of_texts, 16, predicted=PredictedText(expected))))
 
 
 def packed(drafts: Sequence[Sent]) -> Arrays:

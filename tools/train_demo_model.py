@@ -106,12 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _train(
-    settings: TrainingSettings,
-    console: Console,
-    work: Path,
-    output: Path,
-    checkpoint_minutes: float,
-    resume: bool,
+    settings: TrainingSettings, console: Console, work: Path, output: Path, checkpoint_minutes: float, resume: bool
 ) -> int:
     # Imported here because they bring torch and transformers, and --help should not take seconds.
     from demo_training.checkpoint import CHECKPOINT_NAME, read_checkpoint, restore_checkpoint, save_checkpoint

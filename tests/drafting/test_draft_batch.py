@@ -15,7 +15,6 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.learning import SHOWN, Step
 from lookahead.drafting.auto.search import WANTED
-from lookahead.drafting.text_only import text_memory
 from ngram_access import insert, lookup
 
 VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
@@ -186,7 +185,7 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
 
 
 def test_selected_tokens_replace_missing_predictions() -> None:
-    memory = text_memory()
+    memory = DraftMemory.of_texts()
     paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory)
     (draft,) = paths.propose()
     assert draft == [4, 5, 6, 7, 8, 1]

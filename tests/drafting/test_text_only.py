@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 
 import numpy as np
 import pytest
 
-from lookahead.drafting import DraftMemory, PredictedText
-from lookahead.drafting.text_only import build_text_drafter, text_memory
+from lookahead.core.protocols import FixedBudget
+from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText
 from ngram_access import insert, lookup
 from playback import play_text
 
@@ -38,45 +37,46 @@ def test_shares_are_running_means_at_each_length(seed: int) -> None:
         assert {token: share for token, share in listed if token >= 0} == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("build", [build_text_drafter, partial(build_text_drafter, chains=True)])
-def test_what_the_prompt_has_takes_few_steps(build: object) -> None:
+@pytest.mark.parametrize("chains", [False, True])
+def test_what_the_prompt_has_takes_few_steps(chains: bool) -> None:
     prompt = [1, 2, *LINE, 3]
-    assert play_text(prompt, [1, 2, *LINE], build(16)).steps <= 3  # type: ignore[operator]
+    assert play_text(prompt, [1, 2, *LINE], AutoDrafter(DraftMemory.of_texts(), 16, chains=chains)).steps <= 3
 
 
 def test_requests_draft_from_those_before_them() -> None:
-    memory, answer = text_memory(), [30, *LINE, *LINE[::-1]]
-    first = play_text([1], answer, build_text_drafter(16, memory)).steps
-    assert play_text([2], answer, build_text_drafter(16, memory)).steps < first
-    assert play_text([2], answer, build_text_drafter(16)).steps == first
+    memory, answer = DraftMemory.of_texts(), [30, *LINE, *LINE[::-1]]
+    first = play_text([1], answer, AutoDrafter(memory, 16)).steps
+    assert play_text([2], answer, AutoDrafter(memory, 16)).steps < first
+    assert play_text([2], answer, AutoDrafter(DraftMemory.of_texts(), 16)).steps == first
 
 
 def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
-    memory, random = text_memory(64), Random(0)
+    memory, random = DraftMemory.of_texts(64), Random(0)
     texts = [[random.randrange(1000) for _ in range(50)] for _ in range(20)]
     for text in texts:
-        play_text([1], text, build_text_drafter(16, memory))
+        play_text([1], text, AutoDrafter(memory, 16))
     statistics = memory.statistics()
     assert max(statistics["entries"]) <= statistics["capacity"] == 64
-    newest, oldest = (play_text([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
+    newest, oldest = (play_text([2], text, AutoDrafter(memory, 16)).steps for text in (texts[-1], texts[0]))
     assert newest < oldest
 
 
 def test_the_most_frequent_continuation_is_the_first() -> None:
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 9, 7, 1, 2]
-    assert play_text(prompt, [3, 4], build_text_drafter(3, chains=True)).steps == 1
+    assert play_text(prompt, [3, 4], AutoDrafter(DraftMemory.of_texts(), 3, chains=True)).steps == 1
 
 
 def test_a_predicted_text_is_drafted_from() -> None:
     random = Random(0)
     text = [random.randrange(100, 1000) for _ in range(40)]
-    assert play_text([1], text, build_text_drafter(16, predicted=PredictedText(text))).steps <= 4
+    assert play_text([1], text, AutoDrafter(DraftMemory.of_texts(), 16, predicted=PredictedText(text))).steps <= 4
 
 
 def test_tokens_that_are_unlikely_are_not_drafted() -> None:
     random = Random(1)
     prompt = [random.randrange(6) for _ in range(200)]
-    filled, likely = (play_text(prompt, LINE, build_text_drafter(16, least=least)) for least in (0.0, 0.4))
+    budgets = FixedBudget(16), FixedBudget(16, least=0.4)
+    filled, likely = (play_text(prompt, LINE, AutoDrafter(DraftMemory.of_texts(), budget)) for budget in budgets)
     assert likely.mean_nodes < filled.mean_nodes
-    sure = play_text([1, 2, *LINE, 1], [2, *LINE], build_text_drafter(16, least=0.1))
+    sure = play_text([1, 2, *LINE, 1], [2, *LINE], AutoDrafter(DraftMemory.of_texts(), FixedBudget(16, least=0.1)))
     assert sure.steps < len(LINE)

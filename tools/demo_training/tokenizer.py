@@ -39,9 +39,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def as_transformers_tokenizer(tokenizer: Tokenizer, max_positions: int) -> PreTrainedTokenizerFast:
     """The form that `AutoTokenizer` loads."""
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        model_max_length=max_positions,
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=max_positions
     )
     return cast(PreTrainedTokenizerFast, wrapped)

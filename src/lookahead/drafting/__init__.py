@@ -37,7 +37,6 @@ __all__ = [
     "compile_loops",
 ]
 
-
 FIXED_BUDGET = 64
 """Nodes of a step, the root included, where neither a number nor costs are given."""
 

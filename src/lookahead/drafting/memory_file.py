@@ -144,11 +144,7 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
         arrays, clock = memory_arrays(memory), memory.clock
     with replaced(Path(path), binary=True) as file:
         np.savez(  # compressing it takes far longer than writing it
-            file,
-            allow_pickle=False,
-            format=np.array(_FORMAT, dtype=np.int64),
-            model=np.array(model),
-            **arrays,
+            file, allow_pickle=False, format=np.array(_FORMAT, dtype=np.int64), model=np.array(model), **arrays
         )
     return clock
 

@@ -28,11 +28,7 @@ class PaperDrafter:
     top_k = 0
 
     def __init__(
-        self,
-        window: JacobiWindow,
-        pool: NGramPool,
-        pool_from_prompt: bool = False,
-        pool_from_output: bool = False,
+        self, window: JacobiWindow, pool: NGramPool, pool_from_prompt: bool = False, pool_from_output: bool = False
     ) -> None:
         self.window = window
         self.pool = pool

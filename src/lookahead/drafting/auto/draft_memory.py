@@ -10,17 +10,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.auto.ngrams import (
-    ENTRY,
-    EVIDENCE_PRIOR,
-    FOLLOWER,
-    WAYS,
-    WRITTEN,
-    Entries,
-    Writing,
-)
+from lookahead.drafting.auto.ngrams import ENTRY, EVIDENCE_PRIOR, FOLLOWER, OLD_SHARE, WAYS, WRITTEN, Entries, Writing
 from lookahead.drafting.auto.texts import MATCH_CLASSES
-from lookahead.drafting.auto.weights import all_weights
+from lookahead.drafting.auto.weights import TEXT_WEIGHTS, all_weights
 from lookahead.errors import InvalidArgumentError
 
 
@@ -57,12 +49,7 @@ class DraftMemory:
     """
 
     def __init__(
-        self,
-        orders: int = 4,
-        capacity: int = 1 << 15,
-        top_k: int = 8,
-        old_share: float = 0.3,
-        observed: bool = False,
+        self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3, observed: bool = False
     ) -> None:
         if not 0 <= old_share < 1:
             raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
@@ -84,6 +71,11 @@ class DraftMemory:
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
         room, places = np.zeros(2 * top_k, dtype=WRITTEN), np.zeros((3, orders), dtype=np.int64)
         self.writing = Writing(float(old_share), blended, first_log, room, *places)
+
+    @classmethod
+    def of_texts(cls, capacity: int = 1 << 15) -> DraftMemory:
+        """A memory of what followed in prompts and outputs, for engines that show no logits."""
+        return cls(len(TEXT_WEIGHTS["nothing"]) - 1, capacity, old_share=OLD_SHARE, observed=True)
 
     def clear(self) -> None:
         """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""

@@ -35,7 +35,6 @@ FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
 """Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
 
-
 ENTRY = np.dtype(
     [
         ("tag", np.int64),  # hash of the context; 0 where nothing is kept

@@ -35,14 +35,11 @@ NODE = np.dtype(
 """A node of the tree found after a text, the most probable one first; node 0 is the last token of the text, the root.
 The trees of all texts are `[places, nodes]`."""
 
-
 _GUESSES_COUNT = 0.25
 """What a prediction after a rejected token counts after the selected one, at least."""
 
-
 FORESEEN = 8
 """Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
-
 
 NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
 """Of tokens that are not sampled, or with what nobody knows."""
@@ -114,13 +111,7 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
 
 @inner
 def _propose(
-    place: int,
-    node: int,
-    begin: int,
-    noise: Noise,
-    state: BatchState,
-    room: Room,
-    nodes: NDArray[Any],
+    place: int, node: int, begin: int, noise: Noise, state: BatchState, room: Room, nodes: NDArray[Any]
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""

@@ -103,7 +103,6 @@ PRIOR = 4.0
 KEPT = 0.95
 """What the record of a source, and that of the model's predictions in a text, keep of their weight with each step."""
 
-
 LISTED = np.dtype(
     [
         ("token", np.int64),

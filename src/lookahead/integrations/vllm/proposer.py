@@ -22,7 +22,6 @@ from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
-from lookahead.drafting import text_only
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import SHOWN, Step
@@ -206,7 +205,7 @@ class LookaheadProposer:
         """Called by vLLM with the target model, whose logits are read along."""
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
-            self._memory = _new_memory() if reads else text_only.text_memory()
+            self._memory = _new_memory() if reads else DraftMemory.of_texts()
         self._memory.occupy()
         self._batch = DraftBatch(self._memory, self._most_drafted, chains=True, places=self._most_requests)
         self._requests = Requests(self._batch)
