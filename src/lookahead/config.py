@@ -27,7 +27,6 @@ MEMORY_SCOPES = ("request", "process")
 MAX_NODES_PER_STEP = 4096
 """Largest token tree that a configuration may ask for, in nodes; far above what pays on any device."""
 
-
 _CHOSEN: Any = None  # a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
@@ -257,9 +256,7 @@ class LookaheadConfig:
         runs=True,
     )
     invariant: bool = _choice(
-        *(False, _yes_or_no),
-        help="Compute logits whose bits do not depend on what else is sent.",
-        runs=True,
+        *(False, _yes_or_no), help="Compute logits whose bits do not depend on what else is sent.", runs=True
     )
     engine: str = _choice("auto", _one_of_choices, choices=ENGINES)
     fallback: str = _choice(

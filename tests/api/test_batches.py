@@ -273,8 +273,7 @@ def test_the_comparison_detects_a_wrong_row(fault: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [("sequences", {}), ("scores", {"collected": True}), ("logits", {"collected": True})],
+    ("name", "settings"), [("sequences", {}), ("scores", {"collected": True}), ("logits", {"collected": True})]
 )
 def test_the_comparison_detects_a_wrong_output(
     name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

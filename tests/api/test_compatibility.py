@@ -659,10 +659,7 @@ def test_usual_position_ids() -> None:
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["max_new_token", "config"],
-)
+@pytest.mark.parametrize("name", ["max_new_token", "config"])
 def test_an_unknown_argument_is_refused(name: str, llama: PreTrainedModel) -> None:
     for generate in (llama.generate, ours(llama)):
         with pytest.raises(ValueError, match=f"'{name}'"):
@@ -695,20 +692,14 @@ IN_BATCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    IN_BATCHES,
-)
+@pytest.mark.parametrize("name", IN_BATCHES)
 def test_rows_of_a_padded_batch_are_those_of_generate(name: str, llama: PreTrainedModel) -> None:
     ids, mask = padded(12, 7, 10)
     options = {**GREEDY, **IN_BATCHES[name], "attention_mask": mask}
     assert torch.equal(ours_with(llama, input_ids=ids, **options), llama.generate(ids, **options))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in IN_BATCHES if name != "stopping_criteria"],
-)
+@pytest.mark.parametrize("name", [name for name in IN_BATCHES if name != "stopping_criteria"])
 def test_several_sequences_of_one_prompt(name: str, llama: PreTrainedModel) -> None:
     options = {**SAMPLED, **IN_BATCHES[name], "do_sample": True, "top_k": 1, "num_return_sequences": 2}
     expected = llama.generate(PROMPT, **options)
@@ -841,10 +832,7 @@ def test_unusual_values_give_what_generate_gives(values: dict[str, Any], llama: 
 
 
 @pytest.mark.parametrize("failing", ["logits_processor", "stopping_criteria", "streamer"])
-@pytest.mark.parametrize(
-    "filled_by",
-    ["plain", "ours"],
-)
+@pytest.mark.parametrize("filled_by", ["plain", "ours"])
 def test_a_filled_cache_survives_a_failed_call(filled_by: str, failing: str, llama: PreTrainedModel) -> None:
     generate = llama.generate if filled_by == "plain" else ours(llama)
     first = generate(input_ids=PROMPT, return_dict_in_generate=True, **GREEDY)

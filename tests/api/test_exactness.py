@@ -109,13 +109,7 @@ def test_text_growing_into_scaled_positions(name: str) -> None:
         check(Case(name, tuple(range(length)), max_new_tokens=40, pool_from_prompt=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama_dynamic_rope",
-        "phi3_long_rope",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_long_rope"])
 def test_padded_text_growing_into_scaled_positions(name: str) -> None:
     for length in (1, ROPE_CONTEXT - 4, ROPE_CONTEXT - 2):
         check(Case(name, tuple(range(length)), padding=2, max_new_tokens=50, pool_from_prompt=True))

@@ -76,12 +76,7 @@ class TapeRecorder:
         return replay
 
 
-def static_steps(
-    model: PreTrainedModel,
-    batch: int = 1,
-    capacity: int = 128,
-    nodes: int = 32,
-) -> StaticSteps:
+def static_steps(model: PreTrainedModel, batch: int = 1, capacity: int = 128, nodes: int = 32) -> StaticSteps:
     """Steps for `model` as the engine makes them."""
     with torch.no_grad():
         check = ModelRunner(model, 1)

@@ -119,11 +119,7 @@ def test_rows_of_other_settings_are_kept_apart(
     ],
 )
 def test_wrong_arguments_are_refused_before_a_file_is_written(
-    measure: Measure,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
+    measure: Measure, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     try:
         status = measure(*arguments)

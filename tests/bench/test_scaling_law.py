@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lookahead.bench.scaling_law import (
-    PAPER_LAW,
-    Measured,
-    ScalingLaw,
-    expected_tokens,
-    fit,
-)
+from lookahead.bench.scaling_law import PAPER_LAW, Measured, ScalingLaw, expected_tokens, fit
 from lookahead.cli import main
 from lookahead.errors import InvalidArgumentError
 

@@ -484,10 +484,7 @@ def test_typed_turns(
     ],
 )
 def test_options_about_the_text(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    arguments: dict[str, Any],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], arguments: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def area(self):\n"), encoding="utf-8"))
     assert main(["chat", *CPU, "-n", "24", *options, "--json"]) == 0

@@ -243,10 +243,7 @@ def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
 
 def test_the_text_goes_on_behind_what_was_certain() -> None:
     drafter = AutoDrafter(
-        DraftMemory(),
-        6,
-        explore=False,
-        sources=[CheckedSource(source := Sure([1, 2], TokenPaths.chain([])))],
+        DraftMemory(), 6, explore=False, sources=[CheckedSource(source := Sure([1, 2], TokenPaths.chain([])))]
     )
     drafter.start([8, 1, 2, 3, 4, 9, 5])
     tree = TokenTree([5])

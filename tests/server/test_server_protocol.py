@@ -68,10 +68,7 @@ def test_greedy_text_is_that_of_generate(client: OpenAI, demo: Any) -> None:
         ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 0}),
         ({"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.9, "top_k": 0}),
         ({"temperature": 1.3, "top_k": 7, "min_p": 0.05}, {"temperature": 1.3, "top_k": 7, "min_p": 0.05}),
-        (
-            {"temperature": 0.8, "repetition_penalty": 1.3},
-            {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 0},
-        ),
+        ({"temperature": 0.8, "repetition_penalty": 1.3}, {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 0}),
     ],
 )
 def test_sampled_text_is_that_of_generate(client: OpenAI, demo: Any, options: Any, expected: Any) -> None:

@@ -136,10 +136,7 @@ class Outcome:
         """What happened; of a mismatch, with the line that runs the case again."""
         if self.matched:
             return f"matched: {len(self.got)} tokens, step compression {self.step_compression:.2f}"
-        lines = [
-            "MISMATCH",
-            f"  from exactness import Case, run_case; print(run_case({self.case!r}).report())",
-        ]
+        lines = ["MISMATCH", f"  from exactness import Case, run_case; print(run_case({self.case!r}).report())"]
         lines += [f"  prompt   {self.prompt}", f"  eos      {self.eos}"]
         lines += [f"  expected {self.expected}", f"  got      {self.got}"]
         if self.error is not None:

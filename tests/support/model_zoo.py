@@ -82,9 +82,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral_sliding": Architecture("mistral", _SLIDING, 2.5),
     "qwen2": Architecture("qwen2", _GROUPED),
     "qwen2_mixed_sliding": Architecture(
-        "qwen2",
-        {**_GROUPED, "use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
-        2.5,
+        "qwen2", {**_GROUPED, "use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1}, 2.5
     ),
     "qwen3": Architecture("qwen3", {**_GROUPED, "head_dim": 16}),
     "gemma": Architecture("gemma", {"num_key_value_heads": 1, "head_dim": 16}, 0.6),

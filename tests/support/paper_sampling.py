@@ -19,9 +19,7 @@ NextDistribution = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 def verify_by_rejection(
-    candidates: Sequence[Sequence[int]],
-    next_distribution: NextDistribution,
-    generator: torch.Generator | None = None,
+    candidates: Sequence[Sequence[int]], next_distribution: NextDistribution, generator: torch.Generator | None = None
 ) -> list[int]:
     """Decide the next tokens of a text from candidates, so that they have the law of plain sampling.
 

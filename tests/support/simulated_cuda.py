@@ -451,12 +451,7 @@ class _Stream:
 
 
 def _tree_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    packed_mask: Any,
-    scaling: float | None = None,
-    pages: Pages | None = None,
+    query: Any, key: Any, value: Any, packed_mask: Any, scaling: float | None = None, pages: Pages | None = None
 ) -> CudaTensor:
     """What stands for the Triton kernel."""
 

@@ -57,10 +57,7 @@ COMMANDS = list(commands())
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_python_on_a_page_runs_as_it_stands(
-    page: Path,
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: Path, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model, tokenizer = demo

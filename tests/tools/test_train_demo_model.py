@@ -238,10 +238,7 @@ def test_ctrl_c_handlers_are_given_back(train: Callable[..., int]) -> None:
 
 
 def test_other_settings_refuse_to_resume(
-    train: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
         interrupt_in_step(2, patch, press_ctrl_c)
@@ -260,10 +257,7 @@ def test_other_settings_refuse_to_resume(
 
 
 def test_resuming_outlives_a_change_of_the_sources(
-    train: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "changing"
     source.mkdir()
@@ -306,10 +300,7 @@ def test_a_broken_checkpoint_is_named(
     ],
 )
 def test_errors_name_the_option_and_the_remedy(
-    train: Callable[..., int],
-    options: dict[str, Any],
-    parts: list[str],
-    capsys: pytest.CaptureFixture[str],
+    train: Callable[..., int], options: dict[str, Any], parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(**options) == 2
     message = capsys.readouterr().err
@@ -319,10 +310,7 @@ def test_errors_name_the_option_and_the_remedy(
 
 
 def test_a_torch_without_muon_is_refused(
-    train: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     assert train(optimizer="muon") == 2

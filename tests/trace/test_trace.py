@@ -109,10 +109,7 @@ def test_requests_of_an_engine_are_traced(llama: PreTrainedModel, prompt: torch.
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param({"step_budget": 8}, marks=pytest.mark.exact),
-        {"preset": "token_recycling", "step_budget": 8},
-    ],
+    [pytest.param({"step_budget": 8}, marks=pytest.mark.exact), {"preset": "token_recycling", "step_budget": 8}],
     ids=lambda settings: settings.get("preset", "auto"),
 )
 def test_chains_have_the_origins_of_what_was_sent(prompt: torch.Tensor, settings: dict[str, Any]) -> None:

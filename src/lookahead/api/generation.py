@@ -8,12 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 

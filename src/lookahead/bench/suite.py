@@ -32,10 +32,7 @@ _RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
         lambda value, about: type(value) in (int, float) and about["above"] < value <= about["most"],
         "a number above {above:g} and at most {most:g}",
     ),
-    str: (
-        lambda value, about: isinstance(value, str) and value in about.get("choices", [value or None]),
-        "{words}",
-    ),
+    str: (lambda value, about: isinstance(value, str) and value in about.get("choices", [value or None]), "{words}"),
     tuple: (
         lambda value, _: isinstance(value, list) and all(isinstance(text, str) for text in value),
         "a list of texts in quotes",

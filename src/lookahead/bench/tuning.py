@@ -72,13 +72,7 @@ class StepBench:
         UnsupportedModelError: The model cannot be run on token trees.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        context: int,
-        pack_weights: bool = False,
-        engine: str = "auto",
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, context: int, pack_weights: bool = False, engine: str = "auto") -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(0)
         self._vocabulary = int(vocabulary)

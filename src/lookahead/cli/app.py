@@ -38,7 +38,6 @@ from lookahead.version import __version__
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of everything typer finds wrong with a command line; typer has no public name for it."""
 
-
 app = typer.Typer(
     name="lookahead",
     help="Lookahead decoding: the same text from a transformers model in fewer steps.",

@@ -83,10 +83,7 @@ def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any]
 def summary_table(summary: RunSet, title: str) -> Table:
     """A line for each method."""
     clock = "CPU" if summary.clock == "cpu" else "wall"
-    table = Table(
-        title=title,
-        caption=f"{clock} speed over transformers' (tf) and over our own plain decoding",
-    )
+    table = Table(title=title, caption=f"{clock} speed over transformers' (tf) and over our own plain decoding")
     for title in ("method", "nodes", "S", f"{clock} ms", "over tf", "over own", "cycles", "same"):
         name = title == "method"  # it may be long, and is broken where the figures need the room
         table.add_column(title, justify="left" if name else "right", no_wrap=not name)

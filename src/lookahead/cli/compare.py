@@ -35,7 +35,6 @@ from lookahead.text import Tokenizer
 
 WARM_UP_TOKENS = 8
 
-
 Rounds = list[tuple[Recording, Recording]]
 """Runs of both sides, plain and lookahead, that came to their end."""
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    redirect_stderr,
-    redirect_stdout,
-    suppress,
-)
 from dataclasses import replace
 from importlib.metadata import version
 from types import FrameType
@@ -66,7 +58,7 @@ def _is_ours(number: int) -> bool:
     return usual and threading.current_thread() is threading.main_thread()
 
 
-@contextmanager
+@contextlib.contextmanager
 def handling(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle a signal in another way for a while, if it is ours to handle."""
     if not _is_ours(number):
@@ -90,7 +82,7 @@ def end(codes: Sequence[int]) -> None:
     if not codes:
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
             stream.flush()
     os._exit(codes[0])
 
@@ -132,7 +124,7 @@ def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
     return scale_config(config, ranks)
 
 
-@contextmanager
+@contextlib.contextmanager
 def joined_ranks() -> Iterator[ParallelGroup | None]:
     """The ranks that this process was started with, if it was; all but rank 0 are silent."""
     if not started_together():
@@ -140,18 +132,20 @@ def joined_ranks() -> Iterator[ParallelGroup | None]:
         return
     from lookahead.parallel import join
 
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         group = stack.enter_context(join())
         if group.rank:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         yield group
 
 
-def stopped_by_parent(group: ParallelGroup | None) -> AbstractContextManager[None]:
+def stopped_by_parent(group: ParallelGroup | None) -> contextlib.AbstractContextManager[None]:
     """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
-    return nullcontext() if group is None or group.rank else handling(signal.SIGTERM, signal.default_int_handler)
+    if group is None or group.rank:
+        return contextlib.nullcontext()
+    return handling(signal.SIGTERM, signal.default_int_handler)
 
 
 def on_own_device(settings: DecodingSettings) -> DecodingSettings:

@@ -53,7 +53,6 @@ TIMED = 4
 plain step in `COVER`: where drafts save little, that they do has to be known the better. Played with twice instead of
 four times more: 2 to 3 % less on texts of 128 to 200 tokens."""
 
-
 DOUBTED, MOST_DOUBT = 0.1, 4.0
 """How fast probabilities are doubted, and how far: after a step that promised many tokens and brought none they are
 taken to the power of a tenth more. Played with 0.05 and 0.2: forced edits, agents 1 to 3 % less and 1 % more, stories

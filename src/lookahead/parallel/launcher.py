@@ -77,13 +77,7 @@ def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | N
 
 
 def _start(
-    rank: int,
-    count: int,
-    listener: socket.socket,
-    sentinel: int,
-    call: Sequence[str],
-    stdin: bytes,
-    stack: ExitStack,
+    rank: int, count: int, listener: socket.socket, sentinel: int, call: Sequence[str], stdin: bytes, stack: ExitStack
 ) -> _Rank:
     # Rank 0 keeps the store of the run on a socket that is open already: no port is free twice.
     store = listener.fileno() if rank == 0 else -1

@@ -26,7 +26,6 @@ _TYPES = {
     504: "timeout_error",
 }
 
-
 _LONGEST_NAME = 100
 
 FAILED = 500

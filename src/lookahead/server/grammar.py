@@ -39,7 +39,6 @@ _FORCED = 0.99
 _FEW = 8
 """Most tokens to choose from for each to be drafted."""
 
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
 """Bytes by the characters that stand for them in byte-level vocabularies."""

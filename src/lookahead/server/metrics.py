@@ -51,7 +51,6 @@ _TIMES = {
 }
 """What each histogram is about, and its bounds, in seconds."""
 
-
 _GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "vllm:num_requests_running": ("Answers that are being made.", lambda engine: engine.load.running),
     "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda engine: engine.load.waiting),

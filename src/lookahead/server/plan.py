@@ -13,13 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
-from lookahead.server.grammar import (
-    GrammarProcessor,
-    GrammarSource,
-    callable_tools,
-    grammar_of,
-    read_grammar,
-)
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, callable_tools, grammar_of, read_grammar
 from lookahead.server.guard import ServerSettings
 from lookahead.server.requests import (
     ChatRequest,

@@ -19,7 +19,6 @@ from lookahead.server.served_model import ServedModel
 _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""
 
-
 _GRACE = 5.0
 """Seconds in which clients have to take what they are told when their answers are broken off."""
 

@@ -9,16 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import to_json
 
 from lookahead.config import MAX_NODES_PER_STEP
-from lookahead.server.errors import (
-    CALL,
-    CHAT,
-    COMPLETIONS,
-    MESSAGE,
-    PART,
-    STREAM,
-    TOOL,
-    asks_for_nothing,
-)
+from lookahead.server.errors import CALL, CHAT, COMPLETIONS, MESSAGE, PART, STREAM, TOOL, asks_for_nothing
 
 MOST_STOPS = 16
 MOST_CHOICES = 64

@@ -279,10 +279,7 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
         raise ApiError(400, f"{field} has no tokens; write more", field, "invalid_value")
     if limits and len(prompt) >= min(limits):
         raise ApiError(
-            400,
-            f"{field} has {len(prompt)} tokens; the most is {min(limits) - 1}",
-            field,
-            "context_length_exceeded",
+            400, f"{field} has {len(prompt)} tokens; the most is {min(limits) - 1}", field, "context_length_exceeded"
         )
     served.check_tokens(prompt, field)
     return None if served.max_length is None else served.max_length - len(prompt)

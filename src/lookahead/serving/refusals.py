@@ -17,12 +17,7 @@ from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _CONSUMED = (
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache_params",
-    "use_cache",
-    "logits_to_keep",
+    *("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
     "cache_position",
 )
 """Model inputs that `generate` prepares and the engine makes for itself."""

@@ -178,11 +178,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        backend: Any,
-        clock: Callable[[], float],
-        pace: Pace | SharedPace | None = None,
-        come_and_go: bool = True,
+        self, backend: Any, clock: Callable[[], float], pace: Pace | SharedPace | None = None, come_and_go: bool = True
     ) -> None:
         self.backend = backend
         self.come_and_go = come_and_go

@@ -15,15 +15,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.logits_process import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    LogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation import logits_process as processing
 
 from lookahead.backends.base import Prompts
 from lookahead.backends.machine import Read
@@ -47,29 +39,29 @@ def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -
     return LogitsProcessorList([_narrow(processor, row, batch_size) for processor in processors])
 
 
-def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProcessor:
-    if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+def _narrow(processor: processing.LogitsProcessor, row: int, batch_size: int) -> processing.LogitsProcessor:
+    if isinstance(processor, processing.UnbatchedClassifierFreeGuidanceLogitsProcessor):
         raise UnsupportedArgumentError(
             "guidance_scale runs the model a second time over all rows at once, which lookahead decoding cannot do for "
             "rows at different places; call generate once for each row"
         )
-    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+    if isinstance(processor, processing.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), processor._num_beams)
+        return processing.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), processor._num_beams)
     narrowed = copy.copy(processor)
-    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+    if isinstance(processor, processing.EncoderRepetitionPenaltyLogitsProcessor):
         prompts = processor.encoder_input_ids
         # Made before the prompts were repeated for `num_return_sequences`.
         prompt = row * len(prompts) // batch_size
         narrowed.encoder_input_ids = prompts[prompt : prompt + 1]
-    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+    elif isinstance(processor, processing.EncoderNoRepeatNGramLogitsProcessor):
         prompt = row * processor.batch_size // batch_size
         narrowed.generated_ngrams, narrowed.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
-    elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
+    elif isinstance(processor, processing.RepetitionPenaltyLogitsProcessor) and isinstance(
         processor.prompt_ignore_length, torch.Tensor
     ):
         narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-    elif isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+    elif isinstance(processor, processing.SynthIDTextWatermarkLogitsProcessor):
         return copy.deepcopy(processor)  # keeps a running state of what it has seen
     else:
         return processor

@@ -43,11 +43,7 @@ class Answer:
 
 
 def call(
-    model: PreTrainedModel,
-    turn: Turn,
-    earlier: Answer | None,
-    ours: bool,
-    changes: dict[str, Any] | None = None,
+    model: PreTrainedModel, turn: Turn, earlier: Answer | None, ours: bool, changes: dict[str, Any] | None = None
 ) -> Answer:
     """Make the call `turn`, after the one that gave `earlier`.
 

@@ -108,7 +108,6 @@ _FORGETFUL = ("falcon_mamba", "jamba", "mamba", "zamba")
 _RUNNING_STATES = ("conv_states", "recurrent_states")
 """What layers of transformers write in place; everything else in them is replaced by new tensors."""
 
-
 _COLUMNS = ("keys", "values", "indexer_keys")
 """What layers of transformers keep of each token, `[..., tokens, size]`."""
 

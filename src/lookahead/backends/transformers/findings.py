@@ -173,21 +173,9 @@ def device_name(device: torch.device) -> str:
 
 
 _SIZES = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "sliding_window",
-    "attention_chunk_size",
-    "layer_types",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "tie_word_embeddings",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size", "layer_types", "num_experts"),
+    *("num_local_experts", "num_experts_per_tok", "tie_word_embeddings"),
 )
 """What a configuration says that decides how long a step takes; two fine-tunings of a model share a curve."""
 

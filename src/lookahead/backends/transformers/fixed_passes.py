@@ -98,13 +98,7 @@ class FixedPasses:
         recorded: What it took so far.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: StaticTreeCache,
-        clock: PausingClock,
-        lists: int = 0,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache: StaticTreeCache, clock: PausingClock, lists: int = 0) -> None:
         self._model, self._device = weakref.ref(model), model.device
         self._cache, self._clock, self._lists = cache, clock, lists
         self.recorded = Recorded()

@@ -8,18 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import logits_process as processing
 
 from lookahead.backends.machine import Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
@@ -85,18 +74,11 @@ class TextSequence(SequenceState):
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
 
-
 IGNORE_TEXT = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    *(processing.TemperatureLogitsWarper, processing.TopKLogitsWarper, processing.TopPLogitsWarper),
+    *(processing.MinPLogitsWarper, processing.TypicalLogitsWarper, processing.EpsilonLogitsWarper),
+    *(processing.EtaLogitsWarper, processing.LogitNormalization, processing.InfNanRemoveLogitsProcessor),
+    processing.SuppressTokensLogitsProcessor,
 )
 """Processors that treat each row of scores by itself, and do not look at the text."""
 
@@ -140,7 +122,7 @@ class TextSampler:
     ) -> None:
         self._processors = _listed(processor)
         self._ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
-        warpers = [member for member in self._processors if isinstance(member, TemperatureLogitsWarper)]
+        warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise, self._row = noise, row
         self._like: torch.Tensor | None = None  # the probabilities that were sampled from last

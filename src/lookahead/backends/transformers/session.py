@@ -111,12 +111,7 @@ class TreeCall(Call):
         packed = _packed_runner(model, prompts, config)
         self.rows_leave = packed is not None
         self.runner = runner = packed or ModelRunner(
-            engine,
-            prompts.rows,
-            prompts.input_ids.device,
-            steps,
-            config.max_nodes,
-            kind.holds("positions_end"),
+            engine, prompts.rows, prompts.input_ids.device, steps, config.max_nodes, kind.holds("positions_end")
         )
         if texts is not None:
             runner.begin(texts)

@@ -16,11 +16,7 @@ from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.comparisons import goes_on_rightly
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
-from lookahead.backends.transformers.packed_linear import (
-    PACKED_WEIGHT,
-    PackedLinear,
-    can_pack,
-)
+from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
 from lookahead.backends.transformers.snapshots import all_modules, hold_only, in_threads, preserved_state
 from lookahead.errors import UnsupportedModelError
 
