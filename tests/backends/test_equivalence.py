@@ -373,7 +373,7 @@ def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
         assert checks[-1]() is equivalence(model)
     gc.collect()
     assert checks[0]() is None
-    assert len(kept._known) <= kept._KEPT
+    assert len(kept._by_kind) <= kept._KEPT
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "dots3_note_text"])

@@ -259,8 +259,8 @@ def _model(table: dict[str, Any], where: str, *folders: Path) -> ModelSpec:
     if "random" in table:
         from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
 
-        known = LlamaConfig().to_dict().keys() - {"model_type"}
-        if unknown := [name for name in table["random"] if name not in known]:
+        allowed = LlamaConfig().to_dict().keys() - {"model_type"}
+        if unknown := [name for name in table["random"] if name not in allowed]:
             raise InvalidArgumentError(
                 f"{where}.random.{unknown[0]} is no argument of LlamaConfig, of which the model is made"
             )

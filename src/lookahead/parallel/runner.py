@@ -124,16 +124,16 @@ class ParallelRunner:
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
-        own_kept: list[list[int]] = []
+        local_kept: list[list[int]] = []
         for row, (nodes, tree, split) in enumerate(zip(kept, self._trees, self._splits, strict=True)):
             if not nodes:
-                own_kept.append([])
+                local_kept.append([])
                 continue
             places, path = self._places[row], nodes[tree.root + 1 :]
             run = [_held(path, held) for held in split.held]
             self._behind[row] = [len(path) - count for count in run]
-            own_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
-        self._local.commit(own_kept)
+            local_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
+        self._local.commit(local_kept)
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.complete`, which also sends what other ranks ran and this one did not."""
@@ -152,9 +152,9 @@ class ParallelRunner:
         answers = [
             [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
         ]  # [ranks][rows], nodes
-        own = np.concatenate([said[nodes] for said, nodes in zip(self._said, answers[self.rank], strict=True)])
-        padded = np.zeros(max(sum(map(len, rows)) for rows in answers), dtype=own.dtype)
-        padded[: len(own)] = own
+        local = np.concatenate([said[nodes] for said, nodes in zip(self._said, answers[self.rank], strict=True)])
+        padded = np.zeros(max(sum(map(len, rows)) for rows in answers), dtype=local.dtype)
+        padded[: len(local)] = local
         checksum = self._checksum()
         received = self._exchange.gather(np.concatenate([checksum, padded.view(np.uint8)]))
         for rank, message in enumerate(received):
@@ -165,7 +165,7 @@ class ParallelRunner:
                 )
                 self._exchange.fail(error, blamed=True)
                 raise error
-            news, start = message[len(checksum) :].view(own.dtype), 0
+            news, start = message[len(checksum) :].view(local.dtype), 0
             for said, nodes in zip(self._said, answers[rank], strict=True):
                 said[nodes], start = news[start : start + len(nodes)], start + len(nodes)
 

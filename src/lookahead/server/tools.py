@@ -244,7 +244,7 @@ class AnswerReader:
     def __init__(self, thinking: Thinking, format_: ToolFormat | None, reasoning: ReasoningFormat = TAGS) -> None:
         self._thinking, self._format, self._reasoning = thinking, format_, reasoning
         self._text = ""
-        self._told = Part()
+        self._emitted = Part()
 
     def add(self, piece: str) -> Part:
         """Add a piece of the answer; what is certain by now and was not told yet."""
@@ -259,8 +259,8 @@ class AnswerReader:
         return self._news(reasoning, content if calls else content + rest), calls
 
     def _news(self, reasoning: str, content: str) -> Part:
-        news = Part(reasoning[len(self._told.reasoning) :], content[len(self._told.content) :])
-        self._told = Part(reasoning, content)
+        news = Part(reasoning[len(self._emitted.reasoning) :], content[len(self._emitted.content) :])
+        self._emitted = Part(reasoning, content)
         return news
 
     def _split(self, last: bool) -> tuple[str, str, str]:

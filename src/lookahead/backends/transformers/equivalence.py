@@ -248,7 +248,7 @@ class Equivalence:
 
 _KEPT = 16
 """Kinds of models that are kept, each with some megabytes of miniatures."""
-_known: dict[tuple[object, ...], Equivalence] = {}
+_by_kind: dict[tuple[object, ...], Equivalence] = {}
 """By class and configuration, the last used at the end. Not kept for a model, as it is the same for all models of a
 kind: a process that loads one after another tries each kind once. It holds miniatures, and no model of the caller's."""
 _lock = Lock()
@@ -263,7 +263,7 @@ def _look_up(model: PreTrainedModel) -> Equivalence:
     values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     kind = (type(model), values, model.config._attn_implementation)
     with _lock:
-        _known[kind] = found = _known.pop(kind, None) or Equivalence(model)
-        if len(_known) > _KEPT:
-            del _known[next(iter(_known))]
+        _by_kind[kind] = found = _by_kind.pop(kind, None) or Equivalence(model)
+        if len(_by_kind) > _KEPT:
+            del _by_kind[next(iter(_by_kind))]
         return found

@@ -122,7 +122,7 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
         return state.packing[setting]
 
 
-_known: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+_parameters: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 """By function, as looking takes as long as a small layer, and every call asks several times."""
 
 
@@ -131,6 +131,6 @@ def forward_arguments(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]
     function = getattr(model.forward, "__func__", None)
     if function is None:  # something else than a method was put there, which may refer to the model
         return inspect.signature(model.forward).parameters
-    if function not in _known:
-        _known[function] = inspect.signature(function).parameters
-    return _known[function]
+    if function not in _parameters:
+        _parameters[function] = inspect.signature(function).parameters
+    return _parameters[function]

@@ -119,10 +119,10 @@ def _propose(
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
-    of_known = weights[1 if settings["observes"] or heard[place]["share"] < UNTRUSTED else 0, longest]
+    coefficients = weights[1 if settings["observes"] or heard[place]["share"] < UNTRUSTED else 0, longest]
     floors = 0.0  # what the memory says for a token that it does not name
     for order in range(longest):
-        floors += of_known[1 + order] * float(entries.heads[order, slots[order]]["floor"])
+        floors += coefficients[1 + order] * float(entries.heads[order, slots[order]]["floor"])
     for order in range(longest):
         floor, followers = float(entries.heads[order, slots[order]]["floor"]), entries.followers[order, slots[order]]
         for rank in range(len(followers)):
@@ -132,7 +132,7 @@ def _propose(
             row = _candidate_of(np.int64(follower["token"]), begin, end, floors, candidates)
             end = max(end, row + 1)
             candidates[row]["order"] = order + 1
-            candidates[row]["probability"] += of_known[1 + order] * (float(follower["log"]) - floor)
+            candidates[row]["probability"] += coefficients[1 + order] * (float(follower["log"]) - floor)
     matches = follow_matches(place, node, context, size, nodes, texts, followed)
     for match in range(matches):
         occurrence = followed[node, match]
@@ -153,7 +153,7 @@ def _propose(
                 likely = min(new["probability"] * record[0] / record[1], 1.0)
                 if likely > candidates[row]["listed"]:
                     candidates[row]["listed"], candidates[row]["source"] = likely, source
-    _weigh(node, nodes, noise, of_known, entries.evidence, candidates[begin:end])
+    _weigh(node, nodes, noise, coefficients, entries.evidence, candidates[begin:end])
     return end
 
 
