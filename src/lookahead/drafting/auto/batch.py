@@ -159,8 +159,10 @@ class DraftBatch:
             places = wanted["place"]
             counts = self.state.counts[places]
             nodes = self.state.trees[:, 1 : 1 + int(counts.max())]
-            found = (nodes[name][places] for name in ("token", "parent", "probability"))  # copies
-            tokens, parents, likely = found
+            found = (nodes[name][places] for name in ("token", "parent", "probability", "listed"))  # copies
+            tokens, parents, likely, listed = found
+            # Recent predictions come last, and not for being the least likely.
+            likely = np.where(parents == 0, np.maximum(likely, listed), likely)
         rows = zip(asked, counts.tolist(), tokens.tolist(), parents.tolist(), likely, strict=True)
         for (drafter, tree), *of_text in rows:
             drafter.offer(tree, *of_text)

@@ -213,7 +213,7 @@ def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64],
         if before >= 0 and node["weighed"]:
             record = evidence[1 + node["match"], node["order"]]
             record[0] += 1.0 if before == node["token"] else 0.0
-            corrected = node["probability"] / nodes[node["parent"]]["probability"]
+            corrected = max(node["probability"] / nodes[node["parent"]]["probability"], node["listed"])
             record[1] += min(corrected, 1.0) * record[1] / record[0]
 
 
