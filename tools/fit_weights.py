@@ -40,7 +40,7 @@ from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.ngrams import Entries, look_up
 from lookahead.drafting.auto.texts import MATCH_CLASSES
-from lookahead.drafting.auto.weights import MATCHES, feature_names
+from lookahead.drafting.auto.weights import MATCHES, all_weights, feature_names
 from models import load_model, load_tokenizer
 from playback import play_text
 
@@ -224,7 +224,7 @@ def main() -> int:
     for path, across in product(options.recordings, (False, True)):
         parts.append(Part(replay_file(path, across, options)))
     memory = DraftMemory.of_texts() if options.recordings else DraftMemory()
-    fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights[int(memory.observed)])]
+    fitted = [fit(parts, length, row) for length, row in enumerate(all_weights(memory.orders)[int(memory.observed)])]
     for column, name in enumerate(feature_names(memory.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
     return 0

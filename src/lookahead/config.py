@@ -247,9 +247,7 @@ class LookaheadConfig:
         help="Seed of the window's first tokens.",
     )
     sources: tuple[Callable[[], Any], ...] = _choice((), _factories, presets=("auto",))
-    drafter: Callable[[], Any] | None = _choice(  # noqa: RUF009, it makes a field
-        None, _factory, presets=(OWN,)
-    )
+    drafter: Callable[[], Any] | None = _choice(None, _factory, presets=(OWN,))  # noqa: RUF009, it makes a field
     pack_weights: bool = _choice(
         *(False, _yes_or_no),
         help="On a CPU, keep a second copy of the weights in the order of multiplication, where that is faster.",

@@ -18,7 +18,7 @@ from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, follow, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
-from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
+from lookahead.drafting.auto.weights import NOTHING, all_weights, feature_names
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
 from ngram_access import insert, lookup
@@ -150,7 +150,8 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
     names = feature_names(2)
-    weights = memory.weights[0, 2, [names.index(name) for name in (context_name(1), context_name(2), NOTHING)]]
+    columns = [names.index(name) for name in ("after 1 token", "after 2 tokens", NOTHING)]
+    weights = all_weights(memory.orders)[0, 2, columns]
     unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
     log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
     scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}

@@ -45,7 +45,8 @@ def insert(
         ids, probabilities: The likeliest next tokens, likeliest first, `[contexts, listed]`.
     """
     contexts, ids = np.ascontiguousarray(contexts), np.ascontiguousarray(ids)
-    _write(contexts, ids, probabilities, memory.tick(), memory.entries, memory.writing)
+    memory.clock += 1
+    _write(contexts, ids, probabilities, memory.clock, memory.entries, memory.writing)
 
 
 def lookup(

@@ -23,9 +23,8 @@ FIRST_NODES = 8
 smaller one has shown what steps cost."""
 
 USUAL_NODES = 32
-"""Most nodes of a row; twice as many where these cost less than they teach, which is tried once where so many do. With the rule below 32 nodes were best on
-every curve of a CPU that was played (float32, 16 bits with AVX-512 and AMX), 64 nodes 2 to 5 % worse; on a GPU, where
-64 nodes cost what 8 do, they gave 1.15 of 32."""
+"""Most nodes of a row; twice as many where these cost less than they teach, and are tried where the first do: 32 were
+best on every curve of a CPU that was played; 64 gave 1.15 of 32 on a GPU, where they cost what 8 do."""
 
 TAUGHT = 0.007
 """What a node is worth besides, in tokens, whatever becomes of it: what the model says after it fills the memory.
@@ -182,10 +181,10 @@ class Pace:
         costs, rows, nodes = self.costs, self.rows, USUAL_NODES
         plain = costs.plain(rows)
         while nodes < MOST_CHOSEN_NODES:
-            cost, teaches = costs.seconds(nodes * rows) - plain, nodes - 1
+            fewer, more, least = 1, nodes, plain
             if costs.was_timed(2 * nodes * rows):
-                cost, teaches = costs.seconds(2 * nodes * rows) - costs.seconds(nodes * rows), nodes
-            if cost >= plain * TAUGHT * teaches:
+                fewer, more, least = nodes, 2 * nodes, costs.seconds(nodes * rows)
+            if costs.seconds(more * rows) - least >= plain * TAUGHT * (more - fewer):
                 break
             nodes *= 2
         return max(min(costs.padded(nodes * rows), self.room) // rows, 1)

@@ -15,9 +15,6 @@ from lookahead.errors import InvalidArgumentError
 GRID = np.array((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096), dtype=np.int64)
 """Nodes of a step, around which times are gathered; between two of them the time is a straight line."""
 
-_EDGES = np.sqrt(GRID[:-1] * GRID[1:])
-"""Where the buckets of two sizes meet."""
-
 PLAIN = len(GRID)
 """The bucket of plain steps, for which no draft is looked for."""
 
@@ -134,7 +131,7 @@ class StepCosts:
 
     def was_timed(self, nodes: int) -> bool:
         """Whether a drafted step of about so many nodes was timed."""
-        return bool(self.times[np.searchsorted(_EDGES, self.padded(nodes))])
+        return bool(self.times[np.abs(np.log(GRID / self.padded(nodes))).argmin()])
 
     def seconds(self, nodes: int) -> float:
         """Seconds of a step of so many nodes."""

@@ -18,6 +18,7 @@ from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, 
 from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
 from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
 from lookahead.drafting.auto.texts import BUCKETS, LEAST_ROOM, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
+from lookahead.drafting.auto.weights import all_weights
 
 if TYPE_CHECKING:
     from lookahead.drafting.auto.drafter import AutoDrafter
@@ -68,7 +69,7 @@ class DraftBatch:
             allocate_listed(sources, size),
             np.zeros((places, size), dtype=NODE),
             np.full(places, -1, dtype=np.int64),
-            memory.weights,
+            all_weights(memory.orders),
             np.array((chains, explores, memory.observed), dtype=SETTINGS)[()],
         )
         self.state.heard["share"] = 1.0
@@ -202,8 +203,8 @@ class DraftBatch:
             How many drafted tokens were accepted.
         """
         self._make_room(step)
-        clock = self.memory.tick() if len(step.ids) else 0
-        accepted, lost = self._learn(step, clock, self.state, self.memory.writing, self.room.queue)
+        self.memory.clock += len(step.ids) > 0
+        accepted, lost = self._learn(step, self.memory.clock, self.state, self.memory.writing, self.room.queue)
         if lost:  # what is predicted in these texts is not what is selected
             for place in step.rows["place"].tolist():
                 of_text = self.state.heard[place]

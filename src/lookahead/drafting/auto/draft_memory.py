@@ -8,11 +8,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.drafting.auto.ngrams import ENTRY, EVIDENCE_PRIOR, FOLLOWER, OLD_SHARE, WAYS, WRITTEN, Entries, Writing
 from lookahead.drafting.auto.texts import MATCH_CLASSES
-from lookahead.drafting.auto.weights import TEXT_WEIGHTS, all_weights
+from lookahead.drafting.auto.weights import TEXT_WEIGHTS
 from lookahead.errors import InvalidArgumentError
 
 
@@ -90,17 +89,6 @@ class DraftMemory:
         if not self.clock:
             self.entries.heads.view(np.uint8).fill(0)
             self.entries.followers.view(np.uint8).fill(0)
-
-    def tick(self) -> int:
-        """The time of what is inserted next."""
-        self.clock += 1
-        return self.clock
-
-    @property
-    def weights(self) -> NDArray[np.float64]:
-        """What weighs proposals where predictions come true, and where texts alone are gone by, `[2, orders + 1,
-        columns]`; see `build_weights`."""
-        return all_weights(self.orders)
 
     def statistics(self) -> dict[str, Any]:
         """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""

@@ -58,7 +58,7 @@ class BatchState(NamedTuple):
         listed: What the sources of a text list.
         trees: The draft after each, `NODE`s, `[places, nodes]`.
         counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
-        weights: Weigh what the memory and matches say; see `DraftMemory.weights`.
+        weights: Weigh what the memory and matches say; see `all_weights`.
         settings: A `SETTINGS`.
     """
 

@@ -59,14 +59,9 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
 """Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
 
 
-def context_name(length: int) -> str:
-    """The feature of what the memory says after contexts of so many tokens."""
-    return f"after {length} token{'s' if length > 1 else ''}"
-
-
 def feature_names(orders: int) -> list[str]:
     """The feature of each column, for a memory of contexts of up to `orders` tokens."""
-    contexts = [context_name(length) for length in range(1, orders + 1)]
+    contexts = [f"after {length} token{'s' if length > 1 else ''}" for length in range(1, orders + 1)]
     return [NOTHING, *contexts, *MATCHES]
 
 
