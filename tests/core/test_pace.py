@@ -280,6 +280,17 @@ def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> No
     assert pace.nodes == 32
 
 
+@pytest.mark.parametrize(("curve", "most"), [([(1, 1.0), (32, 1.1), (64, 3.0)], 32), ([(1, 1.0), (128, 1.2)], 128)])
+def test_more_nodes_stay_where_they_cost_less_than_they_teach(
+    curve: list[tuple[int, float]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CURVES, "tried", curve)
+    text = Text(Pace(StepCosts()), "tried")
+    text.decode(repeat((4, 1.0)), 4000)
+    assert max(text.sent) >= 64, "they were never tried"
+    assert max(text.sent[-400:]) == most
+
+
 def test_three_plain_steps_show_that_they_take_longer_now() -> None:
     costs = StepCosts()
     for step in range(100):

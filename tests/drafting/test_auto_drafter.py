@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, follow, step
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, all_weights, feature_names
 from lookahead.errors import InvalidArgumentError
@@ -235,6 +235,24 @@ def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
     assert len(set(every)) > 5
     for least in (every[-2], every[3], every[0], 1.0):
         assert offered(least) == [probability for probability in every if probability >= least]
+
+
+def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
+    budget = Stingy()
+    drafter = AutoDrafter(DraftMemory(3, 256, TOP_K), budget)
+    drafter.start(range(1, 41))
+    for token in range(100, 160):  # none of them recent
+        tree = TokenTree([token - 1])
+        drafter.propose(tree)
+        says, shares = np.full((len(tree), 1), 50), np.full((len(tree), 1), 0.01, dtype=np.float32)
+        says[0], shares[0] = token, 1.0
+        drafter.observe(StepResult(tree, says[:, 0], [], [token], says, shares))
+    assert budget.offers[0] == pytest.approx([0.2 / (4 + rank) for rank in range(24)])
+    assert max(budget.offers[-1]) < 0.9 * budget.offers[0][0]
+    tree = TokenTree([159])
+    tree.foresee = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
+    drafter.propose(tree)
+    assert sum(budget.offers[-1]) < 0.01, "what noise says is heard by the order alone"
 
 
 def test_no_node_at_all_is_refused() -> None:
