@@ -193,7 +193,7 @@ class Pace:
         """How many candidates are sent, the first ones.
 
         Args:
-            likely: Probability that each is accepted, descending, `[candidates]`.
+            likely: Probability that each is accepted, in the order of sending, `[candidates]`.
             pending: Nodes without them, of the row; of all rows if `shared`.
             resends: Whether these and the accepted tokens are sent again unless all candidates are accepted, as where
                 states cannot be taken back.

@@ -185,7 +185,7 @@ class StepBudget(Protocol):
         """Choose among the candidates of a step.
 
         Args:
-            likely: Probability that each is accepted, the likeliest first, `[candidates]`.
+            likely: Probability that each is accepted, in the order of sending: about falling, `[candidates]`.
             send: Called with how many are sent: at once, or when other rows have offered theirs.
             pending: Nodes of the row without them.
         """

@@ -96,7 +96,7 @@ class SharedPace:
         """How many candidates of each row are sent.
 
         Args:
-            offers: Of each row the probabilities that its candidates are accepted, descending.
+            offers: Of each row the probabilities that its candidates are accepted, in the order of sending.
             pending: Nodes of the step without them.
         """
         if self.backs_off:
