@@ -40,6 +40,7 @@ from lookahead import Engine, LookaheadConfig
 from lookahead.backends.session import open_session
 from lookahead.bench.rows import Row
 from lookahead.bench.tuning import StepBench, seconds_of
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 from models import load_model, load_tokenizer
 from probe import Probe, Unit, option
@@ -195,9 +196,10 @@ def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
     with torch.no_grad():
         bench = StepBench(model, context, engine=engine)
         for nodes in NODES:
+            tree = bench.tree(nodes)
 
-            def step(nodes: int = nodes) -> None:
-                bench.step(bench.tree(nodes))
+            def step(tree: TokenTree = tree) -> None:
+                bench.step(tree)
                 bench.undo()
 
             first, *times = [1000 * seconds_of(model.device, step) for _ in range(options.repeats + 1)]

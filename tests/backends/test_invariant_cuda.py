@@ -33,6 +33,10 @@ def on_gpu(name: str, dtype: torch.dtype) -> PreTrainedModel:
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, prompt = on_gpu(name, dtype), PROMPT.cuda()
+    if name == "deepseek_v3" and dtype == torch.float16:  # whose experts torch multiplies with the help of the host
+        with pytest.raises(lookahead.UnsupportedArgumentError, match="fixed shapes fail"):
+            decode(model, prompt, PLAIN)
+        return
     plain = decode(model, prompt, PLAIN)
     assert plain.statistics.invariant_rows == FIXED_ROWS
     assert engine_model(model, invariant=True).config._attn_implementation == BY_POSITION

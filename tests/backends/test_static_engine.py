@@ -114,7 +114,7 @@ def logits_of_steps(
             assert result.predictions[nodes].tolist() == logits.argmax(dim=-1).tolist()
             probabilities, ids = logits.softmax(dim=-1).topk(3)
             assert result.top_ids[nodes].tolist() == ids.tolist()
-            np.testing.assert_allclose(result.top_probabilities[nodes], probabilities.numpy(), rtol=1e-5)
+            np.testing.assert_allclose(result.top_probabilities[nodes], probabilities.cpu().numpy(), rtol=1e-5)
             unread = [node for node in range(len(tree)) if not tree.needs_logits[node]]
             assert (result.predictions[unread] == -1).all()
             children = [node for node in range(tree.root + 1, len(tree) - 1) if tree.parents[node] == tree.root]

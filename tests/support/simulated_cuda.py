@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import lookahead
+from lookahead.backends.transformers import fused
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, unpack
 
@@ -480,6 +481,32 @@ def _tree_attention(
     return _kernel("tree attention", by_text, tensors, {})
 
 
+def _rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> CudaTensor:
+    """What stands for the Triton kernel."""
+
+    def by_definition(hidden: Any, weight: Any) -> torch.Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        if rounds_first:
+            return weight * wide.to(hidden.dtype)
+        return (wide * (weight.float() + offset)).to(hidden.dtype)
+
+    return _kernel("norm", by_definition, (hidden, weight), {})
+
+
+def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaTensor]:
+    """What stands for the Triton kernel, in two launches for one."""
+    part = cos.shape[-1]
+
+    def by_definition(states: Any, cos: Any, sin: Any) -> torch.Tensor:
+        turned, left = states[..., :part], states[..., part:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+        return torch.cat([turned, left], dim=-1)
+
+    return tuple(_kernel("rotary", by_definition, (states, cos, sin), {}) for states in (query, key))  # type: ignore
+
+
 @contextmanager
 def simulated_cuda() -> Iterator[Simulation]:
     """While it lasts, torch has two CUDA devices, for this thread."""
@@ -508,6 +535,8 @@ def simulated_cuda() -> Iterator[Simulation]:
             stack.enter_context(_guard())
             stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
             stack.enter_context(mock.patch.object(tree_kernel, "tree_attention", _tree_attention))
+            stack.enter_context(mock.patch.object(fused, "rms_norm", _rms_norm))
+            stack.enter_context(mock.patch.object(fused, "rotate", _rotate))
             stack.enter_context(_Functions())
             stack.enter_context(_Dispatch())
             yield _device

@@ -311,12 +311,12 @@ def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:
 
     All graphs share one pool of memory, as only one of them runs at a time; it goes with them.
     """
-    return partial(record, device, torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
+    return partial(record, device, torch.cuda.graph_pool_handle(), []) if device.type == "cuda" else None
 
 
-def record(device: torch.device, pool: Any, work: Pass) -> Pass:
+def record(device: torch.device, pool: Any, recorded: list[Any], work: Pass) -> Pass:
     """Warm up, capture a CUDA graph, and return the replay: one launch for any number of kernels, whose results are in
-    the same tensors every time.
+    the same tensors every time. Whether a pass waits is asked of the first one that is `recorded`: it takes long.
 
     Raises:
         RuntimeError: The pass cannot be captured, for example because it waits for the device.
@@ -326,13 +326,15 @@ def record(device: torch.device, pool: Any, work: Pass) -> Pass:
         side.wait_stream(current)
         with torch.cuda.stream(side):
             work()  # compiles kernels, chooses algorithms, takes work space
-            with _RefuseWaiting():  # type: ignore[no-untyped-call]
-                work()
+            if not recorded:
+                with _RefuseWaiting():  # type: ignore[no-untyped-call]
+                    work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = work()
         torch.cuda.synchronize(device)  # or the next step would wait for the warm-up
+    recorded.append(graph)
 
     def replay() -> Outputs:
         graph.replay()

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class SharedClone:
         model: Any model that `can_be_cloned`.
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
             well if not given. Invariant attention takes the place of `eager`, too, and on a CPU its products and
-            activations are those of `invariant_kind`.
+            activations are those of `invariant_kind`. On a GPU there are modules of `fused_kind` beside it.
         packing: See `chosen_packing`.
 
     Attributes:
@@ -84,6 +85,7 @@ class SharedClone:
     def __init__(self, model: PreTrainedModel, attention: str | None, packing: int = 0) -> None:
         self._attention = attention
         self._packing = packing
+        self._is_fused = attention is not None and model.device.type == "cuda" and find_spec("triton") is not None
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
         modules = all_modules(model)
         # By the id of the module that each stands for.
@@ -133,6 +135,10 @@ class SharedClone:
         kind = PackedLinear if self._packing and can_pack(module) else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
+        elif self._is_fused:
+            from lookahead.backends.transformers.fused import fused_kind
+
+            kind = fused_kind(module, kind)
         is_torchs = kind.__module__.startswith("torch.nn.")
         if kind is module.__class__ and not module._modules and (is_torchs or not module._parameters):
             return module

@@ -13,11 +13,9 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-_PROGRAMS = 256
-"""Programs that fill a large GPU: about two for each multiprocessor."""
+_PROGRAMS = 128
+"""Programs that fill a large GPU: about one for each multiprocessor."""
 _MOST_SPLITS = 32
-_BLOCKS_IN_SPLIT = 2
-"""Blocks of keys that a split should have at the least, for the combination to be worth its while."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,15 @@ def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.
         # Full precision has no tensor cores: every product passes through registers of its own.
         most, block_keys = (32 if head_dim <= 64 else 16), 16
     else:
-        most, block_keys = (128 if head_dim <= 128 else 64), (64 if head_dim <= 128 else 32)
+        most, block_keys = 64, (64 if head_dim <= 128 else 32)
     block_rows = min(max(triton.next_power_of_2(rows), 16), most)
-    if block_rows == 128 and head_dim > 64:
+    if block_rows == 64 and head_dim > 64:
         block_keys = 32
-    wide = head_dim > 128 if full else block_rows * triton.next_power_of_2(head_dim) >= 64 * 128
-    stages = 2 if full or block_rows > 32 else 3
+    wide = head_dim > 128 and (full or block_rows == 64)
+    stages = 2 if full or (wide and block_rows > 32) else 3
     programs = heads * -(-rows // block_rows)
-    wanted = min(_PROGRAMS // programs, keys // (_BLOCKS_IN_SPLIT * block_keys), _MOST_SPLITS)
+    fill = max(_PROGRAMS // programs, min(2 * _PROGRAMS // programs, 8))  # twice where these are few splits
+    wanted = min(fill, keys // block_keys, _MOST_SPLITS)
     splits = 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
     return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
 

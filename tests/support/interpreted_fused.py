@@ -1,0 +1,86 @@
+"""Norms and rotary embeddings in one kernel each, in Triton's interpreter, against those of transformers.
+
+The interpreter must be chosen before Triton is imported: `test_tree_attention.py` runs this file in a process of its
+own. It keeps bfloat16 as bare bits, so all is in float16 and float32.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from lookahead.backends.transformers import fused
+from lookahead.backends.transformers.fused import fused_kind, rotate
+from model_zoo import build
+
+
+def random_weight(norm: torch.nn.Module) -> Any:
+    torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    return norm.half()
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("size", [96, 1024])
+def test_norms_give_the_bits_of_the_module(kind: Any, size: int) -> None:
+    norm = random_weight(kind(size))
+    stand_in = fused_kind(norm, kind)
+    assert stand_in is not kind
+    states = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(1)).half()
+    expected = norm(states)
+    norm.__class__ = stand_in
+    found = norm(states)
+    assert found.dtype == expected.dtype
+    assert int((found != expected).sum()) <= found.numel() // 64  # a mean is summed in another order
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3)
+    assert torch.equal(norm(states[:, 2:3]), found[:, 2:3])  # whatever is beside a row
+    wide = states.float()
+    norm.float()
+    assert torch.equal(norm(wide), kind.forward(norm, wide))
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm(32), Qwen3NextRMSNormGated(32).half(), torch.nn.RMSNorm(32).half()])
+def test_other_norms_stay(norm: torch.nn.Module) -> None:
+    assert fused_kind(norm, type(norm)) is type(norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("attention", "size", "part"), [(LlamaAttention, 6, 6), (GPTNeoXAttention, 8, 4)])
+def test_rotary_embeddings_give_the_bits_of_the_function(
+    attention: Any, size: int, part: int, dtype: torch.dtype
+) -> None:
+    original = attention.forward.__globals__["apply_rotary_pos_emb"]
+    query, key = (torch.randn(2, 5, heads, size).transpose(1, 2).to(dtype) for heads in (4, 2))
+    cos, sin = torch.randn(1, 5, part).expand(2, -1, -1).to(dtype), torch.randn(2, 5, part).to(dtype)
+    for found, expected in zip(rotate(query, key, cos, sin), original(query, key, cos, sin), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_attention_finds_the_function_that_rotates_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counted(*states: torch.Tensor) -> Any:
+        calls.append(tuple(states[0].shape))
+        return rotate(*states)
+
+    model = build("llama").half()
+    expected = model(torch.arange(5)[None]).logits
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = fused_kind(attention, LlamaAttention)
+    monkeypatch.setattr(fused, "rotate", counted)
+    assert torch.equal(model(torch.arange(5)[None]).logits, expected)
+    assert len(calls) == 1
+    assert type(attention).__name__ == "LlamaAttention"
+
+
+def test_attention_that_turns_neighbours_stays() -> None:
+    config = build("llama").config
+    attention = CohereAttention.__new__(CohereAttention)
+    torch.nn.Module.__init__(attention)
+    attention.projection = torch.nn.Linear(2, config.hidden_size)
+    assert fused_kind(attention, CohereAttention) is CohereAttention
