@@ -60,7 +60,7 @@ class EngineModel:
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(config.pack_weights)
         self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
-        self._steps = Steps(self.runner, self.session.clock, self._shared)
+        self._steps = Steps(self.runner, self.session.clock, self._shared, launched=self._settle)
         self._begin()
 
     def reopen(self) -> None:
@@ -153,6 +153,8 @@ class EngineModel:
     def run(self, requests: Sequence[Request], counts: Statistics) -> None:
         """Make one step of `requests`; see `Steps.run`."""
         self._steps.run(requests, counts)
+
+    def _settle(self) -> None:
         if self._watch is not None:
             self._watch.settle()
 

@@ -17,7 +17,7 @@ from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
-from lookahead.core.step import Batch, step
+from lookahead.core.step import Batch, Phase, step
 from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
 from lookahead.serving.arguments import Arguments
@@ -172,20 +172,32 @@ class Steps:
         clock: The clock for its steps, in seconds.
         pace: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
         come_and_go: Whether the rows of `backend` do, so that each step has its own; else it has all of a call.
+        launched: Called when the pass of a step was launched, which a device still computes.
 
     Attributes:
         batch: What is handed to `step`.
     """
 
     def __init__(
-        self, backend: Any, clock: Callable[[], float], pace: Pace | SharedPace | None = None, come_and_go: bool = True
+        self,
+        backend: Any,
+        clock: Callable[[], float],
+        pace: Pace | SharedPace | None = None,
+        come_and_go: bool = True,
+        launched: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.come_and_go = come_and_go
         self._pace = pace
         # A thread's own time is a call into the system.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
-        self.batch = Batch((), mark=self._timer.mark)
+        self._launched = launched
+        self.batch = Batch((), mark=self._mark)
+
+    def _mark(self, phase: Phase) -> None:
+        if phase == "forward":
+            self._launched()
+        self._timer.mark(phase)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Make one step, and add its counts and times to `statistics`. What one of `requests` raises is in its
