@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.fixed_passes import StaticSteps, pass_sizes
+from lookahead.backends.transformers.fixed_passes import StaticSteps, pass_sizes, recorder_for
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
@@ -103,6 +104,20 @@ def test_steps_take_no_memory() -> None:
         lookahead.generate(model, prompt, lookahead_config=STATIC, on_step=note, **GREEDY)
     # The text itself grows by a token at a time.
     assert max(allocated) - min(allocated) < 64 * 1024
+
+
+def test_garbage_with_graphs_does_not_break_a_capture_off() -> None:
+    record = recorder_for(torch.device("cuda"))
+    assert record is not None
+    there, thresholds = torch.ones(3, device="cuda"), gc.get_threshold()
+    try:
+        for _ in range(8):
+            gc.set_threshold(1)  # collect at once what is made from now on
+            cycle: list[Any] = [record(lambda: (there + 1, [[] for _ in range(100)] and there * 2))]
+            cycle.append(cycle)
+            del cycle
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -7,6 +7,7 @@ The simulation patches torch, so `test_simulated_cuda.py` runs this file in a pr
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -140,6 +141,20 @@ def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None
 
     record(work)
     assert other == [[1.0] * 3] * 3
+
+
+def test_no_garbage_is_collected_during_a_capture(device: Simulation) -> None:
+    there, collects = torch.ones(3, device="cuda:0"), list[bool]()
+    record = recorder_for(torch.device("cuda:0"))
+    assert record is not None
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        collects.append(gc.isenabled())
+        return there + 1, there * 2
+
+    record(work)
+    assert collects == [True, True, False]
+    assert gc.isenabled()
 
 
 def test_a_buffer_overwritten_while_it_is_copied_is_an_error(device: Simulation) -> None:

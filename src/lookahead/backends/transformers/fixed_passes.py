@@ -4,9 +4,12 @@ recorded in CUDA graphs and replayed. `StaticSteps` runs those over the rows of 
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -314,7 +317,7 @@ def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:
     return partial(record, device, torch.cuda.graph_pool_handle(), []) if device.type == "cuda" else None
 
 
-def record(device: torch.device, pool: Any, recorded: list[Any], work: Pass) -> Pass:
+def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) -> Pass:
     """Warm up, capture a CUDA graph, and return the replay: one launch for any number of kernels, whose results are in
     the same tensors every time. Whether a pass waits is asked of the first one that is `recorded`: it takes long.
 
@@ -331,16 +334,32 @@ def record(device: torch.device, pool: Any, recorded: list[Any], work: Pass) -> 
                     work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = work()
         torch.cuda.synchronize(device)  # or the next step would wait for the warm-up
-    recorded.append(graph)
+    recorded.append(True)
 
     def replay() -> Outputs:
         graph.replay()
         return outputs
 
     return replay
+
+
+_capture = Lock()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While it lasts, nobody collects garbage: a graph in it would break the capture off as it goes."""
+    with _capture:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
