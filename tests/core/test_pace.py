@@ -222,6 +222,8 @@ def test_steps_fill_passes_of_fixed_sizes() -> None:
     text = Text(Pace(StepCosts(captured=sizes)), "GPU")
     text.decode(repeat((3, 1.0)), 2000)
     assert set(text.sent) <= {0, *sizes}
+    pace = Pace(StepCosts(captured=sizes), rows=64)
+    assert pace.room == sizes[-1] < Pace(StepCosts(), rows=64).room
 
 
 def test_rows_pay_for_their_nodes_together() -> None:

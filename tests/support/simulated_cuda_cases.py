@@ -23,7 +23,7 @@ from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.fixed_passes import PAYS_FROM, recorder_for
+from lookahead.backends.transformers.fixed_passes import PAYS_FROM, pass_sizes, recorder_for
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.bench.tuning import measure
 from lookahead.core.statistics import StepRecord
@@ -238,6 +238,22 @@ def test_a_short_text_is_not_worth_a_capture(
         kept = state_of(engine).static_steps
         assert kept is not None
         assert (kept.recorded.count > 0) == captures
+
+
+def test_the_pace_knows_the_passes_that_are_captured(
+    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
+    """It fills them (`tests/core/test_pace.py`), and in an engine sends no step that is larger than all of them."""
+    model = on_cuda(copy.deepcopy(demo_model))
+    generated(model, {"input_ids": demo_prompt}, LookaheadConfig(), max_new_tokens=40, **GREEDY)
+    assert [tuple(costs.captured) for costs in state_of(model).costs.values()] == [
+        pass_sizes(LookaheadConfig().max_nodes)
+    ]
+    engine = lookahead.Engine(model, max_rows=2)
+    engine.submit(demo_prompt, max_new_tokens=4, do_sample=False)
+    engine.run()
+    assert engine._model._shared._pace is not None
+    assert engine._model._shared._pace.costs.captured == engine._model.runner.pass_sizes != ()
 
 
 def test_tune_times_graphs_and_no_capture(device: Simulation, there: PreTrainedModel) -> None:

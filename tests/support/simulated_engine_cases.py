@@ -117,7 +117,7 @@ def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.
     model = build("qwen2_mixed_sliding")
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
     before, captured = pool_of(engine).capacity, engine.statistics.graphs.count
-    assert captured == len(engine._model.runner._sizes)
+    assert captured == len(engine._model.runner.pass_sizes)
     handles = [
         engine.submit(PROMPT[:, :size].to("cuda"), **{**OPTIONS, **GREEDY, "max_new_tokens": 100}) for size in (15, 9)
     ]

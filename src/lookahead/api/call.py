@@ -57,7 +57,7 @@ class Call:
         if config.chooses_nodes and call.rows_leave:
             pace = SharedPace(partial(draft_pace, runner.model, config))
         elif config.chooses_nodes:
-            pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains)
+            pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains, runner.pass_sizes)
         config = shielded(config, prompts.input_ids.device)
         self._drafting = drafting = Drafting(model, config, pace, pool, runner.most_nodes, runner.chains)
         self._requests = requests = [

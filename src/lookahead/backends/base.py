@@ -89,6 +89,7 @@ class Runner:
         keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
         shares_beginnings: Whether a row may begin with what another one has of its text.
         engine: How passes are run; see `Statistics.engine`.
+        pass_sizes: Nodes over all rows that passes are padded to, ascending; none where any number is run as it is.
         recorded: What recording passes took so far.
     """
 
@@ -103,6 +104,7 @@ class Runner:
     chains = keeps_apart = False
     shares_beginnings = True
     engine = "dynamic"
+    pass_sizes: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.recorded = Recorded()

@@ -172,8 +172,10 @@ class Pace:
 
     @property
     def room(self) -> int:
-        """Nodes that a step has at most over all rows, before it is known what larger ones cost."""
-        return self.costs.padded(2 * self._tried)
+        """Nodes that a step has at most over all rows, before it is known what larger ones cost; of passes of fixed
+        sizes those of the largest one."""
+        nodes = self.costs.padded(2 * self._tried)
+        return min(nodes, self.costs.captured[-1]) if self.costs.captured else nodes
 
     @property
     def nodes(self) -> int:

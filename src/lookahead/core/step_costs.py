@@ -70,6 +70,7 @@ class StepCosts:
         captured: Sizes that steps are padded to, ascending, if passes have fixed sizes.
 
     Attributes:
+        captured: As above.
         curve: Seconds of a step of each size of `GRID`, after about as much text as the latest step had, `[sizes]`.
         times: How many steps of each size were timed, and how many plain ones, `[sizes + 1]`.
     """
@@ -82,7 +83,7 @@ class StepCosts:
     ) -> None:
         guess = 1 + NODE_COST * (GRID - 1) if fixed is None else np.array(fixed, dtype=np.float64)
         self._guess = np.stack([guess, np.zeros(PLAIN) if per_token is None else np.array(per_token, dtype=np.float64)])
-        self._captured = captured
+        self.captured = captured
         self._plain_nodes = 1  # of the latest plain step
         ratios, times = np.zeros((PLAIN + 1, TIMES)), np.zeros(PLAIN + 1, dtype=np.int64)
         self._seen = Seen(self._guess, ratios, np.ones(PLAIN + 1), times, np.ones(1), guess.copy(), guess.copy())
@@ -111,7 +112,7 @@ class StepCosts:
 
     def similar(self) -> StepCosts:
         """Costs of steps that are expected to take as long as these, until steps of their own show better."""
-        return StepCosts(self.curve, captured=self._captured)
+        return StepCosts(self.curve, captured=self.captured)
 
     def forget(self) -> None:
         """Forget what drafted steps took, as after a while without any."""
@@ -119,7 +120,7 @@ class StepCosts:
 
     def padded(self, nodes: int) -> int:
         """Nodes that a step of so many nodes is run with."""
-        return next((size for size in self._captured if size >= nodes), nodes)
+        return next((size for size in self.captured if size >= nodes), nodes)
 
     def observe(self, nodes: int, context: int, seconds: float, plain: bool = False) -> None:
         """Learn from a step. A time that no step can have, as from a coarse clock, teaches nothing."""

@@ -100,7 +100,12 @@ class Drafting:
 
 
 def draft_pace(
-    model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float, chains: bool = False
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    rows: int,
+    temperature: float,
+    chains: bool = False,
+    sizes: Sequence[int] = (),
 ) -> Pace:
     """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
     stored them, or a first guess.
@@ -111,14 +116,16 @@ def draft_pace(
         rows: Sequences that run together.
         temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
         chains: Whether drafts are chains.
+        sizes: See `Runner.pass_sizes`.
     """
-    settings = (config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
+    settings = (*sizes, config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
     setting = (rows, torch.get_num_threads(), model.dtype, model.device, *settings)
     key = (round(temperature, 1), chains, *setting)
     state = state_of(model)
     with state.lock:
         if setting not in state.costs:
-            state.costs[setting] = load_costs(describe_setting(model, config)) or StepCosts()
+            state.costs[setting] = costs = load_costs(describe_setting(model, config)) or StepCosts()
+            costs.captured = sizes
         if key not in state.paces:
             state.paces[key] = Pace(state.costs[setting], rows)
         return state.paces[key]

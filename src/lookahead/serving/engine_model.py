@@ -49,7 +49,9 @@ class EngineModel:
         self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
         self.session = open_session(model)
         self._shared = SharedPace(
-            lambda rows, temperature: draft_pace(self.runner.model, config, rows, temperature, self.runner.chains),
+            lambda rows, temperature: draft_pace(
+                self.runner.model, config, rows, temperature, self.runner.chains, self.runner.pass_sizes
+            ),
             config.step_budget,
         )
         if prefix_bytes is None:

@@ -220,7 +220,6 @@ class PooledRunner(ModelRunner):
         self._shapes, self._records, self._clock = tuple(shapes), records, clock
         self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
         self.engine = "static" if records else "dynamic"
-        self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0
 
     @torch.no_grad()
@@ -231,10 +230,10 @@ class PooledRunner(ModelRunner):
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
         self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED)
         self.recorded = self._passes.recorded
-        self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
+        self.pass_sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
         self._make_room(0)
-        for size in self._sizes:
+        for size in self.pass_sizes:
             self._passes.run(size, 0, self._new_inputs, (), Step((), (), ()))
 
     def new_row(self, block: int | None = None) -> PooledRow:
@@ -253,7 +252,7 @@ class PooledRunner(ModelRunner):
         self._make_room(max(len(row.pages) for row in rows))
         nodes, firsts = sum(step.counts), np.cumsum([0, *step.counts])
         reads = [first + layout.read_slots for first, layout in zip(firsts, step.layouts, strict=False)]
-        size = next((size for size in self._sizes if size >= nodes), None)
+        size = next((size for size in self.pass_sizes if size >= nodes), None)
         if size is None:
             logits = self._run_once(nodes, np.concatenate(reads), step)
             return forward_results(step.counts, step.nodes_read, logits, top_k)

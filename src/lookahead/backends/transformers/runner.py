@@ -215,6 +215,7 @@ class ModelRunner(TransformersRunner):
             steps.cache.crop(0)
             self.rows = rows_of(steps.cache)
             self._chunk = steps.chunk or self._chunk
+            self.pass_sizes = [batch_size * size for size in steps.sizes]
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
