@@ -134,6 +134,12 @@ def test_texts_in_pages_are_attended_to_one_by_one_in_many_cases(**case: Any) ->
     assert_pages(**case)
 
 
+def test_a_text_with_more_nodes_than_others_takes_its_turns() -> None:
+    """It has eight blocks of rows, of which four run at once."""
+    step = Step([[*range(-1, 31)], [-1], [-1]], [9, 20, 0], 0, None, None)
+    assert_pages(step, torch.float16, (1, 4), (16, 16), 7, 0, None, 0)
+
+
 def assert_pages(
     step: Step,
     dtype: torch.dtype,

@@ -9,8 +9,7 @@ The number of splits and the sizes of blocks follow from shapes alone. How long 
 packed mask, on the device: each split takes an equal share of the blocks that the row really has, so a static cache
 that is nearly empty costs no more than it holds, and a captured graph stays right as the text grows.
 
-Texts that share a buffer in pages have programs each, as many as the nodes of all of them could need: those of a text
-with fewer nodes have nothing to do.
+Texts that share a buffer in pages have programs each, which take one block of rows after another: most texts have one.
 
 A second kernel gives a query bits that depend on its own text alone: splits and blocks lie at fixed positions. A split
 is `SPAN` positions of the text, from a multiple of `SPAN` on, and its blocks begin at multiples of their size, whatever
@@ -48,10 +47,8 @@ _VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.cons
 _BITS, _WORD, _END = tl.constexpr(BITS), tl.constexpr(WORD), tl.constexpr(END)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
-_NODES_OF_A_TEXT = 16
-"""Nodes that blocks of rows are cut for where many texts share a pass: more of one text are several blocks."""
-_TEXTS_AT_ONCE = 8
-"""Texts that share the programs which fill a GPU: of more, few are so long that they need many splits."""
+_ROWS_OF_A_TEXT = 16
+"""Query rows of a block where many texts share a pass, most of them with few nodes."""
 
 
 def tree_attention(
@@ -84,16 +81,18 @@ def tree_attention(
     """
     texts, kv_heads, keys, head_dim = key.shape
     nodes, group = query.shape[2], query.shape[1] // kv_heads
-    table, starts, size, heads = packed_mask, packed_mask, 0, texts * kv_heads
-    shared = nodes
+    table, starts, size = packed_mask, packed_mask, 0
+    rows, heads = nodes * group, texts * kv_heads
     if pages is not None:
         table, starts, size = pages.table, pages.starts, pages.size
         texts, width = table.shape
-        keys, heads = width * size, kv_heads * -(-min(nodes, texts) // _TEXTS_AT_ONCE)
-        shared = min(nodes, _NODES_OF_A_TEXT)
+        keys, served = width * size, min(nodes, texts)
+        usual = -(-rows // (served * _ROWS_OF_A_TEXT))  # blocks of a text, if all have as many nodes
+        rows, heads = min(rows, _ROWS_OF_A_TEXT), served * usual * kv_heads
     if tiling is None:
-        tiling = choose_tiling(shared * group, heads, keys, max(head_dim, value.shape[3]), key.dtype)
-    grid = -(-nodes * group // tiling.rows), tiling.splits, texts * kv_heads
+        tiling = choose_tiling(rows, heads, keys, max(head_dim, value.shape[3]), key.dtype)
+    blocks = -(-nodes * group // tiling.rows)
+    grid = blocks if pages is None else min(blocks, 2 * usual), tiling.splits, texts * kv_heads
     extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
     return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, **extra)
 
@@ -131,7 +130,7 @@ def _attention_kernel(
     BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """One block of rows, one split, one head of keys; grid `[row blocks, splits, batch * KV_HEADS]`.
+    """Blocks of rows, one split, one head of keys; grid `[row blocks at once, splits, batch * KV_HEADS]`.
 
     With `PAGE`, tokens of a page, the batch is of texts whose nodes share one row from `starts` on.
 
@@ -150,70 +149,67 @@ def _attention_kernel(
         before = tl.load(starts + batch)
         nodes = tl.load(starts + batch + 1) - before
         batch, head = batch * 0, kv_head
-        if tl.program_id(0) * BLOCK_M >= nodes * GROUP:
-            return
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < nodes * GROUP
-    node, member = row // GROUP, row % GROUP
-    column = tl.arange(0, BLOCK_N)
-
     first_node = batch * (rows // GROUP) + before
     mask += first_node * mask_stride
-    own_mask = mask + node * mask_stride
-    visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
-    first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
-    scratch = tl.load(mask + _SCRATCH)
-
-    # The blocks that this row block has: cached tokens that any of its rows may see, then slots up to its last node,
-    # since parents lie before their children. Each split takes an equal share of them.
-    length = tl.max(visible, 0)
-    low = tl.minimum(tl.min(tl.where(visible > 0, first, 2147483647), 0), length)
-    slots = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, nodes)
-    cached_blocks = tl.cdiv(length - low, BLOCK_N)
-    blocks = cached_blocks + tl.cdiv(slots, BLOCK_N)
-    share = tl.cdiv(blocks, splits)
-    begin = tl.minimum(split * share, blocks)
-    end = tl.minimum(begin + share, blocks)
-    sums += (head * splits + split) * rows + before * GROUP
-    if begin >= end:
-        tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
-        return
-
     query += (first_node * KV_HEADS + kv_head) * GROUP * KEY_SIZE
-    query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-
-    for block in range(begin, tl.minimum(end, cached_blocks)):
-        position = low + block * BLOCK_N + column
-        # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
-        is_cached = position < length
-        place = _place_of(position, is_cached, table, PAGE)
-        key_block = load_rows(key, place * key_stride_n, is_cached, KEY_SIZE, BLOCK_K)
-        value_block = load_rows(value, place * value_stride_n, is_cached, VALUE_SIZE, BLOCK_V)
-        seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
-        scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
-        acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
-
-    for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
-        slot = block * BLOCK_N + column
-        is_slot = slot < slots
-        place = _place_of(scratch + slot, is_slot, table, PAGE)
-        key_block = load_rows(key, place * key_stride_n, is_slot, KEY_SIZE, BLOCK_K)
-        value_block = load_rows(value, place * value_stride_n, is_slot, VALUE_SIZE, BLOCK_V)
-        # 32 neighbours read the same word.
-        words = tl.load(
-            own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
-        )
-        seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
-        scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
-        acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
-
+    sums += (head * splits + split) * rows + before * GROUP
     shares += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
-    store_share(shares, sums, acc, peak, total, row, is_row, VALUE_SIZE, BLOCK_V)
+    column = tl.arange(0, BLOCK_N)
+
+    for row_block in range(tl.program_id(0), tl.cdiv(nodes * GROUP, BLOCK_M), tl.num_programs(0)):
+        row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = row < nodes * GROUP
+        node, member = row // GROUP, row % GROUP
+        own_mask = mask + node * mask_stride
+        visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
+        first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
+        scratch = tl.load(mask + _SCRATCH)
+
+        # The blocks that this row block has: cached tokens that any of its rows may see, then slots up to its last
+        # node, since parents lie before their children. Each split takes an equal share of them.
+        length = tl.max(visible, 0)
+        low = tl.minimum(tl.min(tl.where(visible > 0, first, 2147483647), 0), length)
+        slots = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // GROUP + 1, nodes)
+        cached_blocks = tl.cdiv(length - low, BLOCK_N)
+        blocks = cached_blocks + tl.cdiv(slots, BLOCK_N)
+        share = tl.cdiv(blocks, splits)
+        begin = tl.minimum(split * share, blocks)
+        end = tl.minimum(begin + share, blocks)
+
+        query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+
+        for block in range(begin, tl.minimum(end, cached_blocks)):
+            position = low + block * BLOCK_N + column
+            # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number.
+            is_cached = position < length
+            place = _place_of(position, is_cached, table, PAGE)
+            key_block = load_rows(key, place * key_stride_n, is_cached, KEY_SIZE, BLOCK_K)
+            value_block = load_rows(value, place * value_stride_n, is_cached, VALUE_SIZE, BLOCK_V)
+            seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
+            scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
+            acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
+
+        for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
+            slot = block * BLOCK_N + column
+            is_slot = slot < slots
+            place = _place_of(scratch + slot, is_slot, table, PAGE)
+            key_block = load_rows(key, place * key_stride_n, is_slot, KEY_SIZE, BLOCK_K)
+            value_block = load_rows(value, place * value_stride_n, is_slot, VALUE_SIZE, BLOCK_V)
+            # 32 neighbours read the same word.
+            words = tl.load(
+                own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
+            )
+            seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
+            scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
+            acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
+
+        is_seen = row < tl.where(begin < end, nodes * GROUP, 0)  # else this split has nothing to see
+        store_share(shares, sums, acc, peak, total, row, is_row, is_seen, VALUE_SIZE, BLOCK_V)
 
 
 @triton.jit
@@ -344,4 +340,4 @@ def _by_position_kernel(
         acc, peak, total = fold(tl.where(seen | on_path[None, :], scores, float("-inf")), value_block, acc, peak, total)
 
     shares += (head * splits + split) * rows * VALUE_SIZE
-    store_share(shares, sums, acc, peak, total, row, is_row, VALUE_SIZE, BLOCK_V)
+    store_share(shares, sums, acc, peak, total, row, is_row, is_row, VALUE_SIZE, BLOCK_V)

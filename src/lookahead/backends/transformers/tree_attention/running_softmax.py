@@ -148,12 +148,12 @@ def fold(scores, value, acc, peak, total):
 
 
 @triton.jit
-def store_share(shares, sums, acc, peak, total, row, is_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave what some rows have of one split for `combine_kernel`."""
+def store_share(shares, sums, acc, peak, total, row, is_row, is_seen, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Leave what some rows have of one split for `combine_kernel`: averages of those that saw something."""
     # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
     total = tl.where(total == 0.0, 1.0, total)
     dim = tl.arange(0, BLOCK)
-    stored = is_row[:, None] & (dim < SIZE)[None, :]
+    stored = is_seen[:, None] & (dim < SIZE)[None, :]
     tl.store(shares + (row * SIZE)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
     tl.store(sums + row, peak + tl.log2(total), mask=is_row)
 
