@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,9 +183,9 @@ class Runner:
     def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
         """Drafts from texts alone for a recorded answer; `across`: also from the requests before it in this turn."""
         if across and self._text_memory is None:
-            self._text_memory = _text_memory()
+            self._text_memory = DraftMemory.of_texts()
         begin = now("cpu")
-        drafter = _text_drafter(nodes, self._text_memory if across else _text_memory(), chains)
+        drafter = AutoDrafter(self._text_memory if across else DraftMemory.of_texts(), nodes, chains=chains)
         sent = play_text(case.prompt, case.answer, drafter).nodes_per_step
         return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
 
@@ -241,23 +240,6 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, run, fixed)
     yield from replay_lines(models, runner)
     yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose, 8))
-
-
-def _text_memory() -> Any:
-    """A memory of texts alone; commits before the method have a module of functions."""
-    if hasattr(DraftMemory, "of_texts"):
-        return DraftMemory.of_texts()
-    return import_module("lookahead.drafting.text_only").text_memory()
-
-
-def _text_drafter(nodes: int, memory: Any, chains: bool) -> Any:
-    """What drafts from it; likewise."""
-    if hasattr(DraftMemory, "of_texts"):
-        return AutoDrafter(memory, nodes, chains=chains)
-    module = import_module("lookahead.drafting.text_only")
-    if hasattr(module, "build_text_chain_drafter"):
-        return (module.build_text_chain_drafter if chains else module.build_text_drafter)(nodes, memory)
-    return module.build_text_drafter(nodes, memory, chains=chains)
 
 
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:

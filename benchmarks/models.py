@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lookahead.backends import loading
 from lookahead.demo import demo_model_path
-
-try:
-    from lookahead.backends import loading
-except ImportError:  # what `worth` compares with may have it elsewhere
-    loading = None  # type: ignore[assignment]
 
 SMALL: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 8192}
 TINY: dict[str, Any] = {
@@ -102,10 +98,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu", ends: boo
         config = AutoConfig.for_model(**RANDOM[name], **TOKENS)
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    if loading is None:
-        model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=getattr(torch, dtype)).eval()
-    else:
-        model = loading.load_model(model_folder(name), dtype, torch.device(device)).model
+    model = loading.load_model(model_folder(name), dtype, torch.device(device)).model
     model.generation_config.pad_token_id = 0
     if not ends:
         model.generation_config.eos_token_id = None

@@ -33,7 +33,7 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
     forward = getattr(kind, "forward", None)
     if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
         weight = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
-        if weight is not None and _rotates_alike(forward.__globals__[_ROTARY], weight):
+        if weight is not None and not weight.is_meta and _rotates_alike(forward.__globals__[_ROTARY], weight):
             return _rotating(kind)
     return kind
 
@@ -43,13 +43,13 @@ def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
     """Which of `MANNERS` gives the bits of a norm of 16 bits, but for the order in which a mean is summed."""
     weight, epsilon = module._parameters.get("weight"), _epsilon_of(module)
     is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float) and len(module._parameters) == 1
-    if not is_norm or weight is None or weight.dim() != 1 or weight.dtype.itemsize != 2:
+    if not is_norm or weight is None or weight.is_meta or weight.dim() != 1 or weight.dtype.itemsize != 2:
         return None
     random = torch.Generator().manual_seed(0)
     sample, other = (torch.randn(rows, len(weight), generator=random).to(weight) for rows in (4, 1))
     probe = module.__class__.__new__(module.__class__)  # weights as they are drawn say too little
     vars(probe).update(vars(module), _parameters={"weight": torch.nn.Parameter(other[0])})
-    expected = probe(sample)
+    expected = probe.forward(sample)  # without hooks
     for manner in MANNERS:
         found = rms_norm(sample, other[0], epsilon, *manner)
         if found.dtype == expected.dtype and int((found != expected).sum()) * 64 < found.numel():

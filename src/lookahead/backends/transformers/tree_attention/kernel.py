@@ -101,35 +101,12 @@ def tree_attention(
 # Strides and sizes are arguments of their own, and many: only newer versions of Triton take tuples.
 @triton.jit(do_not_specialize=["mask_stride", "nodes", "splits", "table_stride"])
 def _attention_kernel(
-    query,
-    key,
-    value,
-    mask,
-    shares,
-    sums,
-    key_stride_b,
-    key_stride_h,
-    key_stride_n,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
-    mask_stride,
-    nodes,
-    splits,
-    scale,
-    table,
-    starts,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+    query, key, value, mask, shares, sums,
+    key_stride_b, key_stride_h, key_stride_n, value_stride_b, value_stride_h, value_stride_n, mask_stride,
+    nodes, splits, scale, table, starts, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """Blocks of rows, one split, one head of keys; grid `[row blocks at once, splits, batch * KV_HEADS]`.
 
     With `PAGE`, tokens of a page, the batch is of texts whose nodes share one row from `starts` on.
@@ -252,35 +229,13 @@ def attention_by_position(
 
 @triton.jit(do_not_specialize=["mask_stride", "nodes", "slots", "splits"])
 def _by_position_kernel(
-    query,
-    key,
-    value,
-    mask,
-    shares,
-    sums,
-    key_stride_b,
-    key_stride_h,
-    key_stride_n,
-    value_stride_b,
-    value_stride_h,
-    value_stride_n,
-    mask_stride,
-    nodes,
-    splits,
-    scale,
-    cap,
-    slots,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SPAN: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    query, key, value, mask, shares, sums,
+    key_stride_b, key_stride_h, key_stride_n, value_stride_b, value_stride_h, value_stride_n, mask_stride,
+    nodes, splits, scale, cap, slots,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    SPAN: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Some rows, one split, one head of keys; grid `[nodes * ceil(GROUP / BLOCK_M), splits, batch * KV_HEADS]`.
 
     `shares` and `sums` are as those of `_attention_kernel`.

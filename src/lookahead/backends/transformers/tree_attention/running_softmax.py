@@ -160,16 +160,9 @@ def store_share(shares, sums, acc, peak, total, row, is_row, is_seen, SIZE: tl.c
 
 @triton.jit(do_not_specialize=["nodes", "splits"])
 def combine_kernel(
-    shares,
-    sums,
-    out,
-    nodes,
-    splits,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    shares, sums, out, nodes, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Put the splits of one row together; grid `[rows, batch * KV_HEADS]`. See `kernel._attention_kernel`.
 
     Sixteen splits at a time, whatever their number: those that are not there, or saw nothing, change no bit.
