@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -202,9 +202,12 @@ def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
 
 def _of_tree(found: Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int) -> Listed:
     """What is found of `rows` of logits, which are those after `nodes`, for all of a tree's nodes."""
-    spread = []
-    for values, unread in zip(found(), (-1, 0, -1), strict=True):
-        assert values is not None
+    listed, spread = cast(tuple[NDArray[Any], ...], found()), list[NDArray[Any]]()
+    if len(nodes) == length:  # none is unread
+        row_of = np.empty(length, dtype=np.int64)
+        row_of[nodes] = rows
+        return Listed(*(values.take(row_of, axis=0) for values in listed))
+    for values, unread in zip(listed, (-1, 0, -1), strict=True):
         spread.append(np.full((length, *values.shape[1:]), unread, dtype=values.dtype))
         spread[-1][nodes] = values[rows]
     return Listed(*spread)

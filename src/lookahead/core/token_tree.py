@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled
 from lookahead.errors import InvalidArgumentError
 
 
@@ -228,20 +229,18 @@ class Layout:
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
-        nodes, pending = len(self.order), self.pending
-        mask = np.eye(nodes, dtype=np.bool_)
-        if pending > 1:
-            mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
-        # What a node sees is what an ancestor sees, and what lies between: 1, 2, 4, ... levels at a time, up to the
-        # pending tokens, which see all there is to see.
-        ancestors = np.where(np.arange(nodes) < pending, np.arange(nodes), self.parent_slots)
-        while True:
-            mask |= mask[ancestors]
-            further = ancestors[ancestors]
-            if (further == ancestors).all():
-                break
-            ancestors = further
+        mask = np.zeros((len(self.order), len(self.order)), dtype=np.bool_)
+        _see_ancestors(self.parent_slots, self.pending, mask)
         return mask
+
+
+@compiled
+def _see_ancestors(parent_slots: NDArray[np.int64], pending: int, mask: NDArray[np.bool_]) -> None:
+    for slot in range(len(parent_slots)):
+        parent = slot - 1 if slot < pending else parent_slots[slot]
+        for other in range(parent + 1):  # what its parent sees lies before that
+            mask[slot, other] = mask[parent, other]
+        mask[slot, slot] = True
 
 
 def lay_out(tree: TokenTree) -> Layout:
@@ -253,28 +252,43 @@ def lay_out(tree: TokenTree) -> Layout:
     """
     if tree.is_chain:
         return _lay_out_chain(tree)
-    children: dict[int, list[int]] = {}
-    for node in range(tree.root + 1, len(tree)):
-        children.setdefault(tree.parents[node], []).append(node)
-    ordered = list(range(tree.root + 1))
-    stack = sorted(children[tree.root], key=tree.kinds.__getitem__)[::-1]
-    while stack:
-        node = stack.pop()
-        ordered.append(node)
-        stack.extend(reversed(children.get(node, ())))
-    order = np.array(ordered, dtype=np.int64)
-    slots = np.empty_like(order)
-    slots[order] = np.arange(len(order))
-    parents = np.array(tree.parents, dtype=np.int64)[order]
+    order, slots, parent_slots, *_ = found = np.empty((5, len(tree)), dtype=np.int64)
+    _depth_first(np.array(tree.parents), np.array(tree.kinds) == int(NodeKind.WINDOW), tree.root, found)
     return Layout(
         order=order,
         slots=slots,
         tokens=np.array(tree.tokens, dtype=np.int64)[order],
         depths=np.array(tree.depths, dtype=np.int64)[order],
         read_slots=np.flatnonzero(np.array(tree.needs_logits)[order]),
-        parent_slots=np.where(parents < 0, -1, slots[parents]),
+        parent_slots=parent_slots,
         pending=tree.root + 1,
     )
+
+
+@compiled
+def _depth_first(parents: NDArray[np.int64], in_window: NDArray[np.bool_], root: int, found: NDArray[np.int64]) -> None:
+    """Write order, slots and slots of parents; the last two rows of `found` are room for the first child of each node
+    and for its next sibling."""
+    order, slots, parent_slots, child, sibling = found[0], found[1], found[2], found[3], found[4]
+    child[:] = -1
+    for window in (True, False):  # whatever is put in later comes before
+        for node in range(len(parents) - 1, root, -1):
+            parent = parents[node]
+            if (parent == root and in_window[node]) == window:
+                sibling[node], child[parent] = child[parent], node
+    place, node = 0, 0
+    while place < len(parents):
+        order[place], slots[node] = node, place
+        parent_slots[place] = slots[parents[node]] if node else -1
+        place += 1
+        if node < root:
+            node += 1
+        elif child[node] >= 0:
+            node = child[node]
+        else:
+            while node > root and sibling[node] < 0:
+                node = parents[node]
+            node = sibling[node] if node > root else node
 
 
 def _lay_out_chain(tree: TokenTree) -> Layout:

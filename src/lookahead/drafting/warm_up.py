@@ -12,7 +12,7 @@ from lookahead.core.pace import Pace
 from lookahead.core.protocols import StepResult
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 
@@ -45,6 +45,8 @@ def _draft() -> None:
     drafter.start([0, 1, 2])
     tree = TokenTree([2])
     drafter.propose(tree)
+    tree.add_candidates([0])
+    lay_out(tree).ancestor_mask()
     top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
     top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
     drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))
