@@ -22,6 +22,7 @@ from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
+from lookahead.backends.transformers import engine_model as engine_models
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import PAYS_FROM, pass_sizes, recorder_for
 from lookahead.backends.transformers.model_state import state_of
@@ -238,6 +239,26 @@ def test_a_short_text_is_not_worth_a_capture(
         kept = state_of(engine).static_steps
         assert kept is not None
         assert (kept.recorded.count > 0) == captures
+
+
+def test_dense_masks_are_attended_to_without_plans_for_shapes(
+    device: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = build("llama"), set[tuple[bool, bool]]()
+    there = on_cuda(copy.deepcopy(model))
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*states: torch.Tensor, **how: Any) -> Any:
+        seen.add((how.get("attn_mask") is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(*states, **how)
+
+    monkeypatch.setattr(engine_models, "find_spec", lambda name: None)  # Triton is not installed
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    got = generated(there, {"input_ids": PROMPT}, EAGER, max_new_tokens=20, **GREEDY)
+    assert torch.equal(got, expected(model, {"input_ids": PROMPT}, max_new_tokens=20, **GREEDY))
+    assert (True, False) in seen
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_the_pace_knows_the_passes_that_are_captured(

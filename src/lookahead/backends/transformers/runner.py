@@ -7,9 +7,11 @@ model with running states, which cannot take back a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner, TextRow, check_chain
@@ -42,6 +44,10 @@ LARGE = 64
 
 SHORT = 64
 """Tokens up to which a chain is a draft rather than a prompt."""
+
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of attention for dense masks: cuDNN's makes a plan for each shape, and each step has another one."""
 
 
 class TransformersRunner(Runner):
@@ -93,7 +99,9 @@ class TransformersRunner(Runner):
         """What `model` gives."""
         positions = {"position_ids": inputs.positions} if self._takes_positions else {}
         tokens = {self._tokens_name: inputs.tokens}
-        return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
+        is_dense = "attention_mask" in inputs.arguments and model.config._attn_implementation == "sdpa"
+        with sdpa_kernel(WITHOUT_PLANS) if is_dense and self._device.type == "cuda" else nullcontext():
+            return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
     def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
         """Where the nodes of each path were sent."""
