@@ -91,6 +91,8 @@ def tree_attention(
         rows, heads = min(rows, _ROWS_OF_A_TEXT), served * usual * kv_heads
     if tiling is None:
         tiling = choose_tiling(rows, heads, keys, max(head_dim, value.shape[3]), key.dtype)
+        if pages is not None:  # where keys lie takes registers, too, of which sm_80 has no more
+            tiling = replace(tiling, keys=min(tiling.keys, 32))
     blocks = -(-nodes * group // tiling.rows)
     grid = blocks if pages is None else min(blocks, 2 * usual), tiling.splits, texts * kv_heads
     extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
@@ -135,7 +137,11 @@ def _attention_kernel(
     shares += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
     column = tl.arange(0, BLOCK_N)
 
-    for row_block in range(tl.program_id(0), tl.cdiv(nodes * GROUP, BLOCK_M), tl.num_programs(0)):
+    turns = 1
+    if PAGE > 0:
+        turns = tl.cdiv(tl.cdiv(nodes * GROUP, BLOCK_M) - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        row_block = tl.program_id(0) + turn * tl.num_programs(0)
         row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         is_row = row < nodes * GROUP
         node, member = row // GROUP, row % GROUP

@@ -58,7 +58,7 @@ def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.
     block_rows = min(max(triton.next_power_of_2(rows), 16), most)
     if block_rows == 64 and head_dim > 64:
         block_keys = 32
-    wide = head_dim > 128 and (full or block_rows == 64)
+    wide = head_dim > 128 and (full or block_rows > 16)
     stages = 2 if full or (wide and block_rows > 32) else 3
     programs = heads * -(-rows // block_rows)
     fill = max(_PROGRAMS // programs, min(2 * _PROGRAMS // programs, 8))  # twice where these are few splits
