@@ -261,17 +261,14 @@ def test_dense_masks_are_attended_to_without_plans_for_shapes(
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_the_pace_knows_the_passes_that_are_captured(
-    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
-) -> None:
+def test_the_pace_knows_the_passes_that_are_captured(device: Simulation) -> None:
     """It fills them (`tests/core/test_pace.py`), and in an engine sends no step that is larger than all of them."""
-    model = on_cuda(copy.deepcopy(demo_model))
-    generated(model, {"input_ids": demo_prompt}, LookaheadConfig(), max_new_tokens=40, **GREEDY)
-    assert [tuple(costs.captured) for costs in state_of(model).costs.values()] == [
-        pass_sizes(LookaheadConfig().max_nodes)
-    ]
+    model = on_cuda(copy.deepcopy(build("llama")))
+    generated(model, {"input_ids": PROMPT}, LookaheadConfig(), max_new_tokens=20, **GREEDY)
+    known = [tuple(costs.captured) for costs in state_of(model).costs.values()]
+    assert known == [pass_sizes(LookaheadConfig().max_nodes)]
     engine = lookahead.Engine(model, max_rows=2)
-    engine.submit(demo_prompt, max_new_tokens=4, do_sample=False)
+    engine.submit(PROMPT, max_new_tokens=4, do_sample=False)
     engine.run()
     assert engine._model._shared._pace is not None
     assert engine._model._shared._pace.costs.captured == engine._model.runner.pass_sizes != ()
