@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from functools import cache
 
 import numpy as np
 
+from lookahead.core.garbage import uncollected
 from lookahead.core.likeliest import BLOCK, list_likeliest
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import StepResult
@@ -26,17 +26,12 @@ def compile_loops() -> None:
     room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
     listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
     # numba makes many objects, and each search for garbage goes through all of torch's: a fifth of the time.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
         pace = Pace(StepCosts())
         pace.choose(np.ones(1), resends=True)
         pace.book(StepTime(nodes=2, context=1, seconds=1.0, tokens=2, rows=1, drafted=True))
         _draft()
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _draft() -> None:

@@ -4,12 +4,9 @@ recorded in CUDA graphs and replayed. `StaticSteps` runs those over the rows of 
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +24,7 @@ from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
+from lookahead.core.garbage import uncollected
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which reads all weights for one node as
@@ -334,7 +332,8 @@ def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) ->
                     work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # A graph in the garbage would break the capture off as it goes.
+        with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = work()
         torch.cuda.synchronize(device)  # or the next step would wait for the warm-up
     recorded.append(True)
@@ -344,22 +343,6 @@ def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) ->
         return outputs
 
     return replay
-
-
-_capture = Lock()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """While it lasts, nobody collects garbage: a graph in it would break the capture off as it goes."""
-    with _capture:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
