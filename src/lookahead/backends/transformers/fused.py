@@ -33,7 +33,8 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
     forward = getattr(kind, "forward", None)
     if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
         weight = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
-        if weight is not None and not weight.is_meta and _rotates_alike(forward.__globals__[_ROTARY], weight):
+        original = forward.__globals__[_ROTARY]
+        if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
             return _rotating(kind)
     return kind
 
@@ -92,12 +93,13 @@ def _rotated(original: Callable[..., Any], query: Any, key: Any, cos: Any, sin: 
     return rotate(*tensors)
 
 
+@cache
 @torch.no_grad()
-def _rotates_alike(original: Callable[..., Any], like: torch.Tensor) -> bool:
-    """Whether `rotate` gives the bits of a function, for random states of the type and device of `like`."""
+def _rotates_alike(original: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `rotate` gives the bits of a function, for random states. Tried once, not for each layer."""
     random = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 3, 64), (2, 2, 3, 64), (2, 3, 64), (2, 3, 64))
-    sample = [torch.randn(shape, generator=random).to(like) for shape in shapes]
+    sample = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
     try:
         return all(map(torch.equal, rotate(*sample), original(*sample)))
     except Exception:  # whatever it wants is not what it is given here
