@@ -57,6 +57,11 @@ METHODS: dict[str, LookaheadConfig] = {
     "auto, 32 nodes": LookaheadConfig(step_budget=32),
     "paper": LookaheadConfig(preset="paper"),
 }
+ENGINES: dict[str, LookaheadConfig] = {
+    "autoregressive": LookaheadConfig(preset="autoregressive"),
+    "auto": LookaheadConfig(),
+    "auto, one memory": LookaheadConfig(memory="process"),
+}
 RIVALS: dict[str, dict[str, Any]] = {
     "transformers": {},
     "transformers, prompt lookup": {"prompt_lookup_num_tokens": 10},
@@ -258,11 +263,11 @@ def forced_rows(options: Options, name: str) -> Iterator[Row]:
             yield compared("forced", name, counts.tokens == case.answer, about)
 
 
-def engine_rows(options: Options, rows: int, preset: str, memory: str = "request") -> Iterator[Row]:
+def engine_rows(options: Options, rows: int, name: str) -> Iterator[Row]:
     """Wall time of an engine whose requests are recorded texts, with drafts and without."""
     found = recorded(options, options.edits, min(rows, 16), 256, 96)
     cases = [found[place % len(found)] for place in range(rows)]
-    engine = Engine(large_model(options), LookaheadConfig(preset=preset, memory=memory), max_rows=rows)
+    engine = Engine(large_model(options), ENGINES[name], max_rows=rows)
     for repeat in range(2):
         handles = [engine.submit(case.prompt, **forced(case)) for case in cases]
         steps: list[float] = []
@@ -281,7 +286,7 @@ def engine_rows(options: Options, rows: int, preset: str, memory: str = "request
             "graph_bytes": graphs.bytes,
         }
         equal = all(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
-        yield compared("engine", preset if memory == "request" else f"{preset}, one memory", equal, about)
+        yield compared("engine", name, equal, about)
 
 
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -310,11 +315,8 @@ def units_of(options: Options) -> Iterator[tuple[str, str, Callable[[], Iterable
         yield "prices", f"{name}, steps", partial(transformers_prices, options, name)
     for name in (*rivals, *METHODS):
         yield "speed", f"forced, {name}", partial(forced_rows, options, name)
-    for rows, preset in product(LOADS[:2] if options.tiny else LOADS, ("autoregressive", "auto")):
-        yield "speed", f"engine, {rows} rows, {preset}", partial(engine_rows, options, rows, preset)
-    for rows in LOADS[:2] if options.tiny else LOADS:
-        name = f"engine, {rows} rows, auto, one memory"
-        yield "speed", name, partial(engine_rows, options, rows, "auto", "process")
+    for rows, name in product(LOADS[:2] if options.tiny else LOADS, ENGINES):
+        yield "speed", f"engine, {rows} rows, {name}", partial(engine_rows, options, rows, name)
     bits = same_bits.Options(device=options.device)
     for dtype, number in (("bfloat16", 0), ("bfloat16", 3), ("float16", 0)):
         yield "invariance", f"bits, qwen3, {dtype}, {number}", partial(same_bits.compare, "qwen3", dtype, number, bits)
