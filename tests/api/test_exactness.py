@@ -178,7 +178,7 @@ def _sees_all_before(self: Layout) -> NDArray[np.bool_]:
 def _positions_in_order(tree: TokenTree) -> Layout:
     """Position ids that count the nodes, as those of plain text do, instead of their depth."""
     layout = lay_out(tree)
-    return replace(layout, depths=np.arange(len(layout.order)))
+    return layout._replace(depths=np.arange(len(layout.order)))
 
 
 def _keeps_first_slots(self: TreeCache, *places: object) -> None:

@@ -216,6 +216,8 @@ def _of_tree(found: Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArra
 def _likeliest(logits: torch.Tensor, top_k: int) -> Listed:
     """The `top_k` likeliest tokens of each row of logits on the CPU."""
     top_k = min(top_k, logits.shape[-1])
+    if not top_k and len(logits) == 1:
+        return NOTHING
     if not top_k or not len(logits):
         shape = len(logits), top_k
         return Listed(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32))

@@ -95,6 +95,8 @@ Read = Callable[[], NDArray[np.int32]]
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
     """The arrays on `device`: on CUDA by one copy, for which the host does not wait; on a CPU in the same memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]

@@ -117,7 +117,8 @@ DoneStep = tuple[Sequence[TokenTree], Sequence[StepResult | None]]
 def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
     sequences, mark = batch.sequences, batch.mark
-    before = replace(batch.statistics.seconds)
+    watched = any(sequence.watcher is not None for sequence in sequences)
+    before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
     trees = _draft(backend, batch)
     mark("draft")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -200,8 +199,7 @@ def first_path(nodes: Iterable[int], parents: Iterable[int], root: int) -> list[
     return path
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The order in which the nodes of a tree are sent. A node's place in that order is its *slot*.
 
     Attributes:
@@ -293,13 +291,8 @@ def _depth_first(parents: NDArray[np.int64], in_window: NDArray[np.bool_], root:
 
 def _lay_out_chain(tree: TokenTree) -> Layout:
     """The pending tokens as they are: the layout of a step of plain decoding, which has little time for one."""
-    places = np.arange(len(tree))
-    return Layout(
-        order=places,
-        slots=places,
-        tokens=np.array(tree.tokens, dtype=np.int64),
-        depths=places,
-        read_slots=np.flatnonzero(np.array(tree.needs_logits)),
-        parent_slots=places - 1,
-        pending=len(tree),
-    )
+    tokens = np.array(tree.tokens, dtype=np.int64)
+    places = np.arange(len(tokens))
+    is_read = len(tokens) == 1 and tree.needs_logits[0]
+    read_slots = places if is_read else np.flatnonzero(np.array(tree.needs_logits))
+    return Layout(places, places, tokens, places, read_slots, places - 1, len(tokens))

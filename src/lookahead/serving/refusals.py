@@ -53,6 +53,9 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 }
 
 
+_DEFAULT = LookaheadConfig()
+
+
 def check_config(config: object) -> LookaheadConfig:
     """The configuration of a call; the default one for `None`.
 
@@ -60,7 +63,7 @@ def check_config(config: object) -> LookaheadConfig:
         InvalidArgumentError: It is no `LookaheadConfig`.
     """
     if config is None:
-        return LookaheadConfig()
+        return _DEFAULT
     if not isinstance(config, LookaheadConfig):
         raise InvalidArgumentError(
             f"lookahead_config={config!r} must be a lookahead.LookaheadConfig, or None for the default one"

@@ -69,8 +69,9 @@ class TransformersRunner(Runner):
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
         self.model, self.positions_end = model, positions_end
-        on_meta = model.device.type == "meta"
-        self._device = (device or torch.device("cpu")) if on_meta else model.device
+        self._device = model.device
+        if self._device.type == "meta":
+            self._device = device or torch.device("cpu")
         self._limits = limits = limits_of(model, positions_end)
         self.context, self.last_length, self.broken_after = limits.context, limits.last_length, limits.broken_after
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
@@ -92,8 +93,7 @@ class TransformersRunner(Runner):
         if "logits_to_keep" not in inputs.arguments:
             logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
         # transformers chooses tokens from float32 logits whatever the model's own type
-        logits = (logits[0] if len(logits) == 1 else logits.flatten(0, 1)).float()
-        return forward_results(step.counts, step.nodes_read, logits, top_k, inputs.rows)
+        return forward_results(step.counts, step.nodes_read, logits.flatten(0, 1).float(), top_k, inputs.rows)
 
     def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
         """What `model` gives."""
@@ -106,7 +106,7 @@ class TransformersRunner(Runner):
     def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
         """Where the nodes of each path were sent."""
         rows = zip(kept, self._layouts, strict=True)
-        return [layout.slots[list(nodes)].tolist() if nodes else [] for nodes, layout in rows]
+        return [list(nodes) if layout.is_chain else layout.slots[list(nodes)].tolist() for nodes, layout in rows]
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         """The rows that share each pass."""

@@ -421,7 +421,7 @@ def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Ca
         cache: What the caller passed, or an empty one.
         mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
     """
-    rows = list(zip(decoded, mask.cpu(), strict=True))
+    rows = [(row, _columns(row.length, counted)) for row, counted in zip(decoded, mask.cpu(), strict=True)]
     layers = decoded[0].cache.layers
     while len(cache.layers) < len(layers):
         cache.layers.append(DynamicLayer() if layers[len(cache.layers)].indexer is None else DynamicIndexedLayer())
@@ -432,11 +432,11 @@ def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Ca
         if not layer.is_initialized:
             layer.lazy_initialization(states.keys, states.values)
         window = _window(layer)
-        laid_out = [_laid_out(row, index, counted, window) for row, counted in rows]
+        laid_out = [_laid_out(row, index, columns, window) for row, columns in rows]
         parts = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*laid_out, strict=True)]
         layer.keys, layer.values, *indexer = parts
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = int(_columns(rows[0][0].length, rows[0][1])[-1]) + 1
+            layer.cumulative_length = int(rows[0][1][-1]) + 1
         if indexer and isinstance(layer, DynamicIndexedLayer):
             layer.lazy_initialization_indexer(indexer[0])
             layer.indexer_keys = indexer[0][:, 0]
@@ -450,10 +450,10 @@ def _columns(length: int, counted: torch.Tensor) -> torch.Tensor:
     return columns[:length]
 
 
-def _laid_out(row: Row, index: int, counted: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+def _laid_out(row: Row, index: int, columns: torch.Tensor, window: int | None) -> list[torch.Tensor]:
     """Keys, values and keys of the indexer, if there is one, of a text in a layer, with a column for each hidden token
     as well; in a layer with a window the last ones, as transformers keeps them."""
-    layer, columns = row.cache.layers[index], _columns(row.length, counted)
+    layer = row.cache.layers[index]
     parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
     found = []
     for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):

@@ -94,7 +94,7 @@ class DraftMemory:
         """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""
         heads, followers, _ = self.entries
         with self.lock:
-            entries = np.count_nonzero(heads["tag"], axis=1).tolist()
+            entries = [int(np.count_nonzero(tags)) for tags in heads["tag"]]
         return {"entries": entries, "capacity": self.capacity, "bytes": heads.nbytes + followers.nbytes}
 
     def merge(self, other: DraftMemory) -> None:
