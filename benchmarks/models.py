@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.backends import loading
 from lookahead.demo import demo_model_path
 
 SMALL: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 8192}
@@ -98,7 +97,8 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu", ends: boo
         config = AutoConfig.for_model(**RANDOM[name], **TOKENS)
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    model = loading.load_model(model_folder(name), dtype, torch.device(device)).model
+    model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=getattr(torch, dtype), local_files_only=True)
+    model.to(device).eval()
     model.generation_config.pad_token_id = 0
     if not ends:
         model.generation_config.eos_token_id = None
