@@ -34,7 +34,7 @@ from lookahead.backends.transformers.chain_cache import has_running_state, is_en
 from lookahead.backends.transformers.comparisons import goes_on_rightly, reads_trees
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
-from lookahead.backends.transformers.model_state import Setting, forward_arguments, state_of
+from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
@@ -132,12 +132,7 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: It cannot; the message says why.
     """
     _check_outside(model)
-    state, setting = state_of(model), checked_setting(model)
-    with state.lock:
-        if setting not in state.checked:
-            _check_inputs(model)
-            _try_trees(model)
-            state.checked.add(setting)
+    state_of(model).once(("trees", *model_setting(model)), lambda: _try_trees(model))
     if not equivalence(model).holds("trees"):
         raise UnsupportedModelError(
             f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
@@ -156,10 +151,10 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
         UnsupportedModelError: It can be run on neither; the message says why.
     """
     _check_outside(model)
-    checked, setting = state_of(model).checked, checked_setting(model)
-    if _on_chains(setting) in checked:
+    made, setting = state_of(model).made, model_setting(model)
+    if ("chains", *setting) in made:
         return True
-    if setting not in checked and (is_encoder_decoder(model) or has_running_state(type(model), model.config)):
+    if ("trees", *setting) not in made and (is_encoder_decoder(model) or has_running_state(type(model), model.config)):
         _check_chains(model)
         return True
     try:
@@ -202,16 +197,6 @@ def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
         return True, False
 
 
-def checked_setting(model: PreTrainedModel) -> Setting:
-    """How the model is set when a check passes. Another attention implementation is another way to read a mask."""
-    return (model.config._attn_implementation, model.dtype, model.device)
-
-
-def _on_chains(setting: Setting) -> Setting:
-    """A setting, with a mark before what `check_model` notes."""
-    return ("chains", *setting)
-
-
 def _check_inputs(model: PreTrainedModel) -> None:
     """Refuse what takes no trees."""
     name = type(model).__name__
@@ -231,7 +216,8 @@ def _check_inputs(model: PreTrainedModel) -> None:
 
 
 def _try_trees(model: PreTrainedModel) -> None:
-    """Refuse a model that reads trees otherwise than single tokens."""
+    """Refuse a model that takes no trees, or reads them otherwise than single tokens."""
+    _check_inputs(model)
     name = f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r}"
     advice = (
         "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
@@ -261,16 +247,19 @@ def _check_chains(model: PreTrainedModel) -> None:
             else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
         )
         raise UnsupportedModelError(f"{what}, and {found}. Use model.generate")
-    with state_of(model).lock:
-        # The model itself, whose device may have kernels of its own; a clone that runs chains has been compared.
-        with _failure_refused(model, f"{name} failed on a chain of tokens", "use model.generate"):
-            same = chain_engine(model) is not model or goes_on_rightly(model, model)
-        if not same:
-            raise UnsupportedModelError(
-                f"{what}, and goes on over several tokens otherwise than one token at a time; call model.eval() if it "
-                "is in training mode, and if it still does, use model.generate"
-            )
-        state_of(model).checked.add(_on_chains(checked_setting(model)))
+    state_of(model).once(("chains", *model_setting(model)), lambda: _try_chains(model, what))
+
+
+def _try_chains(model: PreTrainedModel, what: str) -> None:
+    """Refuse the model itself, whose device may have kernels of its own; `what` says of which kind it is."""
+    with _failure_refused(model, f"model={type(model).__name__} failed on a chain of tokens", "use model.generate"):
+        # A clone that runs chains has been compared.
+        same = chain_engine(model) is not model or goes_on_rightly(model, model)
+    if not same:
+        raise UnsupportedModelError(
+            f"{what}, and goes on over several tokens otherwise than one token at a time; call model.eval() if it "
+            "is in training mode, and if it still does, use model.generate"
+        )
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from lookahead.backends.transformers.attention import (
     PACKED_ROWS,
     TREE_ATTENTION,
 )
-from lookahead.backends.transformers.checks import check_invariant, check_model, check_packing, checked_setting
+from lookahead.backends.transformers.checks import check_invariant, check_model, check_packing
 from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import model_setting, state_of
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import (
     DIFFERS,
@@ -129,14 +129,14 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
     engine, kind = engine_model(model, pack_weights), equivalence(model)
     ends, together = kind.holds("positions_end"), kind.holds("batches")
     runner = ModelRunner(engine, most_nodes=MAX_NODES_PER_STEP, positions_end=ends, together=together)
-    state, setting = state_of(model), ("padded rows", *checked_setting(model))
-    with state.lock:
-        if setting not in state.checked:
-            with preserved_state(model):
-                same = reads_rows_alike(runner, engine, exactly=False)
-            if not same:
-                raise _unsupported(model, f"{packed}, and padded ones gave other logits together than each alone")
-            state.checked.add(setting)
+
+    def check() -> None:
+        with preserved_state(model):
+            same = reads_rows_alike(runner, engine, exactly=False)
+        if not same:
+            raise _unsupported(model, f"{packed}, and padded ones gave other logits together than each alone")
+
+    state_of(model).once(("padded rows", *model_setting(model)), check)
     return runner
 
 

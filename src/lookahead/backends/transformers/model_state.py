@@ -17,7 +17,6 @@ from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.fixed_passes import StaticSteps
-    from lookahead.backends.transformers.rows import LayerShape
     from lookahead.backends.transformers.shared_clone import SharedClone
     from lookahead.core.pace import Pace
     from lookahead.core.step_costs import StepCosts
@@ -39,12 +38,10 @@ class ModelState:
 
     Attributes:
         lock: Held by a thread while it looks for something in here and makes it where it is missing.
-        checked: Settings with which the tree check passed.
+        made: What `once` made or tried, by what it is and how the model was set.
         clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
             none, where it did not do what it should.
-        static_shapes: What its layers keep of a token; why, where static steps failed, or did not do what others do.
         static_steps: Those that its last call released: what was captured serves the next call as well.
-        packing: From how many rows on packed products are faster, by number type and threads; 0 for none.
         costs: What its steps cost, by setting.
         paces: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
@@ -54,17 +51,28 @@ class ModelState:
     """
 
     lock: RLock = field(default_factory=RLock)
-    checked: set[Setting] = field(default_factory=set)
+    made: dict[Setting, Any] = field(default_factory=dict)
     clones: dict[Setting, tuple[list[object], SharedClone | str]] = field(default_factory=dict)
-    static_shapes: dict[Setting, tuple[LayerShape | None, ...] | str] = field(default_factory=dict)
     static_steps: StaticSteps | None = None
-    packing: dict[Setting, int] = field(default_factory=dict)
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
     spare: DraftMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
+
+    def once(self, what: Setting, make: Callable[[], T]) -> T:
+        """What `make` gave when it was first called for `what`; what it raises is not kept."""
+        with self.lock:
+            if what not in self.made:
+                self.made[what] = make()
+            made: T = self.made[what]
+            return made
+
+
+def model_setting(model: PreTrainedModel) -> Setting:
+    """How a model is set. Another attention implementation is another way to read a mask."""
+    return (model.config._attn_implementation, model.dtype, model.device)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
@@ -115,11 +123,8 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
     """
     if not pack_weights or invariant:
         return int(pack_weights)
-    state, setting = state_of(model), (model.dtype, torch.get_num_threads())
-    with state.lock:
-        if setting not in state.packing:
-            state.packing[setting] = fastest_packing(model)
-        return state.packing[setting]
+    setting = ("packing", model.dtype, torch.get_num_threads())
+    return state_of(model).once(setting, lambda: fastest_packing(model))
 
 
 _parameters: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.chain_cache import SavedState, cache_name
-from lookahead.backends.transformers.model_state import forward_arguments, state_of
+from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
 from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
@@ -125,17 +125,9 @@ class PromptPass:
         if cache.get_seq_length() != self._mask.shape[1]:
             raise self._refusal("its cache has other columns than the prompt has tokens")
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
-        tried = (
-            "prompt",
-            type(self._runner).__name__,
-            len(self._mask) > 1,
-            *self._names(),
-            model.config._attn_implementation,
-            model.dtype,
-            model.device,
-        )
-        state = state_of(model)
-        tries = tried not in state.checked
+        kind = ("prompt", type(self._runner), len(self._mask) > 1, *self._names())
+        tried, made = (*kind, *model_setting(model)), state_of(model).made
+        tries = tried not in made
         trials = list(zip(*likely, strict=True))[: _TRIALS if tries else 1]
         steps = [self._step(arguments, tokens) for tokens in trials]
         shifts = self._shifts(steps[0].get("position_ids"))
@@ -146,7 +138,7 @@ class PromptPass:
         self._runner.take_prompt(cache, self._mask, shifts)
         if tries and not any(self._agrees(*trial) for trial in zip(trials, plain, strict=True)):
             raise self._refusal("steps of tokens alone differ from those that it makes by itself")
-        state.checked.add(tried)
+        made[tried] = True
 
     def _step(self, arguments: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
         """What transformers would send next."""

@@ -20,7 +20,7 @@ from lookahead.backends.transformers.fixed_passes import (
     rounded,
 )
 from lookahead.backends.transformers.limits import limits_of
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import model_setting, state_of
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.rows import LayerShape, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
@@ -151,17 +151,16 @@ def _tried(
     model: PreTrainedModel, kind: tuple[object, ...], compare: Callable[[], tuple[Shapes, bool]]
 ) -> Shapes | str:
     """The shapes of layers, if passes of fixed shapes give the logits of others; why they do not, if so."""
-    state, setting = state_of(model), (*kind, model.config._attn_implementation, model.dtype, model.device)
-    with state.lock:
-        if setting not in state.static_shapes:
-            try:
-                shapes, same = compare()
-                state.static_shapes[setting] = shapes if same else "passes of fixed shapes give other logits"
-            except Exception as error:
-                # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
-                why = f"passes of fixed shapes fail ({type(error).__name__}: {error})"
-                state.static_shapes[setting] = why
-        return state.static_shapes[setting]
+
+    def shapes_or_why() -> Shapes | str:
+        try:
+            shapes, same = compare()
+            return shapes if same else "passes of fixed shapes give other logits"
+        except Exception as error:
+            # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
+            return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
+
+    return state_of(model).once((*kind, *model_setting(model)), shapes_or_why)
 
 
 def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
