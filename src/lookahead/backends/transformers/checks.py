@@ -9,8 +9,8 @@
 | Does it go on from running states? | a miniature, and chains on the model itself: `_check_chains` | the model |
 | Do its rows come and go? | an encoder's do not; without drafts a miniature shows it: `runs_rows` | Engines |
 | Does a clone compute what it computes? | both read the same: `comparisons.computes_the_same` | the clone |
-| Are passes invariant? | `INVARIANCE`; all bits along a text: `comparisons.is_invariant` | `invariant=True` |
-| Are weights packed? | from the outside: `check_packing` | `pack_weights=True` |
+| Are passes invariant? | `SETTINGS`; all bits along a text: `comparisons.is_invariant` | `invariant=True` |
+| Are weights packed? | from the outside: `SETTINGS` | `pack_weights=True` |
 | Are rows that share a pass read as each alone? | three texts: `comparisons.reads_rows_alike` | packed rows, Engines |
 | Do static passes compute what others do? | the same steps: `static_engine.acquire_steps` | they are not used |
 | Are there positions for a text? | `limits.Limits`: `check_length` | longer prompts, and texts read wrongly |
@@ -75,7 +75,7 @@ MODELS: Rules = (
 
 _CPU, _CUDA = "cpu", "cuda"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-INVARIANCE: Rules = (
+_INVARIANCE: Rules = (
     (
         lambda model: model.device.type not in (_CPU, _CUDA),
         "it is on {it.device}, and invariant passes are written for CPUs and CUDA",
@@ -96,7 +96,12 @@ INVARIANCE: Rules = (
     ),
     (lambda model: not can_be_cloned(model), FORWARD_IS_REPLACED),
 )
-"""Models of which it is known without a pass that passes cannot be made invariant."""
+_PACKING: Rules = (
+    (lambda _: not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), "this build of torch has no oneDNN"),
+    (lambda model: model.device.type != _CPU, "it is on {it.device}, and weights are packed on CPUs"),
+)
+SETTINGS = {"pack_weights": _PACKING, "invariant": _INVARIANCE}
+"""Models of which it is known without a pass that a setting is not possible for them."""
 
 
 def _broken(rules: Rules, it: Any) -> str | None:
@@ -272,34 +277,21 @@ def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator
         raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error}); {advice}") from error
 
 
-def check_packing(model: PreTrainedModel) -> None:
-    """Refuse `pack_weights=True` where weights cannot be packed.
+def check_setting(model: PreTrainedModel, name: str) -> None:
+    """Refuse one of `SETTINGS` where it is known without a pass that it is not possible.
 
     Raises:
-        UnsupportedArgumentError: This build of torch cannot, or the model is not on a CPU.
+        UnsupportedArgumentError: It is not.
     """
-    has_operators = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    if not (torch.backends.mkldnn.is_available() and has_operators):  # type: ignore[no-untyped-call]
-        raise UnsupportedArgumentError(
-            "pack_weights=True needs a build of torch with oneDNN, which this one is not; use pack_weights=False"
-        )
-    if model.device.type != "cpu":
-        raise UnsupportedArgumentError(
-            f"pack_weights=True is for models on the CPU; this {type(model).__name__} is on {model.device}: use "
-            "pack_weights=False"
-        )
+    if why := _broken(SETTINGS[name], model):
+        raise not_possible(model, name, why)
 
 
-def check_invariant(model: PreTrainedModel) -> None:
-    """Refuse `invariant=True` where it is known without a pass that passes cannot be invariant.
-
-    Raises:
-        UnsupportedArgumentError: They cannot.
-    """
-    if why := _broken(INVARIANCE, model):
-        raise UnsupportedArgumentError(
-            f"invariant=True is not possible for this {type(model).__name__}: {why}; use invariant=False"
-        )
+def not_possible(model: PreTrainedModel, name: str, why: str) -> UnsupportedArgumentError:
+    """The error of one of `SETTINGS` that `model` cannot be run with."""
+    return UnsupportedArgumentError(
+        f"{name}=True is not possible for this {type(model).__name__}: {why}; use {name}=False"
+    )
 
 
 def check_chain_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
@@ -308,12 +300,9 @@ def check_chain_settings(model: PreTrainedModel, config: LookaheadConfig) -> Non
     Raises:
         UnsupportedArgumentError: There is one.
     """
-    for setting in ("pack_weights", "invariant"):
-        if value := getattr(config, setting):
-            raise UnsupportedArgumentError(
-                f"{setting}={value!r} is not possible for {type(model).__name__}, which keeps a running state; use "
-                f"{setting}=False"
-            )
+    for name in SETTINGS:
+        if getattr(config, name):
+            raise not_possible(model, name, "it keeps a running state")
 
 
 def check_texts(

@@ -16,7 +16,7 @@ from lookahead.backends.transformers.attention import (
     PACKED_ROWS,
     TREE_ATTENTION,
 )
-from lookahead.backends.transformers.checks import check_invariant, check_model, check_packing
+from lookahead.backends.transformers.checks import check_model, check_setting, not_possible
 from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
@@ -32,7 +32,7 @@ from lookahead.backends.transformers.shared_clone import (
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.config import MAX_NODES_PER_STEP
-from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import UnsupportedModelError
 
 
 def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
@@ -48,10 +48,10 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
         UnsupportedArgumentError: `pack_weights` or `invariant` is not possible for this model or machine.
     """
     check_model(model)
-    if pack_weights:
-        check_packing(model)
+    asked = [name for name, is_asked in (("invariant", invariant), ("pack_weights", pack_weights)) if is_asked]
+    for name in asked:
+        check_setting(model, name)
     if invariant:
-        check_invariant(model)
         attention: str | None = INVARIANT if model.device.type == "cpu" else BY_POSITION
     else:
         attention = _attention_for_trees(model)
@@ -60,11 +60,8 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
     clone = clone_for(model, attention, pack_weights, _computes_the_same)
     if isinstance(clone, SharedClone):
         return clone.module
-    for name, asked in (("invariant", invariant), ("pack_weights", pack_weights)):
-        if asked:
-            raise UnsupportedArgumentError(
-                f"{name}={asked!r} is not possible for this {type(model).__name__}: {clone}; use {name}=False"
-            )
+    if asked:
+        raise not_possible(model, asked[0], clone)
     return model
 
 
@@ -160,10 +157,7 @@ def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant:
     if not equivalence(model).holds("packed_rows"):
         return "a small copy of it gave other logits for rows that share a pass than for each alone"
     if invariant and model.device.type != "cpu":
-        raise UnsupportedArgumentError(
-            f"invariant=True is not possible for rows that share a pass on {model.device}, but on CPUs only; use "
-            "lookahead.generate, or invariant=False"
-        )
+        raise not_possible(model, "invariant", f"rows share a pass on {model.device}, and not on a CPU")
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
     attention = INVARIANT_ROWS if invariant else PACKED_ROWS

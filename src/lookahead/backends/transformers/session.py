@@ -12,7 +12,13 @@ from transformers.cache_utils import Cache
 from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache, source_of_row
-from lookahead.backends.transformers.checks import check_chain_settings, check_texts, runs_on_chains, runs_rows
+from lookahead.backends.transformers.checks import (
+    check_chain_settings,
+    check_texts,
+    not_possible,
+    runs_on_chains,
+    runs_rows,
+)
 from lookahead.backends.transformers.engine_model import engine_model, packed_runner, rows_runner, runs_static
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
@@ -24,7 +30,7 @@ from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
 from lookahead.backends.transformers.tree_cache import adopt_cache, return_cache
 from lookahead.config import LookaheadConfig
-from lookahead.errors import LookaheadWarning, UnsupportedArgumentError
+from lookahead.errors import LookaheadWarning
 
 
 class TransformersSession(Session):
@@ -167,10 +173,8 @@ def _static_steps(
     if not isinstance(steps, str):
         return steps
     if config.invariant and engine.device.type == "cuda":
-        raise UnsupportedArgumentError(
-            f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
-            f"be run with fixed shapes, as {steps}; use invariant=False"
-        )
+        why = f"texts of {longest} tokens cannot be run with fixed shapes, as {steps}"
+        raise not_possible(engine, "invariant", why)
     _warn_of_eager_steps(engine, steps)
     return None
 
