@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.core.protocols import Backend
 from lookahead.core.step import Batch
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -71,8 +72,8 @@ class Recorded:
     bytes: int = 0
 
 
-class Runner:
-    """Rows of text on one model, and the trees that continue them: a `Backend` of `lookahead.core.protocols`.
+class Runner(Backend):
+    """Rows of text on one model, and the trees that continue them.
 
     Attributes:
         model: What runs them, in the interface of transformers.
@@ -163,10 +164,6 @@ class Runner:
         """The largest position that a tree may have whose root is at `position`; `None` for any."""
         return None if self.last_length is None else self.last_length - 1
 
-    def wants_draft(self, tree: TokenTree) -> bool:
-        """See `Backend`."""
-        raise NotImplementedError
-
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """Send long texts ahead in chunks, so that the first step has few pending tokens.
 
@@ -183,10 +180,6 @@ class Runner:
         """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """See `Backend`."""
-        raise NotImplementedError
-
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Backend`."""
         raise NotImplementedError
 
