@@ -11,6 +11,7 @@ Fused products are asked for one by one, with `fma`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import llvmlite.ir
@@ -79,6 +80,7 @@ _C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.16657
 _C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
 
 
+@compiled
 def _exp(x: Any) -> Any:
     """e^x for x of at most 0, to about a unit in the last place; below -86 it is 0."""
     clipped = max(x, _LOWEST)
@@ -90,6 +92,7 @@ def _exp(x: Any) -> Any:
     return scaled if x >= _LOWEST else _F0
 
 
+@compiled
 def _bend(x: Any, cap: Any) -> Any:
     """`cap * tanh(x / cap)`."""
     ratio = x / cap
@@ -98,17 +101,12 @@ def _bend(x: Any, cap: Any) -> Any:
     return bent if ratio >= _F0 else -bent
 
 
-_exp = compiled(_exp)
-_bend = compiled(_bend)
-
-
+@inner
 def _number(which: Any, i: Any) -> Any:
     return i if which is None else which[i]
 
 
-_number = inner(_number)
-
-
+@inner
 def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: Any) -> Any:
     """Add `count` rows with their factors to `many` sums, one row after another.
 
@@ -136,9 +134,7 @@ def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: 
             put(of_sums, to + j, fma(a0, get(of_rows, r0 + j), get(of_sums, to + j)))
 
 
-_add_rows = inner(_add_rows)
-
-
+@compiled
 def _find_keys(packed: Any, keys: Any) -> Any:
     """What a node sees, in the order of positions: the numbers of the keys. How many there are."""
     count = 0
@@ -152,6 +148,7 @@ def _find_keys(packed: Any, keys: Any) -> Any:
     return count
 
 
+@compiled
 def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
     """The keys of a head, `[count, size]`, so that those of a block lie in columns: `[blocks, size, BLOCK]`."""
     for start in range(0, count, BLOCK):
@@ -160,6 +157,7 @@ def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
                 put(turned, start * size + c * BLOCK + j, get(keys, first + (start + j) * size + c))
 
 
+@compiled
 def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any) -> Any:
     """Scores to weights, the exponential of how far each is below the highest; their sum. There is room for whole
     blocks, each of whose places has a lane of its own, so that maxima and sums are those of vectors."""
@@ -188,12 +186,8 @@ def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any)
     return total
 
 
-_find_keys = compiled(_find_keys)
-_turn = compiled(_turn)
-_soften = compiled(_soften)
-
-
-def _attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
+@partial(compiled, releases_gil=True, makes_arrays=True)
+def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
     """The attention of some heads; `attention.py` alone calls it.
 
     Args:
@@ -243,6 +237,3 @@ def _attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> A
             for row in range(many):
                 for c in range(width):
                     put(output, (start + row) * width + c, get(sums, row * width + c) / totals[row])
-
-
-attend: Any = compiled(_attend, releases_gil=True, makes_arrays=True)
