@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from threading import Condition, RLock, Thread
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -203,9 +202,7 @@ class Engine:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() == self._process:  # a fork that leaves the block has nothing to close
             self.close(cancel=error is not None)
 

@@ -14,7 +14,6 @@ from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import TracebackType
 from typing import Any
 
 from lookahead.core.files import replaced
@@ -187,9 +186,7 @@ class Trace:
     def __enter__(self) -> Trace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.path is not None and (self.texts or error is None):
             self.write()
 
