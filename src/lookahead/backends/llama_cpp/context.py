@@ -116,7 +116,6 @@ class LlamaContext:
 
     Attributes:
         cells: Tokens that it holds.
-        sequences: Sequence ids that it has.
         batch: The tokens of the next `run`.
         text: What the first sequence holds while nobody uses the context.
 

@@ -90,11 +90,7 @@ _SAMPLED = 1 << 16
 
 
 class ModelOwner:
-    """Frees llama.cpp's model when nothing refers to it any more.
-
-    Args:
-        handle: The model.
-    """
+    """Frees llama.cpp's model when nothing refers to it any more."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -112,8 +108,6 @@ class LlamaModel:
             faster, and rounds more.
 
     Attributes:
-        path: The file.
-        threads, fast_kv: As given.
         gpu_layers: Layers on a GPU; -1 for all.
         vocabulary: Its tokens.
         chat_template: Its chat template, in Jinja, if there is one.

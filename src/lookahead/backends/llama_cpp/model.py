@@ -63,9 +63,6 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     `generate` decodes plainly, one token a step; `lookahead.generate` decodes the same text in fewer steps. Both take
     the arguments of transformers' `generate`, but no cache: what llama.cpp holds stays with it.
 
-    Args:
-        llama: The file, as llama.cpp loaded it.
-
     Attributes:
         llama: The file, as llama.cpp loaded it.
         tokenizer: The file's tokenizer, with its chat template.

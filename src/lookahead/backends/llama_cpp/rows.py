@@ -111,11 +111,8 @@ class LlamaRow(TextRow):
 class SequenceIds:
     """Allocates the sequence ids of a context to rows.
 
-    Args:
-        context: The context; empty.
-
     Attributes:
-        context: The context.
+        context: The context; empty at first.
         returned: Ids of rows that are gone, whose cells are to be freed: a row may go in any thread, at any time.
     """
 

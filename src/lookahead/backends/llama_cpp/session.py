@@ -26,11 +26,7 @@ _KEPT_SHARE = 4
 
 
 class GGUFSession(Session):
-    """A GGUF model, which was checked as it was loaded.
-
-    Args:
-        model: The model.
-    """
+    """A GGUF model, which was checked as it was loaded."""
 
     refuses_inputs = "a GGUF model reads token ids alone; leave it out"
 

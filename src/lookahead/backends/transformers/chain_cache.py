@@ -66,7 +66,6 @@ def source_tokens(model: PreTrainedModel, source: Source, ids: torch.Tensor | No
     of the decoder's vocabulary.
 
     Args:
-        model: The model.
         source: What the encoder gave.
         ids: What was handed to it, `[rows or a part of them, ...]`.
         rows: Rows of the call: so many for each of `ids` as texts are to be returned.
@@ -118,9 +117,6 @@ class SavedState:
     Running states are written in place, so they are copied. Keys and values are not: a pass puts longer tensors in
     their place, and keeping the old ones costs nothing. In caches that are not transformers' `Cache`, such as the list
     of tensors of RWKV, everything is copied.
-
-    Args:
-        content: The cache.
 
     Attributes:
         copied_bytes: Bytes of states that were copied.
@@ -186,7 +182,6 @@ class ChainRow(TextRow):
     Attributes:
         name: What the model calls its cache.
         content: The cache as the model takes it; `None` before the first pass of a model that makes its own.
-        before: As above.
         copied_bytes: Bytes of states that `save` copied so far.
     """
 
@@ -248,7 +243,6 @@ def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
 
     Args:
         cache: The cache, which stays as it is.
-        row: The row.
         counted: Which columns count, `[columns]` bool; hidden ones come first.
     """
     row_cache = copy.deepcopy(cache)

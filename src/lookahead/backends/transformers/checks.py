@@ -174,11 +174,8 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
 
 
 def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
-    """How rows of `model` that come and go are run: whether on chains, and whether with drafts.
-
-    Args:
-        model: The model.
-        falls_back: Whether one that is refused for drafts may do without.
+    """How rows of `model` that come and go are run: whether on chains, and whether with drafts, without which one that
+    is refused for them may do if it `falls_back`.
 
     Raises:
         UnsupportedModelError: They cannot; the message says why.
@@ -310,12 +307,6 @@ def check_texts(
 ) -> None:
     """Refuse a call whose texts may come to where the model cannot be exact.
 
-    Args:
-        model: The model.
-        runner: Runs it.
-        prompts: What the rows begin with.
-        generation_config: The configuration of the call.
-
     Raises:
         InvalidArgumentError: A prompt is longer than the model's table of positions.
         UnsupportedArgumentError: Rows, hidden tokens or `use_cache=False` do not go with the model.
@@ -367,10 +358,8 @@ def check_length(runner: Runner, name: str, prompts: Prompts, new_tokens: int) -
     """Refuse a prompt longer than the table of positions, and texts of which plain decoding loses the beginning.
 
     Args:
-        runner: Runs the model.
-        name: Name of its class.
-        prompts: What the rows begin with.
-        new_tokens: Most tokens that are added to each.
+        runner, name: What runs the model, and the name of its class.
+        prompts, new_tokens: What the rows begin with, and how many tokens are added to each at most.
 
     Raises:
         InvalidArgumentError: There is no position for the prompt.

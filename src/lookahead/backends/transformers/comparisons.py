@@ -83,13 +83,8 @@ def reads_trees(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plainly: bool = True) -> bool:
-    """Whether a clone gives the logits of its model, along trees as well, but for rounding.
-
-    Args:
-        clone: The clone.
-        model: The model.
-        reads_plainly: Whether it is to run passes without any mask of ours as well.
-    """
+    """Whether a clone gives the logits of its model, along trees as well, but for rounding; `reads_plainly` if it is to
+    run passes without any mask of ours, too."""
     if reads_plainly:
         tokens = torch.tensor([_readable(model, _TEXT[:4])], device=model.device)
         found, expected = (module(input_ids=tokens, use_cache=False).logits[0] for module in (clone, model))
@@ -153,12 +148,8 @@ def is_invariant(model: PreTrainedModel, fixed: MakeRunner | None = None) -> boo
 
 @torch.no_grad()
 def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
-    """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens.
-
-    Args:
-        model: The clone that is to be invariant.
-        fixed: As for `is_invariant`.
-    """
+    """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens; see
+    `is_invariant`."""
     make = partial(ModelRunner, model) if fixed is None else fixed
     vocabulary = vocabulary_size(model)
     draws = torch.Generator().manual_seed(1)

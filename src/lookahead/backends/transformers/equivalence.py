@@ -48,7 +48,6 @@ class _Comparison:
     """Texts along which plain decoding of a miniature and its drafts are compared.
 
     Args:
-        model: The miniature.
         seed: Of texts and drafts.
         keeps_state: Whether the model has a running state; without one, the miniature would not be like it.
 

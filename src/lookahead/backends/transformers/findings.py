@@ -205,8 +205,7 @@ def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[s
     """Store a curve for a setting, in place of an earlier one; returns the file, which is written whole or not at all.
 
     Args:
-        setting: See `describe_setting`.
-        costs: The curve.
+        setting, costs: The curve, and what it is about; see `describe_setting`.
         details: What else was measured, as plain numbers and lists: the points, the date.
 
     Raises:

@@ -69,8 +69,7 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k:
     """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
 
     Args:
-        model: The model.
-        cache: Its cache, `columns` set.
+        model, cache: The model and its cache, `columns` set.
         inputs: What it takes: `StaticInputs`, or others that have `columns` and `arguments` like these.
         top_k: How many of the likeliest tokens are wanted.
 
@@ -89,8 +88,7 @@ class FixedPasses:
     more takes its place. No reference is held to the model.
 
     Args:
-        model: The model.
-        cache: Its cache.
+        model, cache: The model and its cache.
         clock: Stands still while passes are recorded.
         lists: How many tokens passes list at least.
 
@@ -122,7 +120,6 @@ class FixedPasses:
         """Run a pass of so many nodes that lists at least `top_k` tokens; see `run_pass`.
 
         Args:
-            size, top_k: As above.
             make: Makes the inputs of passes of this size, where there are none.
             *contents: What is staged in them.
         """
@@ -229,7 +226,6 @@ class StaticSteps:
             so many rows then that they divide `FIXED_ROWS`.
 
     Attributes:
-        sizes: As above.
         cache: Keys and values.
         chunk: Nodes of every pass, if they are of one size only.
         clock: A clock in seconds that stands still while graphs are recorded.

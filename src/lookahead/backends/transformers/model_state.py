@@ -86,13 +86,7 @@ def state_of(model: PreTrainedModel) -> ModelState:
 
 def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
     """What `make` makes of the configuration of `model`, or made when it had the same values: writing it out takes far
-    longer than comparing two.
-
-    Args:
-        model: The model.
-        what: Tells it from other things that are made of configurations.
-        make: Makes it.
-    """
+    longer than comparing two. By `what` it is told from other things that are made of configurations."""
     kept, values = state_of(model).of_config, vars(model.config)
     if what not in kept or not _are_same(kept[what][0], values):
         kept[what] = (copy.deepcopy(values), make())
@@ -113,11 +107,6 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
 
     Passes that are invariant have no others then: the bits of packed products may be others than those of plain
     ones, and no time is to choose between bits.
-
-    Args:
-        model: The model, or a clone of it.
-        pack_weights: See `LookaheadConfig.pack_weights`.
-        invariant: Whether passes are invariant.
 
     Returns:
         What `fastest_packing` gives; 0 for none.

@@ -46,7 +46,6 @@ class RowPool(StaticTreeCache):
         device: Where it is.
 
     Attributes:
-        block: As above.
         free: Pages that no text has.
     """
 
@@ -73,9 +72,6 @@ class RowPool(StaticTreeCache):
 
 class PooledRow(TextRow):
     """One text in a pool.
-
-    Args:
-        pool: The pool.
 
     Attributes:
         pages: Its pages, in the order of its tokens, `[pages]` int32.
@@ -143,7 +139,6 @@ class PooledInputs:
         device: Where the model is.
 
     Attributes:
-        nodes: As above.
         columns: Columns of the pool where the nodes go, `[nodes]` int32.
     """
 

@@ -34,11 +34,7 @@ from lookahead.errors import LookaheadWarning
 
 
 class TransformersSession(Session):
-    """A model of transformers.
-
-    Args:
-        model: The model.
-    """
+    """A model of transformers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

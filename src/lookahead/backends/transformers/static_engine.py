@@ -111,8 +111,7 @@ def pooled_runner(
     """What runs rows that come and go over pages of one memory, where that can be.
 
     Args:
-        rows: Runs each over its own memory.
-        alone: What runs one text of the model.
+        rows, alone: What runs each over its own memory, and what runs one text of the model.
         clock: The clock for steps.
         records: Whether passes are to be recorded.
 
