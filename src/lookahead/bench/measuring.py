@@ -308,12 +308,7 @@ class Benchmark:
     """
 
     def __init__(self, suite: Suite, device: torch.device, limit: int | None = None) -> None:
-        """Read the prompts.
-
-        Args:
-            suite: What to measure.
-            device: Where models run.
-            limit: Take only the first so many prompts of each task.
+        """Read the prompts, of each task only the first `limit` if there is one.
 
         Raises:
             InvalidArgumentError: A file of prompts cannot be used.

@@ -116,9 +116,7 @@ def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
     """Refuse to go on with a file whose rows were measured in another way.
 
     Args:
-        path: The file.
-        then: What a row or header of it says.
-        now: What has to be the same.
+        then, now: What a row or header of it says, and what has to be the same.
         what: What was measured, for the error.
 
     Raises:
@@ -291,9 +289,7 @@ def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, c
     """The tokens of a prompt, cut so that what is generated has room as well. Shape [1, S], int64.
 
     Args:
-        prompt: The prompt.
         task: Says how long it may be, and which part stays.
-        tokenizer: The model's.
         context: Most tokens that the model can read, `None` for any number.
 
     Raises:

@@ -107,8 +107,7 @@ def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[
     """The outputs that are not the reference's; those without a reference are not compared.
 
     Args:
-        rows: The runs to compare.
-        expected: The references; see `references`.
+        expected: See `references`.
     """
     compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
     places = [(row, first_difference(row["output"], text)) for row, text in compared]

@@ -62,10 +62,8 @@ class StepBench:
     """One text of a fixed length in the cache, and steps of any size after it.
 
     Args:
-        model: The model.
         context: Tokens of random text to fill the cache with.
-        pack_weights: See `LookaheadConfig.pack_weights`.
-        engine: See `LookaheadConfig.engine`.
+        pack_weights, engine: See `LookaheadConfig`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.

@@ -111,12 +111,8 @@ class Chat:
 
 
 def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str | InvalidArgumentError]:
-    """Lines from the keyboard, with a marker before each; where there is `readline` they can be edited.
-
-    Args:
-        consoles: Where the marker goes.
-        marker_on_out: Whether standard output may show it; otherwise it goes to standard error.
-    """
+    """Lines from the keyboard, which can be edited where there is `readline`, with a marker before each: on standard
+    output, or where that is not to show it (`marker_on_out`), on standard error."""
     with suppress(ImportError):  # not everywhere; `input` uses it once it is imported
         import readline  # noqa: F401
     while True:

@@ -54,13 +54,11 @@ class Conversation:
     before. The cache goes on from the tokens that are the same as then.
 
     Args:
-        loaded: The model.
         turns: How turns become tokens.
         settings: What is told before the first turn, and how answers are made.
 
     Attributes:
         name: Of the model's folder.
-        tokenizer: The model's.
         messages: What was said so far.
         cached: The tokens whose keys and values the cache holds.
     """

@@ -19,7 +19,6 @@ def read_prompt(settings: PromptSource, default: str = "") -> str:
     """The prompt from its one source: the argument, a file, or standard input.
 
     Args:
-        settings: Where it comes from.
         default: The prompt where none is named, and standard input holds nothing, as in a scheduled job.
 
     Raises:

@@ -41,8 +41,7 @@ class Exchange:
         timeout: Seconds until a rank that is alive but does not come counts as hung.
 
     Attributes:
-        rank: This rank.
-        size: Ranks of the group.
+        rank, size: This rank, and the ranks of the group.
         failure: What ended the group, if something has.
     """
 

@@ -87,10 +87,6 @@ class ParallelGroup:
 class RanksSession(CallSession):
     """A model that all ranks run together, as `generate` sees it.
 
-    Args:
-        exchange: Communication with the other ranks.
-        model: The model of this one.
-
     Attributes:
         speaks: Whether this rank serves streamers and `on_step`.
     """
@@ -141,13 +137,7 @@ class RanksSession(CallSession):
 
 
 class RanksCall(Call):
-    """What a call runs on, on all ranks.
-
-    Args:
-        exchange: Communication with the other ranks.
-        local: What this one runs.
-        runner: With what.
-    """
+    """What a call runs on, on all ranks; `local` is what this one runs."""
 
     runner: ModelRunner
 

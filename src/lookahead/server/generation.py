@@ -47,16 +47,10 @@ class Piece:
 
 
 class Answer:
-    """One answer.
-
-    Args:
-        served: The model.
-        plan: What is asked for.
-        index: Which answer of the request.
-        seed: Of its random draws.
-        tell: Takes each `Piece`, in the engine's thread.
+    """One answer, of which `tell` takes each `Piece` in the engine's thread.
 
     Attributes:
+        index: Which answer of the request.
         handle: The engine's request, with its counts.
     """
 
@@ -110,10 +104,7 @@ class Generation:
     """All answers to one request. Iterating gives each answer with its pieces, and with `None` at its end.
 
     Args:
-        served: The model.
-        request: What is asked for.
         settings: What may be asked for, and for how long.
-        metrics: What is counted and timed.
         ended: Called once when it is through.
 
     Attributes:

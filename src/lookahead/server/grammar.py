@@ -217,9 +217,8 @@ def grammar_of(
 
     Args:
         thinking: Whether the model may reason before its answer.
-        format_: How it writes calls.
+        format_, reasoning: How it writes calls, and reasoning.
         special: Its special tokens.
-        reasoning: How it writes reasoning.
 
     Raises:
         ApiError: What is asked for cannot be read, or does not go together.

@@ -48,12 +48,7 @@ _TAIL = 8
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer begins with.
-
-    Attributes:
-        tokens: Its token ids.
-        inputs: What else the model reads of it, such as the pixels of images.
-    """
+    """What an answer begins with: token ids, and as `inputs` what else the model reads, such as pixels of images."""
 
     tokens: list[int]
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -187,10 +182,9 @@ class ServedModel(LoadedModel):
         By the tokenizer's chat template. Where there is none, every message begins on a new line.
 
         Args:
-            messages: The conversation.
+            messages, images: The conversation, and the images of all messages.
             tools: Functions that may be called.
             options: Further arguments of `apply_chat_template`, those of the template among them.
-            images: Those of all messages.
 
         Raises:
             ApiError: The template refuses it, or has no place for tools or images.

@@ -31,10 +31,6 @@ _RETRY_AFTER = 2
 class Service:
     """Makes the answers of a server.
 
-    Args:
-        models: Each with its tokenizer and its engine.
-        settings: Limits of the server.
-
     Attributes:
         models: By the names that clients call them.
         metrics: What is told to Prometheus.

@@ -112,14 +112,8 @@ def format_of(template: str) -> ToolFormat | None:
 def call_rules(
     format_: ToolFormat, tools: Sequence[FunctionTool], special: Mapping[str, int], parallel: bool
 ) -> list[str]:
-    """Rules of a grammar in Lark's form: `calls` is what follows the trigger.
-
-    Args:
-        format_: How calls are written.
-        tools: The functions that may be called.
-        special: Special tokens of the model.
-        parallel: There may be several calls.
-    """
+    """Rules of a grammar in Lark's form: `calls` is what follows the trigger, several calls if these may be `parallel`,
+    in which `special` tokens of the model stand for themselves."""
     names = [f"call_{place}" for place in range(len(tools))]
     parallel = parallel and bool(format_.between or format_.closing)
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
@@ -148,12 +142,8 @@ def up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
 
 
 def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
-    """The calls of an answer in OpenAI's form, up to the first that is not whole.
-
-    Args:
-        format_: How they are written.
-        text: The answer from the trigger on.
-    """
+    """The calls of an answer in OpenAI's form, up to the first that is not whole; `text` is the answer from the trigger
+    on."""
     calls, decoder = [], json.JSONDecoder()
     begin = re.compile(re.escape(format_.begin).replace(NAME, "([a-zA-Z0-9_-]+)"))
     place = len(format_.trigger)
@@ -221,12 +211,7 @@ def thinking_of(template: str, prompt: str) -> Thinking:
 
 @dataclass
 class Part:
-    """What is new of an answer.
-
-    Attributes:
-        reasoning: Reasoning.
-        content: Text, `None` for what stands where calls are.
-    """
+    """What is new of an answer."""
 
     reasoning: str = ""
     content: str = ""

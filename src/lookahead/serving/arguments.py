@@ -40,11 +40,8 @@ class Arguments:
     """What a call asks for, once transformers has prepared it.
 
     Attributes:
-        model: The model.
         prompts: What the rows begin with.
-        config: The configuration of the call.
-        processors: Change the logits of each token.
-        criteria: End the texts.
+        processors, criteria: What changes the logits of each token, and what ends the texts.
         streamer: Gets the tokens, if there is one.
     """
 

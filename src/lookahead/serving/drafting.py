@@ -31,12 +31,9 @@ class Drafting:
     """Makes the drafters of texts that share a configuration.
 
     Args:
-        model: The model.
-        config: How to draft.
         pace: Chooses the nodes: of each text, or of all texts of a step together. As `config` has it if not given.
         pool: The pool of the paper's method; one for each text if not given.
-        most_nodes: Nodes that the tree of each text may have.
-        chains: Whether drafts are chains.
+        most_nodes, chains: Nodes that the tree of each text may have, and whether these are chains.
 
     Attributes:
         most_nodes: Nodes that a tree has at most.
@@ -111,11 +108,9 @@ def draft_pace(
     stored them, or a first guess.
 
     Args:
-        model: The model.
         config: How its engine is set.
-        rows: Sequences that run together.
+        rows, chains: Sequences that run together, and whether their drafts are chains.
         temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
-        chains: Whether drafts are chains.
         sizes: See `Runner.pass_sizes`.
     """
     settings = (*sizes, config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
@@ -227,12 +222,8 @@ def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
 
 
 class _Shielded:
-    """A drafter or source that is made, and whose methods run, with other states in torch's generators.
-
-    Args:
-        make: Makes it.
-        states: The states, which go on and which all of a call share. A swap takes microseconds.
-    """
+    """What `make` makes, a drafter or source, whose methods run with other states in torch's generators: these go on,
+    and all of a call share them. A swap takes microseconds."""
 
     def __init__(self, make: Callable[[], Any], states: dict[torch.Generator, torch.Tensor]) -> None:
         self._states = states

@@ -29,8 +29,7 @@ class EngineModel:
         max_rows, kv_bytes, prefix_cache, prefix_bytes: As for `Engine`.
 
     Attributes:
-        session: How it is run.
-        runner: What runs its rows.
+        session, runner: How it is run, and what runs its rows.
         memory: Where their keys and values are.
     """
 

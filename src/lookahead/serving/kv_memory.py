@@ -34,12 +34,7 @@ LEAST = 16
 
 @dataclass(eq=False)
 class Prefix:
-    """A finished text that is kept.
-
-    Attributes:
-        tokens: Its token ids.
-        row: Their keys and values.
-    """
+    """A finished text that is kept: its token ids, and the row of their keys and values."""
 
     tokens: NDArray[np.int64]
     row: TextRow
