@@ -44,6 +44,30 @@ _DARK = {
 _WIDTH = 7.6
 """Inches: at the width of a page letters are as large as those of the text."""
 
+STYLE: dict[str, Any] = {
+    "figure.facecolor": BACK,
+    "axes.facecolor": BACK,
+    "axes.edgecolor": GRID,
+    "grid.color": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.labelsize": 10,
+    "axes.labelcolor": SOFT,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in (("color", INK), ("labelsize", 10.5))},
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "svg.hashsalt": "lookahead",
+    "svg.fonttype": "path",
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1.2,
+    "legend.borderaxespad": 0.3,
+    "legend.labelcolor": INK,
+}
+"""Settings of matplotlib; the same figure gives the same file."""
+
 _SIZED = re.compile(r"^(.*?), (\d+)(, .*)?$")
 """A method of several sizes: its name, its size, and what else there is to the name."""
 
@@ -66,13 +90,16 @@ def draw_plots(given: Sequence[str], notes: Console) -> int:
         raise InvalidArgumentError(f"plots in {folder} need matplotlib: pip install 'lookahead-decoding[plot]'")
     if folder.exists() and not folder.is_dir():
         raise InvalidArgumentError(f"{folder} is a file; give the name of a folder")
+    from matplotlib import rc_context
+
     plots = {
         "bench/stories260k-S.svg": ("bench/stories.jsonl", sizes),
         "paper/stories260k-stories-law.svg": ("bench/paper-grid.jsonl", law),
         "replay/kinds-of-work.svg": ("replay.jsonl", kinds_of_work),
     }
-    for name, (source, draw) in plots.items():
-        save(draw(read_lines(RESULTS / source)), folder / name)
+    with rc_context(STYLE):
+        for name, (source, draw) in plots.items():
+            save(draw(read_lines(RESULTS / source)), folder / name)
     notes.print(f"plots written into {folder}", soft_wrap=True)
     return 0
 
@@ -92,7 +119,7 @@ def kinds_of_work(rows: Sequence[Row]) -> Any:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.axvline(1, color=SOFT, linestyle="--", linewidth=1)
-    axes.grid(axis="x", color=GRID)
+    axes.grid(axis="x")
     _legend(axes, 2)
     return figure
 
@@ -152,8 +179,8 @@ def law(rows: Sequence[Row]) -> Any:
 def _of_S(axes: Any, grid: str) -> None:
     """The axis beside the panel counts S."""
     axes.set_ylim(bottom=1)
-    axes.grid(axis=grid, color=GRID)
-    axes.set_ylabel("S, tokens per step", fontsize=10, color=SOFT)
+    axes.grid(axis=grid)
+    axes.set_ylabel("S, tokens per step")
 
 
 def _new_figure(height: float, text: tuple[str, str]) -> tuple[Any, Any]:
@@ -163,32 +190,22 @@ def _new_figure(height: float, text: tuple[str, str]) -> tuple[Any, Any]:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor=BACK)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots()
-    axes.set_facecolor(BACK)
-    for spine in axes.spines.values():
-        spine.set_color(GRID)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=10.5, length=0)
-    axes.set_axisbelow(True)
     figure.suptitle(text[0], x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
-    axes.set_xlabel(text[1], fontsize=10, color=SOFT)
+    axes.set_xlabel(text[1])
     return figure, axes
 
 
 def _legend(axes: Any, columns: int) -> None:
     """Names of what the colours stand for, in lines above the panel."""
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderaxespad": 0.3, "frameon": False}
-    axes.legend(**place, ncols=columns, fontsize=9.5, handlelength=1.2, columnspacing=1.2, labelcolor=INK)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as SVG that follows the page's colours: the same figure gives the same file."""
-    from matplotlib import rc_context
-
+    """Write a figure as SVG that follows the page's colours."""
     drawn = StringIO()
-    with rc_context({"svg.hashsalt": "lookahead", "svg.fonttype": "path"}):
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     svg = drawn.getvalue()
     rules = "".join(
         f'[style*="{part}: {light}"]{{{part}:{dark}!important}}'
