@@ -49,28 +49,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Engine": "serving",
-    "InvalidArgumentError": "errors",
+    **dict.fromkeys(("attach", "detach", "generate"), "api.generation"),
+    **dict.fromkeys(("Statistics", "StepRecord"), "core.statistics"),
+    **dict.fromkeys(("Engine", "RequestHandle", "TokenEvent"), "serving"),
     "LookaheadConfig": "config",
-    "LookaheadError": "errors",
     "LookaheadOutput": "serving.output",
-    "LookaheadWarning": "errors",
-    "ModelChangedError": "errors",
     "NGramPool": "drafting",
-    "ParallelError": "errors",
-    "RequestHandle": "serving",
-    "Statistics": "core.statistics",
-    "StepRecord": "core.statistics",
-    "TokenEvent": "serving",
     "Trace": "trace",
-    "UnsupportedArgumentError": "errors",
-    "UnsupportedModelError": "errors",
-    "attach": "api.generation",
-    "detach": "api.generation",
-    "generate": "api.generation",
     "load_gguf": "backends.llama_cpp.model",
     "__version__": "version",
 }
+"""Where names are from; those of errors, that are not here, are from `errors`."""
 
 _MODULES = ("config", "demo", "errors", "parallel")
 """Modules of the public API, which need no import of their own."""
@@ -79,8 +68,8 @@ _MODULES = ("config", "demo", "errors", "parallel")
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is first used: torch and transformers take seconds, and most need neither."""
     value: Any
-    if name in _HOMES:
-        value = getattr(import_module(f"lookahead.{_HOMES[name]}"), name)
+    if name in __all__:
+        value = getattr(import_module(f"lookahead.{_HOMES.get(name, 'errors')}"), name)
     elif name in _MODULES:
         value = import_module(f"lookahead.{name}")
     else:
