@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import llvmlite.ir
 import numba
 import numpy as np
 from numba.extending import intrinsic
@@ -27,8 +26,6 @@ BLOCK = 64
 TILE = 16
 """Rows, query heads of nodes, that go through them together."""
 
-_FLOAT = llvmlite.ir.FloatType()
-
 
 def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """`a * b + c` of float32 numbers, rounded once."""
@@ -37,15 +34,6 @@ def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*arguments)
 
     return numba.types.float32(numba.types.float32, numba.types.float32, numba.types.float32), generate
-
-
-def _as_float(typing_context: Any, bits: Any) -> Any:
-    """The float32 number whose bits are those of an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _FLOAT)
-
-    return numba.types.float32(numba.types.int32), generate
 
 
 def _get(typing_context: Any, array: Any, index: Any) -> Any:
@@ -69,7 +57,7 @@ def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     return numba.types.void(array, numba.types.intp, numba.types.float32), generate
 
 
-fma, as_float, get, put = map(intrinsic, (_fma, _as_float, _get, _put))
+fma, get, put = map(intrinsic, (_fma, _get, _put))
 
 _INFINITY = np.float32(np.inf)
 _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
@@ -88,7 +76,7 @@ def _exp(x: Any) -> Any:
     rest = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, clipped))
     series = fma(fma(fma(fma(fma(_C7, rest, _C6), rest, _C5), rest, _C4), rest, _C3), rest, _C2)
     power = fma(fma(series, rest, _F1), rest, _F1)
-    scaled = power * as_float((np.int32(whole) + np.int32(127)) << np.int32(23))
+    scaled = power * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return scaled if x >= _LOWEST else _F0
 
 
