@@ -39,11 +39,17 @@ class ParallelRunner:
         local: The model of this rank.
         exchange: Communication with the other ranks.
         alone: Whether every rank can select tokens from predictions alone, without logits.
+
+    Attributes:
+        prefill, idle_tree, wants_draft: Those of `local`, as every rank reads the prompts itself.
+        complete: Likewise; it also sends what other ranks ran and this one did not.
     """
 
     def __init__(self, local: ModelRunner, exchange: Exchange, alone: bool) -> None:
         self.rank = exchange.rank
         self._local = local
+        self.prefill, self.complete = local.prefill, local.complete
+        self.idle_tree, self.wants_draft = local.idle_tree, local.wants_draft
         self._exchange = exchange
         self._alone = alone
         # For each row how many of the tokens that one process would have in its cache each rank has not run.
@@ -53,14 +59,6 @@ class ParallelRunner:
         self._splits: list[Split] = []
         self._said: list[NDArray[Any]] = []  # for each row what ranks say of the nodes of its tree
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
-
-    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """As `ModelRunner.prefill`; every rank reads the prompts itself."""
-        return self._local.prefill(texts, chunk_size)
-
-    def idle_tree(self) -> TokenTree:
-        """As `ModelRunner.idle_tree`."""
-        return self._local.idle_tree()
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
@@ -79,10 +77,6 @@ class ParallelRunner:
         self._local_trees[row] = local_tree
         pending = local_tree.tokens[self._behind[row][self.rank] :]
         return TokenTree(pending, local_tree.room + len(pending) - 1)
-
-    def wants_draft(self, tree: TokenTree) -> bool:
-        """As `ModelRunner.wants_draft`."""
-        return self._local.wants_draft(tree)
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
         """Run this rank's parts of `trees`.
@@ -134,10 +128,6 @@ class ParallelRunner:
             self._behind[row] = [len(path) - count for count in run]
             local_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
         self._local.commit(local_kept)
-
-    def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """As `ModelRunner.complete`, which also sends what other ranks ran and this one did not."""
-        self._local.complete(texts)
 
     def _catch_up(self, row: int, tokens: Sequence[int]) -> None:
         """Run accepted tokens of `row` that this rank has not run, by themselves."""

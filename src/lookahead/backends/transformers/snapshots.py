@@ -192,7 +192,8 @@ class _Snapshot:
         self._placed = [tensor for tensor in tensors if _has_place(tensor)]
         self._places = [tensor.data_ptr() for tensor in self._placed]
         # With their memory, which would be gone if it was the tensor's no more.
-        self._memory = [tensor.detach() for tensor in self._placed if _is_read(tensor)]
+        on_cpu = [tensor for tensor in self._placed if tensor.device.type == "cpu" and tensor.is_contiguous()]
+        self._memory = [tensor.detach() for tensor in on_cpu if tensor.nbytes >= 4]
         self._words = [c_int32.from_address(_middle(tensor)) for tensor in self._memory]
         self._values = [word.value for word in self._words]
 
@@ -237,11 +238,6 @@ def _tensors(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 def _has_place(tensor: torch.Tensor) -> bool:
     """Whether its values lie in memory that is its own, one after another or in strides."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _is_read(tensor: torch.Tensor) -> bool:
-    """Whether a word of it is looked at."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= 4
 
 
 def _middle(tensor: torch.Tensor) -> int:
