@@ -262,19 +262,11 @@ class Session(CallSession):
 
     Attributes:
         clock: The clock for its steps, in seconds.
+        number_type: Name of the type of the weights, or of their types.
     """
 
     clock: Callable[[], float]
-
-    @property
-    def number_type(self) -> str:
-        """Name of the type of the weights, or of their types."""
-        raise NotImplementedError
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the weights are."""
-        raise NotImplementedError
+    number_type: str
 
     def check(self) -> None:
         """Refuse a model that cannot be run.

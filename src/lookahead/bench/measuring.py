@@ -58,7 +58,7 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
         else:
             loaded = _trained(spec.path, spec.dtype, device, tokenizer)
     model = loaded.model
-    settings = spec.settings() | {"architecture": type(model).__name__, "parameters": open_session(model).parameters}
+    settings = spec.settings() | {"architecture": type(model).__name__, "parameters": model.num_parameters()}
     return BenchModel(spec, loaded, settings | {"identity": model_identity(model)})
 
 

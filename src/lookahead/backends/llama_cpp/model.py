@@ -103,6 +103,10 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the weights are; they are llama.cpp's, and none is left out."""
+        return self.llama.parameters
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,

@@ -31,19 +31,9 @@ class GGUFSession(Session):
     refuses_inputs = "a GGUF model reads token ids alone; leave it out"
 
     def __init__(self, model: GGUFModel) -> None:
-        self._model = model
+        self._model, self.number_type = model, model.llama.number_type
         # That of the calling thread, if all layers are run on the CPU.
         self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
-
-    @property
-    def number_type(self) -> str:
-        """The types of the weights."""
-        return self._model.llama.number_type
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the weights are."""
-        return self._model.llama.parameters
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
         """Acquire what a call needs."""

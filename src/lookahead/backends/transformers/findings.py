@@ -228,14 +228,13 @@ def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[st
     if config.invariant:
         engine["invariant"] = True
     text_config = model.config.get_text_config(decoder=True)
-    weights = list(model.parameters())
     return {
         "model": {
             "class": type(model).__name__,
             # as a dict: some configurations refuse to name a size that differs between layers
             **{name: value for name, value in text_config.to_dict().items() if name in _SIZES and value is not None},
-            "parameters": sum(weight.numel() for weight in weights),
-            "bytes": sum(weight.numel() * weight.element_size() for weight in weights),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "bytes": sum(weight.nbytes for weight in model.parameters()),
         },
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": getattr(text_config, "_attn_implementation", None),

@@ -37,18 +37,8 @@ class TransformersSession(Session):
     """A model of transformers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model, self.number_type = model, str(model.dtype).removeprefix("torch.")
         self.clock = self._clock = PausingClock(model.device)
-
-    @property
-    def number_type(self) -> str:
-        """Name of the type of the weights."""
-        return str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the weights are."""
-        return sum(weight.numel() for weight in self._model.parameters())
 
     def check(self) -> None:
         """Refuse a model that runs neither trees nor chains."""
