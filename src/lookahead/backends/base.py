@@ -3,6 +3,7 @@ of text."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,9 +123,9 @@ class Runner(Backend):
             nodes: Nodes of the tree of each row at most.
         """
 
+    @abstractmethod
     def new_row(self, block: int | None = None) -> Any:
         """An empty row, whose room grows by `block` tokens, where that can be chosen."""
-        raise NotImplementedError
 
     def token_bytes(self) -> int:
         """Bytes that keys and values of a token take."""
@@ -179,9 +180,9 @@ class Runner(Backend):
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
 
+    @abstractmethod
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """See `Backend`."""
-        raise NotImplementedError
 
 
 def check_chain(tree: TokenTree) -> None:
@@ -229,7 +230,7 @@ class Call:
         return None
 
 
-class CallSession:
+class CallSession(ABC):
     """What `generate` asks of a session: of one process, or of several ranks.
 
     Attributes:
@@ -248,13 +249,13 @@ class CallSession:
         """
         return config
 
+    @abstractmethod
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
         """Acquire what a call needs.
 
         Raises:
             LookaheadError: The model or its settings cannot do what is asked for.
         """
-        raise NotImplementedError
 
 
 class Session(CallSession):
@@ -282,6 +283,7 @@ class Session(CallSession):
             LookaheadError: The model cannot be run as `config` has it.
         """
 
+    @abstractmethod
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[Runner, int | None, int]:
@@ -299,7 +301,6 @@ class Session(CallSession):
         Raises:
             LookaheadError: The model or the settings cannot do what is asked for.
         """
-        raise NotImplementedError
 
     def watch(self, runner: Any, compares_bits: bool) -> Any:
         """Notices changes of the model, as `ModelWatch`; `None` where there can be none."""
@@ -312,9 +313,9 @@ class Session(CallSession):
         """Tokens of the last prompt that were not computed anew, where the caller's cache held `cached`."""
         return cached
 
+    @abstractmethod
     def sharing_weights(self) -> PreTrainedModel:
         """Another object of the same model, weights shared: nothing that is kept for the one is known of it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ from lookahead.trace import TracedStep
 from lookahead.version import __version__
 
 
-class Form:
+class Form(ABC):
     """How the answers of a generation to its request are written."""
 
     prefix: str
@@ -108,13 +109,13 @@ class Form:
             }
         return usage
 
+    @abstractmethod
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
         """One answer, complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """What a chunk says of one answer."""
-        raise NotImplementedError
 
     def _counts(self, completion: int) -> dict[str, Any]:
         prompt = sum(len(plan.prompt) for plan in self.generation.plans)
