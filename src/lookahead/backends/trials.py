@@ -57,14 +57,13 @@ def nothing(tree: TokenTree, following: Sequence[int]) -> list[int]:
     return []
 
 
-def among_decoys(size: int, decoys: int, vocabulary: int, tokens: Sequence[int] = ()) -> Draft:
+def among_decoys(size: int, decoys: int, tokens: Sequence[int]) -> Draft:
     """Drafts right tokens up to `size` nodes of text, and before each of them branches of two tokens that are wrong.
 
     Args:
         size: Nodes of right tokens, the pending ones included.
         decoys: Wrong branches beside each.
-        vocabulary: How many tokens there are.
-        tokens: The tokens that wrong branches begin with, if it is not the right ones' neighbours.
+        tokens: Those that wrong branches begin with.
     """
 
     def draft(tree: TokenTree, following: Sequence[int]) -> list[int]:
@@ -72,8 +71,7 @@ def among_decoys(size: int, decoys: int, vocabulary: int, tokens: Sequence[int] 
         for token in following[: max(size - tree.root - 1, 0)]:
             parent = path[-1] if path else tree.root
             for number in range(decoys):
-                wrong = tokens[(token + number) % len(tokens)] if tokens else (token + number + 1) % vocabulary
-                tree.add_candidates([wrong, token], parent)
+                tree.add_candidates([tokens[(token + number + 1) % len(tokens)], token], parent)
             path += tree.add_candidates([token], parent)
         return path
 

@@ -64,10 +64,8 @@ def largest_difference(model: LlamaModel) -> float:
     text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
     context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
     kind = LlamaChainRunner if model.has_states else LlamaRunner
-    if model.has_states:
-        draft = chains(random.Random(0), _DEPTH)
-    else:
-        draft = among_decoys(_DEPTH + 1, _DECOYS, len(vocabulary), usable.tolist())
+    tree = among_decoys(_DEPTH + 1, _DECOYS, usable.tolist())
+    draft = chains(random.Random(0), _DEPTH) if model.has_states else tree
     found = []
     for drafts in (nothing, draft):
         context.clear()

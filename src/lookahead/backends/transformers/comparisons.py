@@ -29,16 +29,14 @@ _BITS_TEXT, _BITS_PROMPT = 7, 3
 """Tokens of the text that invariant passes are compared along, and of its prompt."""
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
+def _vocabulary(model: PreTrainedModel) -> range:
     """Tokens that `model` reads."""
-    size: int = model.get_input_embeddings().num_embeddings
-    return size
+    return range(model.get_input_embeddings().num_embeddings)
 
 
 def _readable(model: PreTrainedModel, tokens: Sequence[int]) -> list[int]:
     """The tokens, as far as `model` has as many."""
-    vocabulary = vocabulary_size(model)
-    return [token % vocabulary for token in tokens]
+    return [token % len(_vocabulary(model)) for token in tokens]
 
 
 def trial_runner(model: PreTrainedModel, engine: PreTrainedModel | None = None) -> ChainRunner:
@@ -66,7 +64,7 @@ def check_logits(runner: ModelRunner) -> torch.Tensor:
     record the first one, and replay for the second what they recorded.
     """
     text = _readable(runner.model, _TEXT[:9])
-    return follow(runner, [text], 2, among_decoys(3, 1, vocabulary_size(runner.model)))[0]
+    return follow(runner, [text], 2, among_decoys(3, 1, _vocabulary(runner.model)))[0]
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -77,7 +75,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
 def reads_trees(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[places, vocabulary]` along a text: of trees with wrong branches, and of single tokens."""
     text = _readable(model, _TEXT[:7])
-    drafts = among_decoys(4, 2, vocabulary_size(model)), nothing
+    drafts = among_decoys(4, 2, _vocabulary(model)), nothing
     drafted, plain = (follow(ModelRunner(model, 1), [text], 4, draft)[0] for draft in drafts)
     return drafted, plain
 
@@ -104,7 +102,7 @@ def reads_rows_alike(runner: ModelRunner, alone: PreTrainedModel, exactly: bool)
         exactly: Whether all bits must be the same; else they may differ by rounding.
     """
     texts = [_readable(alone, text) for text in _ROWS]
-    draft = among_decoys(3, 1, vocabulary_size(alone))
+    draft = among_decoys(3, 1, _vocabulary(alone))
     runner.rows = [runner.new_row() for _ in texts]
     found = follow(runner, texts, 2, draft)
     runner.rows = []
@@ -151,9 +149,9 @@ def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) ->
     """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens; see
     `is_invariant`."""
     make = partial(ModelRunner, model) if fixed is None else fixed
-    vocabulary = vocabulary_size(model)
+    vocabulary = _vocabulary(model)
     draws = torch.Generator().manual_seed(1)
-    text, other = torch.randint(vocabulary, (2, _BITS_TEXT + 1), generator=draws).tolist()
+    text, other = torch.randint(len(vocabulary), (2, _BITS_TEXT + 1), generator=draws).tolist()
 
     def along(texts: Sequence[list[int]], size: int, decoys: int, prompt: int = 1) -> torch.Tensor:
         """Logits after each token of `text`, read so many tokens at a time, among decoys."""
