@@ -27,7 +27,6 @@ class TextBuilder:
     Characters whose bytes have not all come are kept back, and so is what may be the beginning of a stop string.
 
     Args:
-        tokenizer: Decodes tokens.
         prompt: The token ids before the answer.
         stops: Texts that end the answer; they are no part of it.
         dropped: Special tokens that are no part of the text; all of them if `None`.

@@ -32,11 +32,7 @@ def step_clock(device: torch.device) -> Callable[[], float]:
 
 
 class PausingClock:
-    """A step clock that stands still while graphs are recorded, which is no cost of a step.
-
-    Args:
-        device: Where the model is.
-    """
+    """A step clock that stands still while graphs are recorded, which is no cost of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = step_clock(device)
@@ -117,13 +113,9 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
 class Staged:
     """Arrays of int32 that stay where they are on a device, and come there again and again, all by one copy.
 
-    Args:
-        device: As above; on a CPU both are the same memory.
-        shapes: Their shapes.
-
     Attributes:
         here: To be written to.
-        there: What they held when they were last sent.
+        there: What they held when they were last sent, on a CPU the same memory.
     """
 
     def __init__(self, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> None:

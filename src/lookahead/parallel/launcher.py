@@ -54,9 +54,7 @@ def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | N
     what it has: it gets SIGTERM. Ranks never see SIGINT, which a terminal would send to all of them.
 
     Args:
-        count: How many.
         entry: `module:function`; the function takes the arguments and returns an exit code.
-        arguments: The arguments.
         stdin: What every rank finds on its standard input; nothing if not given.
 
     Returns:

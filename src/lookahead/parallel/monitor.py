@@ -49,8 +49,7 @@ class Monitor:
 
     Args:
         store: Where heartbeats are written; nobody else uses these keys.
-        rank: This rank.
-        size: Ranks of the group.
+        rank, size: This rank, and the ranks of the group.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

@@ -36,7 +36,6 @@ def split_tree(tree: TokenTree, pending: Sequence[int]) -> Split:
     then on rank 0, which selects the token after the root, and few ranks compute the trunk.
 
     Args:
-        tree: The tree of the step.
         pending: For each rank how many decided tokens it has to run anyway, the root included. They differ where
             a rank did not run the run of tokens that was accepted last.
     """

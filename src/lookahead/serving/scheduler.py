@@ -23,8 +23,7 @@ class Scheduler:
     """Waiting and running requests, and the choice of those that take part in the coming step.
 
     Args:
-        max_rows: Most requests that run at once.
-        room: Where keys and values go.
+        max_rows, room: Most requests that run at once, and where their keys and values go.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
         statistics: Requests that wait again, and tokens that requests begin with, are added to it.
 

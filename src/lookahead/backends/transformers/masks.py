@@ -79,7 +79,6 @@ class MaskBuilder:
         Args:
             sights: What its nodes see.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
-            device: Where the masks go.
             dropped: How many of the first keys the layers with a window have forgotten.
 
         Returns:

@@ -18,14 +18,7 @@ from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache,
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of what one layer keeps of a token.
-
-    Attributes:
-        heads: Heads of keys and values.
-        key_size: Numbers of a key, per head.
-        value_size: Numbers of a value, per head.
-        dtype: Number type of keys and values.
-    """
+    """What one layer keeps of a token: heads, numbers of a key and of a value per head, and their type."""
 
     heads: int
     key_size: int
@@ -53,16 +46,12 @@ class StaticTreeCache(TreeCache):
 
     Attributes:
         columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
-        capacity: Columns of each buffer.
-        rows: Rows of the buffers.
+        capacity, rows: Columns and rows of each buffer.
         buffers: All memory for states.
 
     Args:
         shapes: What each layer keeps of a token.
-        texts: How many there are.
-        capacity: As above.
-        device: Where the buffers are.
-        rows: As above, if more than hold texts.
+        texts: How many there are; `rows` may be more than hold texts.
     """
 
     def __init__(

@@ -129,7 +129,6 @@ class ModelWatch:
     thorough look those that change any bit of a parameter on a CPU.
 
     Args:
-        model: The model.
         engine: What runs its passes: the model, or a clone of it. What passes change in modules that are the model's is
             no change, if `settle` is told of each pass.
         compares_bits: Whether looks can be thorough. Takes a pass over all weights.

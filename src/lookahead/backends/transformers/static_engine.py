@@ -45,8 +45,7 @@ def acquire_steps(
     Args:
         model: The module that runs the trees.
         config: How steps are run, and the nodes of the largest tree.
-        batch: Rows.
-        longest: Tokens that the longest text may come to.
+        batch, longest: Rows, and tokens that the longest text may come to.
         start: Tokens of the longest prompt. With `engine="auto"` memory is taken for some more than these, and a size
             is captured only if enough tokens are left to pay for it; else for all of the text, and as soon as a
             step has that size.

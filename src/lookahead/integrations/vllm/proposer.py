@@ -102,7 +102,6 @@ class TargetPredictions:
     and temperatures change them in place.
 
     Args:
-        model: The target model.
         vocabulary: How many tokens it knows; logits may have more columns.
         top_k: How many tokens are listed for each row.
         most_rows: Most rows that a step can have; larger calls are about something else.
@@ -221,7 +220,7 @@ class LookaheadProposer:
         sampled_token_ids: Sequence[Sequence[int]],
         num_tokens_no_spec: NDArray[np.integer],
         token_ids_cpu: NDArray[np.integer],
-        slot_mappings: Any = None,
+        slot_mappings: Any = None,  # not used
     ) -> list[list[int]]:
         """Learn from the step that is over, and draft for the one that follows.
 
@@ -230,7 +229,6 @@ class LookaheadProposer:
                 draft, and one more. None for a request of whose prompt a part is still to come.
             num_tokens_no_spec: Tokens of each text, those included, `[at least requests]`.
             token_ids_cpu: The texts, `[at least requests, at least as many tokens]`.
-            slot_mappings: Not used.
 
         Returns:
             A draft for each request of the batch, at most `num_speculative_tokens` tokens; may be empty.
