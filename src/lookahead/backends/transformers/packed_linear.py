@@ -155,32 +155,27 @@ def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch
 
 
 def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
-    """CPU seconds of one product with each layer of a model, plain and packed, by rows, ascending."""
-    seconds = dict.fromkeys(_TIMED_ROWS, (0.0, 0.0))
+    """CPU seconds of one product with each layer of a model, plain and packed, by rows, ascending.
+
+    Of those of a shape it is the least of a few times, taken in turns: other programs only add.
+    """
+    multiply: tuple[Callable[..., torch.Tensor], ...] = torch.nn.functional.linear, packed_product
+    seconds = np.zeros((len(_TIMED_ROWS), len(multiply)))
     for alike in layers.values():
         weights = _sample(alike)
-        share = sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
-        for rows, (plain, packed) in _timed(weights).items():
-            seconds[rows] = seconds[rows][0] + share * plain, seconds[rows][1] + share * packed
-    return seconds
-
-
-def _timed(weights: Sequence[torch.Tensor]) -> dict[int, tuple[float, float]]:
-    """The same for some weights of one shape. The least of a few times, taken in turns: other programs only add."""
-    multiply: tuple[Callable[..., torch.Tensor], ...] = torch.nn.functional.linear, packed_product
-    used = weights, [pack(weight) for weight in weights]
-    least = {(rows, kind): float("inf") for rows in _TIMED_ROWS for kind in (0, 1)}
-    begin = process_time()
-    for finished in range(_MOST_ROUNDS):
-        if finished >= _LEAST_ROUNDS and process_time() - begin > _LONG_ENOUGH:
-            break
-        for rows, kind in least:
-            inputs = torch.ones(1, rows, weights[0].shape[1], dtype=weights[0].dtype)
-            start = process_time()
-            for weight in used[kind]:
-                multiply[kind](inputs, weight)
-            least[rows, kind] = min(least[rows, kind], process_time() - start)
-    return {rows: (least[rows, 0], least[rows, 1]) for rows in _TIMED_ROWS}
+        used = weights, [pack(weight) for weight in weights]
+        least, begin = np.full(seconds.shape, np.inf), process_time()
+        for finished in range(_MOST_ROUNDS):
+            if finished >= _LEAST_ROUNDS and process_time() - begin > _LONG_ENOUGH:
+                break
+            for place, kind in np.ndindex(seconds.shape):
+                inputs = torch.ones(1, _TIMED_ROWS[place], weights[0].shape[1], dtype=weights[0].dtype)
+                start = process_time()
+                for weight in used[kind]:
+                    multiply[kind](inputs, weight)
+                least[place, kind] = min(least[place, kind], process_time() - start)
+        seconds += least * sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
+    return {rows: (plain, packed) for rows, (plain, packed) in zip(_TIMED_ROWS, seconds.tolist(), strict=True)}
 
 
 def _sample(layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
