@@ -31,23 +31,18 @@ def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: 
     decided = [min(prompt, len(text) - 1) for text in texts]
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
-        trees: list[TokenTree] = []
-        paths: list[list[int] | None] = []
+        trees, paths = [runner.idle_tree() for _ in texts], dict[int, list[int]]()
         for row, text in enumerate(texts):
-            if decided[row] == len(text):
-                trees.append(runner.idle_tree())
-                paths.append(None)
-                continue
-            tree = runner.begin_tree(row, text[: decided[row]])
-            trees.append(tree)
-            paths.append(draft(tree, text[decided[row] : -1]) if runner.wants_draft(tree) else [])
+            if decided[row] < len(text):
+                trees[row] = tree = runner.begin_tree(row, text[: decided[row]])
+                paths[row] = draft(tree, text[decided[row] : -1]) if runner.wants_draft(tree) else []
         results: Sequence[Any] = runner.forward(trees)
-        kept: list[list[int]] = []
-        for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
-            kept.append([] if path is None else [*range(tree.root + 1), *path])
-            if path is not None:
-                found[row] += [results[row].logits_after(node) for node in (tree.root, *path)]
-                decided[row] += 1 + len(path)
+        kept: list[list[int]] = [[] for _ in texts]
+        for row, path in paths.items():
+            root = trees[row].root
+            kept[row] = [*range(root + 1), *path]
+            found[row] += [results[row].logits_after(node) for node in (root, *path)]
+            decided[row] += 1 + len(path)
         runner.commit(kept)
     return [torch.cat(logits).float() for logits in found]
 
