@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,7 @@ class Source:
 
 
 def _digest(parts: Iterator[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:12]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:12]
 
 
 class Worker:
@@ -162,16 +160,15 @@ class Comparison:
         missing = {name: [side for side in (0, 1) if (name, turn) not in self._files[side]] for name in names}
         if not self._quick:  # times are those of the same minutes
             missing = {name: [0, 1] for name, sides in missing.items() if sides}
-        needed = {side for sides in missing.values() for side in sides}
-        workers = {side: Worker(self._sources[side], self._shared, self._quick) for side in needed}
-        try:
+        with ExitStack() as stack:
+            workers = {
+                side: stack.enter_context(closing(Worker(self._sources[side], self._shared, self._quick)))
+                for side in {side for sides in missing.values() for side in sides}
+            }
             for name, sides in missing.items():
                 if sides:
                     print(f"turn {turn + 1}: {name}", file=sys.stderr, flush=True)
                     self._measure(name, turn, workers, sides)
-        finally:
-            for worker in workers.values():
-                worker.close()
 
     def _measure(self, name: str, turn: int, workers: Mapping[int, Worker], sides: Sequence[int]) -> None:
         cases = {side: workers[side].ask(begin=name, turn=turn) for side in sides}[sides[0]]
