@@ -114,10 +114,6 @@ def _lookahead(
 
 
 @bench.callback(invoke_without_command=True)
-def _bench(context: typer.Context) -> None:
-    _help_without_command(context)
-
-
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
