@@ -117,11 +117,8 @@ def noted_passes(model: PreTrainedModel) -> Iterator[list[Pass]]:
         cache = named.get("past_key_values")
         passes.append((named["input_ids"].shape[1], 0 if cache is None else int(cache.get_seq_length())))
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(note, with_kwargs=True):
         yield passes
-    finally:
-        hook.remove()
 
 
 def steps_of(passes: Sequence[Pass], prompt_tokens: int, tokens: int) -> tuple[list[int], list[int]]:

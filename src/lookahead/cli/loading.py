@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from lookahead.backends import loading
 from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memory
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
@@ -100,18 +101,14 @@ def quiet_libraries() -> Iterator[None]:
 
     What this library itself warns of is said in one line on standard error.
     """
-    verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             warnings.simplefilter("default", LookaheadWarning)
             warnings.showwarning = _say_warning
             yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 

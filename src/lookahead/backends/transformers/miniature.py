@@ -138,7 +138,7 @@ def build_miniature(kind: type[PreTrainedModel], config: PreTrainedConfig, seed:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that the sizes of a miniature give rise to."""
+    """Without warnings and logs, such as those that the sizes of a miniature give rise to."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
