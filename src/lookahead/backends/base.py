@@ -124,7 +124,7 @@ class Runner(Backend):
         """
 
     @abstractmethod
-    def new_row(self, block: int | None = None) -> Any:
+    def new_row(self, block: int | None = None) -> TextRow:
         """An empty row, whose room grows by `block` tokens, where that can be chosen."""
 
     def token_bytes(self) -> int:

@@ -74,8 +74,7 @@ class KVMemory:
 
     def new_row(self) -> TextRow:
         """An empty row."""
-        row: TextRow = self.runner.new_row(self.block)
-        return row
+        return self.runner.new_row(self.block)
 
     def drop(self, request: Request) -> None:
         """Forget keys and values of a request; they will be computed anew."""
