@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -117,10 +116,8 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
     return state_of(model).once(setting, lambda: fastest_packing(model))
 
 
-@lru_cache(maxsize=64)
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Kept, as looking takes as long as a small layer, and every call asks several times."""
-    return inspect.signature(function).parameters
+_parameters: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+"""By function, as looking takes as long as a small layer, and every call asks several times."""
 
 
 def forward_arguments(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
@@ -128,4 +125,6 @@ def forward_arguments(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]
     function = getattr(model.forward, "__func__", None)
     if function is None:  # something else than a method was put there, which may refer to the model
         return inspect.signature(model.forward).parameters
-    return _parameters(function)
+    if function not in _parameters:
+        _parameters[function] = inspect.signature(function).parameters
+    return _parameters[function]
