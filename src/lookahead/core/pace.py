@@ -81,12 +81,13 @@ class Credit:
         self.rest = 0
         self.unseen = 0
         self._woken, self._broken = False, 0  # by a promise; how many were not kept since drafts paid
+        self._looked = 0  # looks that found nothing, likewise
 
     def book(self, saved: float) -> None:
         """Note what a drafted step saved."""
         self._left += saved
         if self._left > MOST_CREDIT:
-            self._woken, self._broken = False, 0
+            self._woken, self._broken, self._looked = False, 0, 0
             if self.failures and self._left > MOST_CREDIT + TRIAL:
                 self.failures -= 1
                 self._left -= TRIAL
@@ -111,7 +112,8 @@ class Credit:
 
     def look(self, promised: float) -> None:
         """End a rest if that is what a draft promises, in plain steps."""
-        self.unseen = REST
+        self._looked = min(self._looked + 1, 2)  # a look took a third of a plain step of 5 ms
+        self.unseen = REST << self._looked
         if promised > TRIAL:
             self.rest, self._woken = 0, True
 
