@@ -81,8 +81,11 @@ class TransformersRunner(Runner):
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """See `Runner`."""
         self._layouts = [lay_out(tree) for tree in trees]
+        groups = self._groups(trees)
+        if len(groups) == 1:
+            return self._pass(groups[0], trees, top_k)
         found: dict[int, ForwardResult] = {}
-        for places in self._groups(trees):
+        for places in groups:
             found.update(zip(places, self._pass(places, [trees[place] for place in places], top_k), strict=True))
         return [found[place] for place in range(len(trees))]
 
