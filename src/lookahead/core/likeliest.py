@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import FIRST, compiled, inner
 
 BLOCK = 128
 """Tokens of a block; a row has to have at least as many of them as are listed."""
@@ -94,7 +94,7 @@ def _list_row(
 ) -> None:
     """`list_likeliest` for one row."""
     whole = len(maxima) * BLOCK
-    count = 0
+    count = FIRST
     for block in range(len(maxima)):
         largest = _largest(row[block * BLOCK : (block + 1) * BLOCK])
         maxima[block] = largest
@@ -109,13 +109,12 @@ def _list_row(
         if maxima[block] > top - _NEGLIGIBLE:
             total += _sum_of_block(row[block * BLOCK : (block + 1) * BLOCK], top)
     least = values[len(values) - 1]  # as many blocks have one that is as large
-    count = 0
+    count = FIRST
     for rank in range(len(blocks)):
         begin = blocks[rank] * BLOCK
-        part = row[begin : begin + BLOCK]
-        for index in range(BLOCK):
-            if part[index] >= least:
-                count = _insert(begin + index, part[index], count, ids, probabilities)
+        for index in range(begin, begin + BLOCK):
+            if row[index] >= least:
+                count = _insert(index, row[index], count, ids, probabilities)
     for index in range(whole, len(row)):
         count = _insert(index, row[index], count, ids, probabilities)
     for rank in range(len(ids)):

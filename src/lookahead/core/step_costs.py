@@ -194,8 +194,9 @@ def seconds_at(curve: NDArray[np.float64], nodes: int) -> float:
     place = 0
     while place + 2 < PLAIN and GRID[place + 1] < nodes:
         place += 1
-    share = (nodes - GRID[place]) / (GRID[place + 1] - GRID[place])
-    return float(curve[place] + share * (curve[place + 1] - curve[place]))
+    smaller, seconds = GRID[place], curve[place]
+    share = (nodes - smaller) / (GRID[place + 1] - smaller)
+    return float(seconds + share * (curve[place + 1] - seconds))
 
 
 @inner
@@ -203,12 +204,12 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
     """The lower middle of the latest of so many: what disturbs a step only ever makes it longer."""
     count = min(seen, TIMES)
     for rank in range(count):
-        below = ties = 0
+        median, below, ties = times[rank], 0, 0
         for other in range(count):
-            below += times[other] < times[rank]
-            ties += times[other] == times[rank]
+            below += times[other] < median
+            ties += times[other] == median
         if below <= (count - 1) // 2 < below + ties:
-            return float(times[rank])
+            return float(median)
     return 1.0
 
 
@@ -230,10 +231,12 @@ def _without_outdated(times: NDArray[np.float64], seen: int, median: float) -> i
 def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, seen: Seen) -> None:
     """Put the time of a step, over the guessed one, into its bucket, and draw the curve anew."""
     guess, ratios, medians, times, level, expected, _ = seen
+    known = times[PLAIN]
     for size in range(PLAIN):
         expected[size] = guess[0, size] + context * guess[1, size]
+        known += times[size]
     ratio, place = seconds / seconds_at(expected, nodes), PLAIN if plain else _bucket(nodes)
-    if times.sum() == 0:
+    if known == 0:
         level[0] = ratio
     if times[place] >= TIMES:
         surprise = ratio / level[0] / medians[place] - 1
@@ -248,24 +251,26 @@ def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: 
 def _draw(plain_place: int, seen: Seen) -> None:
     """Draw the curve through the medians."""
     _, _, medians, times, level, expected, curve = seen
-    last = -1  # size that was seen
+    last, before = -1, medians[0]  # size that was seen, and its median
     for size in range(PLAIN):
-        curve[size] = medians[size]
-        if times[size] == 0:
-            if size != plain_place or times[PLAIN] == 0:
-                continue
-            curve[size] = medians[PLAIN]  # nothing was sent: about as a plain step
-        for between in range(last + 1, size):
-            share = (between - last) / (size - last) if last >= 0 else 1.0
-            curve[between] = curve[size] if last < 0 else curve[last] + share * (curve[size] - curve[last])
-        last = size
+        # Where nothing was sent: about as a plain step.
+        bucket = PLAIN if size == plain_place and times[size] == 0 else size
+        if times[bucket] > 0:
+            median = medians[bucket]
+            for between in range(last + 1, size):
+                share = (between - last) / (size - last)
+                curve[between] = median if last < 0 else before + share * (median - before)
+            curve[size] = median
+            last, before = size, median
     for size in range(last + 1, PLAIN):
-        curve[size] = curve[max(last, 0)]
+        curve[size] = before
     for size in range(PLAIN):
         curve[size] *= level[0] * expected[size]
     for size in range(last - 1, -1, -1):  # what few steps say of a size, a larger one may belie
-        if times[size] < TIMES:
-            curve[size] = min(curve[size], curve[size + 1])
+        if times[size] < TIMES and curve[size + 1] < curve[size]:
+            curve[size] = curve[size + 1]
     least = level[0] * medians[PLAIN] * expected[plain_place]
     for size in range(plain_place, PLAIN):
-        least = curve[size] = max(curve[size], least)
+        if curve[size] < least:
+            curve[size] = least
+        least = curve[size]

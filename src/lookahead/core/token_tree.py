@@ -250,7 +250,7 @@ def lay_out(tree: TokenTree) -> Layout:
     """
     if tree.is_chain:
         return _lay_out_chain(tree)
-    order, slots, parent_slots, *_ = found = np.empty((5, len(tree)), dtype=np.int64)
+    order, slots, parent_slots, *_ = found = np.full((5, len(tree)), -1, dtype=np.int64)
     _depth_first(np.array(tree.parents), np.array(tree.kinds) == int(NodeKind.WINDOW), tree.root, found)
     return Layout(
         order=order,
@@ -266,9 +266,8 @@ def lay_out(tree: TokenTree) -> Layout:
 @compiled
 def _depth_first(parents: NDArray[np.int64], in_window: NDArray[np.bool_], root: int, found: NDArray[np.int64]) -> None:
     """Write order, slots and slots of parents; the last two rows of `found` are room for the first child of each node
-    and for its next sibling."""
+    and for its next sibling, -1 where there is none."""
     order, slots, parent_slots, child, sibling = found[0], found[1], found[2], found[3], found[4]
-    child[:] = -1
     for window in (True, False):  # whatever is put in later comes before
         for node in range(len(parents) - 1, root, -1):
             parent = parents[node]
