@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Shown = tuple[tuple[int, int, int, int], list[int], NDArray[np.int64], NDArray[np.float32]]
 """What a step showed of a text: a `SHOWN`, the tokens added, and what was predicted after each node; see `Step`."""
 
+_NONE = np.zeros(0, dtype=np.int64)
+
 
 class DraftBatch:
     """Texts, and the drafts after them.
@@ -132,13 +134,15 @@ class DraftBatch:
             if len(new) > 2 * texts.reach:
                 self._begin(place, new, int(texts.dropped[place] + texts.lengths[place]))
             else:
-                self.learn(Step.of_text(place, new, 0))
+                self.learn(Step.of_text(place, new, _NONE))
 
     def _learn_text(self, place: int, most: int) -> None:
         """Have the memory learn what followed the last tokens of a text, so many, which stands for predictions."""
         texts = self.state.texts
-        taught = min(most, int(texts.lengths[place] - max(-texts.dropped[place], 0)))
-        self.learn(Step.of_text(place, np.empty(0, dtype=np.int64), taught))
+        length = int(texts.lengths[place])
+        taught = min(most, length - max(-int(texts.dropped[place]), 0))
+        selected = np.append(texts.tokens[place, length - taught + 1 : length], -1)
+        self.learn(Step.of_text(place, _NONE, selected[:taught]))
 
     def list_paths(self, paths: Sequence[TokenPaths]) -> None:
         """Search what the sources of the text list now."""

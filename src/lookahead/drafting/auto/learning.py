@@ -98,7 +98,7 @@ class Step(NamedTuple):
             was read. They are written over.
         probabilities: Their probabilities, likewise.
         selected: Gets the token that was selected after each node, -1 for those that are not of the text now,
-            `[nodes]`.
+            `[nodes]`. Where the text itself is learned it says so.
     """
 
     rows: NDArray[Any]
@@ -108,11 +108,13 @@ class Step(NamedTuple):
     selected: NDArray[np.int64]
 
     @classmethod
-    def of_text(cls, place: int, tokens: NDArray[np.int64], taught: int) -> Step:
-        """The text in a place goes on with these tokens; if there are none, so many of its last ones are learned."""
+    def of_text(cls, place: int, tokens: NDArray[np.int64], selected: NDArray[np.int64]) -> Step:
+        """The text in a place goes on with these tokens; if there are none, what was `selected` after each of its last
+        ones is learned."""
+        taught = len(selected)
         rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=SHOWN)
         ids, probabilities = np.full((taught, 1), -1, dtype=np.int64), np.zeros((taught, 1), dtype=np.float32)
-        return cls(rows, tokens, ids, probabilities, ids[:, 0].copy())
+        return cls(rows, tokens, ids, probabilities, selected)
 
 
 @compiled
@@ -137,9 +139,7 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
         if place >= 0:
             nodes, of_text, tokens = trees[place], heard[place], step.tokens[first:last]
             said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], step.selected[begin:end]
-            if last == first:
-                _read_text(place, root, texts, selected)
-            elif end > begin:
+            if last > first and end > begin:
                 accepted += _follow(root, tokens, nodes, said, selected)
                 _weigh_evidence(root, nodes, selected, entries.evidence)
                 if counts[place] >= 0:
@@ -164,14 +164,6 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
 
 
 @inner
-def _read_text(place: int, root: int, texts: TextArrays, selected: NDArray[np.int64]) -> None:
-    """Take the tokens of a text as those that were selected after the ones before them."""
-    last = texts.lengths[place] - 1
-    for at in range(len(selected)):
-        selected[at] = texts.tokens[place, last - root + at + 1] if at < root else -1
-
-
-@inner
 def _follow(
     root: int, tokens: NDArray[np.int64], nodes: NDArray[Any], said: NDArray[np.int64], selected: NDArray[np.int64]
 ) -> int:
@@ -180,39 +172,37 @@ def _follow(
     Returns:
         How many of them were drafted. If they are no path of this draft, none, and nothing is known of its nodes.
     """
-    at = root
+    at, count = root, FIRST
     for index in range(len(selected)):
         selected[index] = -1
-    for count in range(len(tokens)):
-        selected[at] = tokens[count]
-        child = -1
-        for other in range(at + 1, len(selected)):
+    for token in tokens:
+        if at < 0:  # the one before was not drafted
+            for index in range(len(selected)):
+                selected[index] = said[index, 0] = -1
+            return 0
+        selected[at] = token
+        before, at = at, -1
+        for other in range(before + 1, len(selected)):
             node = nodes[other - root]
-            if node["parent"] == at - root and node["token"] == tokens[count]:
-                child = other
-        if child < 0:
-            if count + 1 < len(tokens):
-                for index in range(len(selected)):
-                    selected[index] = said[index, 0] = -1
-                return 0
-            return count
-        at = child
-    return len(tokens)
+            if node["parent"] == before - root and node["token"] == token:
+                at = other
+        count += at >= 0
+    return count
 
 
 @inner
 def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64], evidence: NDArray[np.float64]) -> None:
     """Note how often drafted tokens came true, by kind of evidence; of those before, a little is forgotten."""
-    for match in range(evidence.shape[0]):
-        for order in range(evidence.shape[1]):
+    for records in evidence:
+        for record in records:
             for count in range(2):
-                evidence[match, order, count] -= (1 - _EVIDENCE_KEPT) * (evidence[match, order, count] - EVIDENCE_PRIOR)
+                record[count] -= (1 - _EVIDENCE_KEPT) * (record[count] - EVIDENCE_PRIOR)
     for at in range(root + 1, len(selected)):
         node = nodes[at - root]
         before = selected[root + node["parent"]]
         if before >= 0 and node["weighed"]:
             record = evidence[1 + node["match"], node["order"]]
-            record[0] += 1.0 if before == node["token"] else 0.0
+            record[0] += before == node["token"]
             corrected = max(node["probability"] / nodes[node["parent"]]["probability"], node["listed"])
             record[1] += min(corrected, 1.0) * record[1] / record[0]
 
@@ -225,27 +215,29 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
         for token in tokens:
             before, at = at, -1
             for number in range(before + 1, listed.ends[source] if before >= 0 else 0):
-                if listed.tokens[number]["parent"] == before:
-                    expected += listed.tokens[number]["probability"]
-                    if listed.tokens[number]["token"] == token:
+                one = listed.tokens[number]
+                if one["parent"] == before:
+                    expected += one["probability"]
+                    if one["token"] == token:
                         accepted += 1.0
                         at = number
+        record = listed.record[source]
         if expected > 0:
-            listed.record[source, 0] = PRIOR + KEPT * (listed.record[source, 0] - PRIOR) + accepted
-            listed.record[source, 1] = PRIOR + KEPT * (listed.record[source, 1] - PRIOR) + expected
+            record[0] = PRIOR + KEPT * (record[0] - PRIOR) + accepted
+            record[1] = PRIOR + KEPT * (record[1] - PRIOR) + expected
 
 
 @inner
 def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
     """Compare the selected tokens with those that the model thought likely."""
+    seen, agreed = of_text["seen"], of_text["agreed"]
     for at in range(len(selected)):
-        if selected[at] >= 0 and said[at, 0] >= 0:
-            of_text["seen"] = KEPT * of_text["seen"] + 1.0
-            of_text["agreed"] *= KEPT
-            for rank in range(said.shape[1]):
-                if said[at, rank] == selected[at]:
-                    of_text["agreed"] += 1.0
-    of_text["share"] = of_text["agreed"] / of_text["seen"]
+        token, listed = selected[at], said[at]
+        if token >= 0 and listed[0] >= 0:
+            seen, agreed = KEPT * seen + 1.0, KEPT * agreed
+            for other in listed:
+                agreed += other == token
+    of_text["seen"], of_text["agreed"], of_text["share"] = seen, agreed, agreed / seen
 
 
 @inner

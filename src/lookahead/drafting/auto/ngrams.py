@@ -118,11 +118,12 @@ def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDAr
 @inner
 def _take_logs(wide: int, probabilities: NDArray[np.float32], room: NDArray[Any]) -> np.float32:
     """Write the logarithms of the first `wide` probabilities to `room`; returns that of a token that is not listed."""
-    total = 0.0
+    total = last = 0.0
     for rank in range(wide):
-        total += probabilities[rank]
-        room[rank]["log"] = log(max(float(probabilities[rank]), LEAST_PROBABILITY))
-    rest = min(float(probabilities[wide - 1]), 1 - total) * _UNLISTED
+        last = float(probabilities[rank])
+        total += last
+        room[rank]["log"] = log(max(last, LEAST_PROBABILITY))
+    rest = min(last, 1 - total) * _UNLISTED
     unlisted: np.float32 = np.float32(log(max(rest, LEAST_PROBABILITY)))
     return unlisted
 
@@ -133,28 +134,29 @@ def _blend(
 ) -> None:
     """Update a stored prediction as a moving average with weight `old_share` on the old one."""
     old_share, room = writing.old_share, writing.room
-    count = 0
+    count = wide
     for rank in range(wide):
-        room[count]["token"], room[count]["share"] = ids[rank], (1 - old_share) * exp(float(room[rank]["log"]))
-        count += 1
-    for rank in range(len(followers)):
-        token = int(followers[rank]["token"])
-        if token < 0:
+        new = room[rank]
+        new["token"], new["share"] = ids[rank], (1 - old_share) * exp(float(new["log"]))
+    for follower in followers:
+        if follower["token"] < 0:
             break
         place = 0
-        while place < count and room[place]["token"] != token:
+        while place < count and room[place]["token"] != follower["token"]:
             place += 1
+        old = room[place]
         if place == count:
-            room[count]["token"], room[count]["share"] = token, 0.0
+            old["token"], old["share"] = follower["token"], 0.0
             count += 1
-        room[place]["share"] += old_share * exp(float(followers[rank]["log"]))
+        old["share"] += old_share * exp(float(follower["log"]))
     for rank in range(min(len(followers), count)):
-        best = rank
+        first = best = room[rank]
         for place in range(rank + 1, count):
-            best = place if room[place]["share"] > room[best]["share"] else best
-        token, share = room[best]["token"], room[best]["share"]
-        room[best]["token"], room[best]["share"] = room[rank]["token"], room[rank]["share"]
-        followers[rank]["token"], followers[rank]["log"] = token, log(max(share, LEAST_PROBABILITY))
+            if room[place]["share"] > best["share"]:
+                best = room[place]
+        follower = followers[rank]
+        follower["token"], follower["log"] = best["token"], log(max(best["share"], LEAST_PROBABILITY))
+        best["token"], best["share"] = first["token"], first["share"]
     mixed = (1 - old_share) * exp(float(floor)) + old_share * exp(float(head["floor"]))
     head["floor"] = log(max(mixed, LEAST_PROBABILITY))
 
@@ -162,11 +164,12 @@ def _blend(
 @inner
 def _place_for(tag: int, begin: int, heads: NDArray[Any]) -> int:
     """Place for this context in the set that begins at `begin`: its old one, else an empty one, else the oldest."""
-    slot, oldest = begin, int(heads[begin]["stamp"])
+    slot, oldest = begin, 1 << 32  # later than any
     for place in range(begin, begin + WAYS):
-        if heads[place]["tag"] == tag:
+        head = heads[place]
+        if head["tag"] == tag:
             return place
-        stamp = -1 if heads[place]["tag"] == 0 else int(heads[place]["stamp"])
+        stamp = -1 if head["tag"] == 0 else np.int64(head["stamp"])
         if stamp < oldest:
             slot, oldest = place, stamp
     return slot
@@ -212,5 +215,6 @@ def write_entry(
             continue
         head["tag"], head["floor"] = tag, floor
         for rank in range(top_k):
-            followers[rank]["token"] = ids[rank] if rank < wide else -1
-            followers[rank]["log"] = writing.room[rank]["log"] + writing.first_log
+            follower = followers[rank]
+            follower["token"] = ids[rank] if rank < wide else -1
+            follower["log"] = writing.room[rank]["log"] + writing.first_log
