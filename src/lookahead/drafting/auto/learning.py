@@ -265,11 +265,12 @@ def _keep_guesses(
     for at in range(root, len(selected)):
         last = at if selected[at] >= 0 else last
     for at in range(last + 1, len(selected)):
-        if nodes[at - root]["parent"] == last - root and said[at, 0] >= 0 and of_text["guessed"] == 0:
+        if nodes[at - root]["parent"] == last - root and said[at, 0] >= 0:
             for rank in range(min(said.shape[1], MOST_LISTED)):
                 if said[at, rank] >= 0:
                     of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
                     of_text["guessed"] = rank + 1
+            return
 
 
 @inner

@@ -16,7 +16,7 @@ from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.learning import UNTRUSTED, BatchState
 from lookahead.drafting.auto.ngrams import look_up
 from lookahead.drafting.auto.sources import MOST_LISTED, follow_listed
-from lookahead.drafting.auto.texts import follow_matches, match_class, read_context
+from lookahead.drafting.auto.texts import MATCH_CLASSES, follow_matches, read_context
 
 NODE = np.dtype(
     [
@@ -121,42 +121,47 @@ def _propose(
     where they end. All sources propose: a new one is a loop here."""
     entries, texts, heard, _, listed, _, _, weights, settings = state
     candidates, _, followed, context, slots = room
-    size, end = read_context(place, node, nodes, texts, context), begin
+    of_text, end = heard[place], begin
+    size = read_context(place, node, nodes, texts, context)
     longest = look_up(context, size, entries, slots)
-    coefficients = weights[1 if settings["observes"] or heard[place]["share"] < UNTRUSTED else 0, longest]
+    coefficients = weights[1 if settings["observes"] or of_text["share"] < UNTRUSTED else 0, longest]
     floors = 0.0  # what the memory says for a token that it does not name
     for order in range(longest):
         floors += coefficients[1 + order] * float(entries.heads[order, slots[order]]["floor"])
     for order in range(longest):
-        floor, followers = float(entries.heads[order, slots[order]]["floor"]), entries.followers[order, slots[order]]
-        for rank in range(len(followers)):
-            follower = followers[rank]
+        slot, weight = slots[order], coefficients[1 + order]
+        floor = float(entries.heads[order, slot]["floor"])
+        for follower in entries.followers[order, slot]:
             if follower["token"] < 0:
                 break
             row = _candidate_of(np.int64(follower["token"]), begin, end, floors, candidates)
-            end = max(end, row + 1)
-            candidates[row]["order"] = order + 1
-            candidates[row]["probability"] += coefficients[1 + order] * (float(follower["log"]) - floor)
+            end += row == end
+            candidate = candidates[row]
+            candidate["order"] = order + 1
+            candidate["probability"] += weight * (float(follower["log"]) - floor)
     matches = follow_matches(place, node, context, size, nodes, texts, followed)
     for match in range(matches):
         occurrence = followed[node, match]
         row = _candidate_of(texts.tokens[place, occurrence["place"]], begin, end, floors, candidates)
-        end = max(end, row + 1)
-        candidates[row]["match"] = max(candidates[row]["match"], match_class(occurrence["length"]))
-    for rank in range(heard[place]["guessed"] if node == 0 else 0):
-        row = _candidate_of(heard[place]["guesses"][rank], begin, end, floors, candidates)
-        end = max(end, row + 1)
-        candidates[row]["listed"] = _GUESSES_COUNT * heard[place]["likely"][rank]
+        end += row == end
+        candidate, known = candidates[row], occurrence["length"]
+        while candidate["match"] + 1 < len(MATCH_CLASSES) and known >= MATCH_CLASSES[candidate["match"] + 1]:
+            candidate["match"] += 1
+    for rank in range(of_text["guessed"] if node == 0 else 0):
+        row = _candidate_of(of_text["guesses"][rank], begin, end, floors, candidates)
+        end += row == end
+        candidates[row]["listed"] = _GUESSES_COUNT * of_text["likely"][rank]
     for source in range(len(listed.record)):
         at, count, record = follow_listed(source, node, nodes, listed), 0, listed.record[source]
         for number in range(at + 1, listed.ends[source] if at >= 0 else 0):
             new = listed.tokens[number]
             if new["parent"] == at and count < MOST_LISTED:
                 row = _candidate_of(new["token"], begin, end, floors, candidates)
-                end, count = max(end, row + 1), count + 1
-                likely = min(new["probability"] * record[0] / record[1], 1.0)
-                if likely > candidates[row]["listed"]:
-                    candidates[row]["listed"], candidates[row]["source"] = likely, source
+                count += 1
+                end += row == end
+                candidate, likely = candidates[row], min(new["probability"] * record[0] / record[1], 1.0)
+                if likely > candidate["listed"]:
+                    candidate["listed"], candidate["source"] = likely, source
     _weigh(node, nodes, noise, coefficients, entries.evidence, candidates[begin:end])
     return end
 
@@ -239,7 +244,7 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
     share = max(rest, 0.0) * _RECENT_SHARE * record[0] / record[1] if noise.temperature == 0.0 else 0.0
     for index in range(state.heard[place]["count"]):
         token = state.recent[place, index]
-        probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, noise))
+        probability = 0.001 / (4.0 + index) * exp(_foreseen(token, FIRST, noise))
         at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
         if at == end:
             new = room.candidates[at]

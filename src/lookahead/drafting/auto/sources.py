@@ -159,9 +159,11 @@ def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArr
     tokens, ends, reached, _ = listed
     place = source
     if node > 0:
-        before, place = reached[source, nodes[node]["parent"]], -1
+        one = nodes[node]
+        before, place = reached[source, one["parent"]], -1
         for number in range(before + 1, ends[source] if before >= 0 else 0):
-            if tokens[number]["parent"] == before and tokens[number]["token"] == nodes[node]["token"]:
+            other = tokens[number]
+            if other["parent"] == before and other["token"] == one["token"]:
                 place = number
     reached[source, node] = place
     return place

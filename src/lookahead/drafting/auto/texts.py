@@ -81,8 +81,8 @@ def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, 
     tokens, lengths, dropped, _, _, _ = texts
     size, most = 0, len(context)
     while node > 0 and size < most:
-        context[size] = nodes[node]["token"]
-        node = nodes[node]["parent"]
+        one = nodes[node]
+        context[size], node = one["token"], one["parent"]
         size += 1
     at, first = lengths[place] - 1 + node, max(-dropped[place], 0)
     while at >= first and size < most:
@@ -124,21 +124,13 @@ def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextA
                 while agreeing < most and context[agreeing] == text[end - 1 - agreeing]:
                     agreeing += 1
                 if agreeing >= run:
-                    found[count]["place"], found[count]["length"] = end, agreeing
+                    occurrence = found[count]
+                    occurrence["place"], occurrence["length"] = end, agreeing
                     count += 1
             end = int(earlier[place, index, end])
         if count > 0:
             break
     return count
-
-
-@inner
-def match_class(length: int) -> int:
-    """Class of an agreement of so many tokens."""
-    kind = 0
-    while kind + 1 < len(MATCH_CLASSES) and length >= MATCH_CLASSES[kind + 1]:
-        kind += 1
-    return kind
 
 
 @inner
@@ -166,44 +158,39 @@ def follow_matches(
     Returns:
         How many there are.
     """
-    count = 0
+    count, one, found = 0, nodes[node], followed[node]
     if node > 0:
-        text, found = texts.tokens[place], followed[node]
-        before = followed[nodes[node]["parent"]]
-        for match in range(nodes[nodes[node]["parent"]]["matches"]):
-            end = before[match]["place"]
-            if text[end] == nodes[node]["token"] and end + 1 < texts.lengths[place]:
-                found[count]["place"], found[count]["length"] = end + 1, min(before[match]["length"] + 1, LONGEST)
+        text, length, before = texts.tokens[place], texts.lengths[place], followed[one["parent"]]
+        for match in range(nodes[one["parent"]]["matches"]):
+            old, new = before[match], found[count]
+            end = old["place"]
+            if text[end] == one["token"] and end + 1 < length:
+                new["place"], new["length"] = end + 1, min(old["length"] + 1, LONGEST)
                 count += 1
     if count == 0:
-        count = find_matches(place, context, size, texts, followed[node])
-    nodes[node]["matches"] = count
+        count = find_matches(place, context, size, texts, found)
+    one["matches"] = count
     return count
 
 
 @inner
-def _chain_runs(place: int, begin: int, texts: TextArrays) -> None:
-    """Chain the places of a text after `begin`, each of which follows a run of each length."""
-    tokens, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
+def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
+    """A text goes on with these tokens, for which there is room. Their places are chained, each of which follows a run
+    of each length."""
+    text, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
+    begin = end = texts.lengths[place]
+    for token in tokens:
+        text[end] = token
+        end += 1
+    texts.lengths[place] = end
     for index in range(len(RUNS)):
         run = RUNS[index]
-        for end in range(max(begin + 1, run), texts.lengths[place] + 1):
+        for after in range(max(begin + 1, run), end + 1):
             code = 0
-            for back in range(run):
-                code = (code * _FACTOR + tokens[end - 1 - back] + 1) % _PRIME
+            for back in range(after - 1, after - 1 - run, -1):
+                code = (code * _FACTOR + text[back] + 1) % _PRIME
             bucket = code & (BUCKETS - 1)
-            earlier[index, end] = newest[index, bucket]
-            newest[index, bucket] = end
-
-
-@inner
-def append(place: int, tokens: NDArray[np.integer], texts: TextArrays) -> None:
-    """A text goes on with these tokens, for which there is room."""
-    length = texts.lengths[place]
-    for at in range(len(tokens)):
-        texts.tokens[place, length + at] = tokens[at]
-    texts.lengths[place] = length + len(tokens)
-    _chain_runs(place, length, texts)
+            earlier[index, after], newest[index, bucket] = newest[index, bucket], after
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
