@@ -186,7 +186,8 @@ def _follow(
             node = nodes[other - root]
             if node["parent"] == before - root and node["token"] == token:
                 at = other
-        count += at >= 0
+                count += 1
+                break
     return count
 
 
@@ -236,7 +237,9 @@ def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any)
         if token >= 0 and listed[0] >= 0:
             seen, agreed = KEPT * seen + 1.0, KEPT * agreed
             for other in listed:
-                agreed += other == token
+                if other == token:
+                    agreed += 1.0
+                    break
     of_text["seen"], of_text["agreed"], of_text["share"] = seen, agreed, agreed / seen
 
 
@@ -245,9 +248,9 @@ def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDA
     """Write what was selected over predictions that account for too little of it, or are not known; then nothing is
     known about nodes that are not on the path."""
     for at in range(len(selected)):
-        for rank in range(said.shape[1]):
-            said[at, rank], likely[at, rank] = -1, 0.0
         said[at, 0], likely[at, 0] = selected[at], share
+        if said.shape[1] > 1:
+            said[at, 1] = -1
 
 
 @inner
@@ -267,10 +270,11 @@ def _keep_guesses(
     for at in range(last + 1, len(selected)):
         if nodes[at - root]["parent"] == last - root and said[at, 0] >= 0:
             for rank in range(min(said.shape[1], MOST_LISTED)):
-                if said[at, rank] >= 0:
-                    of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
-                    of_text["guessed"] = rank + 1
-            return
+                if said[at, rank] < 0:
+                    break
+                of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
+                of_text["guessed"] = rank + 1
+            break
 
 
 @inner

@@ -120,7 +120,7 @@ def _take_logs(wide: int, probabilities: NDArray[np.float32], room: NDArray[Any]
     """Write the logarithms of the first `wide` probabilities to `room`; returns that of a token that is not listed."""
     total = last = 0.0
     for rank in range(wide):
-        last = float(probabilities[rank])
+        last = np.float64(probabilities[rank])
         total += last
         room[rank]["log"] = log(max(last, LEAST_PROBABILITY))
     rest = min(last, 1 - total) * _UNLISTED

@@ -165,5 +165,6 @@ def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArr
             other = tokens[number]
             if other["parent"] == before and other["token"] == one["token"]:
                 place = number
+                break
     reached[source, node] = place
     return place

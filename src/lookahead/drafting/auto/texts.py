@@ -116,7 +116,7 @@ def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextA
         code = 0
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
-        end = int(newest[place, index, code & (BUCKETS - 1)])
+        end = np.int64(newest[place, index, code & (BUCKETS - 1)])
         while end >= 0 and count < len(found):
             if end < length:
                 most = min(size, end)
@@ -127,7 +127,7 @@ def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextA
                     occurrence = found[count]
                     occurrence["place"], occurrence["length"] = end, agreeing
                     count += 1
-            end = int(earlier[place, index, end])
+            end = np.int64(earlier[place, index, end])
         if count > 0:
             break
     return count
@@ -178,19 +178,18 @@ def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
     """A text goes on with these tokens, for which there is room. Their places are chained, each of which follows a run
     of each length."""
     text, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
-    begin = end = texts.lengths[place]
+    end = texts.lengths[place]
     for token in tokens:
         text[end] = token
         end += 1
+        for index in range(len(RUNS)):
+            if end >= RUNS[index]:
+                code = 0
+                for back in range(1, RUNS[index] + 1):
+                    code = (code * _FACTOR + text[end - back] + 1) % _PRIME
+                bucket = code & (BUCKETS - 1)
+                earlier[index, end], newest[index, bucket] = newest[index, bucket], end
     texts.lengths[place] = end
-    for index in range(len(RUNS)):
-        run = RUNS[index]
-        for after in range(max(begin + 1, run), end + 1):
-            code = 0
-            for back in range(after - 1, after - 1 - run, -1):
-                code = (code * _FACTOR + text[back] + 1) % _PRIME
-            bucket = code & (BUCKETS - 1)
-            earlier[index, after], newest[index, bucket] = newest[index, bucket], after
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
