@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.search import NODE
 from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, RUNS, SEARCHED, find_matches
 
 
@@ -46,16 +47,16 @@ class Text:
 
 
 @numba.njit
-def compiled_find_matches(context, texts, occurrences):  # type: ignore[no-untyped-def]
-    return find_matches(0, context, len(context), texts, occurrences)
+def compiled_find_matches(context, nodes, texts, occurrences):  # type: ignore[no-untyped-def]
+    return find_matches(0, 0, context, len(context), nodes, texts, occurrences)
 
 
 def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
     """The occurrences of a context in the text, the longest first, then the newest."""
-    occurrences = np.zeros(SEARCHED, dtype=OCCURRENCE)
+    occurrences = np.zeros((1, SEARCHED), dtype=OCCURRENCE)
     last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
-    count = compiled_find_matches(last, text.batch.state.texts, occurrences)
-    return sorted(occurrences[:count].tolist(), key=lambda match: -match[1])
+    count = compiled_find_matches(last, np.zeros(1, dtype=NODE), text.batch.state.texts, occurrences)
+    return sorted(occurrences[0, :count].tolist(), key=lambda match: -match[1])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

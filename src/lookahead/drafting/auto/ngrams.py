@@ -116,19 +116,6 @@ def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDAr
 
 
 @inner
-def _take_logs(wide: int, probabilities: NDArray[np.float32], room: NDArray[Any]) -> np.float32:
-    """Write the logarithms of the first `wide` probabilities to `room`; returns that of a token that is not listed."""
-    total = last = 0.0
-    for rank in range(wide):
-        last = np.float64(probabilities[rank])
-        total += last
-        room[rank]["log"] = log(max(last, LEAST_PROBABILITY))
-    rest = min(last, 1 - total) * _UNLISTED
-    unlisted: np.float32 = np.float32(log(max(rest, LEAST_PROBABILITY)))
-    return unlisted
-
-
-@inner
 def _blend(
     head: Any, followers: NDArray[Any], wide: int, ids: NDArray[np.int64], floor: np.float32, writing: Writing
 ) -> None:
@@ -194,12 +181,16 @@ def write_entry(
         entries: The memory.
         writing: See there.
     """
-    sets, top_k, wide = entries.heads.shape[1] // WAYS, entries.followers.shape[2], 0
+    sets, top_k = entries.heads.shape[1] // WAYS, entries.followers.shape[2]
+    wide, last, total = 0, 0.0, 0.0
     while wide < min(top_k, len(ids)) and ids[wide] >= 0:
+        last = np.float64(probabilities[wide])
+        total += last
+        writing.room[wide]["log"] = log(max(last, LEAST_PROBABILITY))
         wide += 1
     if wide == 0:
         return
-    floor = _take_logs(wide, probabilities, writing.room)
+    floor = np.float32(log(max(min(last, 1 - total) * _UNLISTED, LEAST_PROBABILITY)))
     first = second = 1
     for order in range(len(context)):  # all places first: so the processor waits for memory once, not for each
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME

@@ -16,7 +16,7 @@ from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.learning import UNTRUSTED, BatchState
 from lookahead.drafting.auto.ngrams import look_up
 from lookahead.drafting.auto.sources import MOST_LISTED, follow_listed
-from lookahead.drafting.auto.texts import MATCH_CLASSES, follow_matches, read_context
+from lookahead.drafting.auto.texts import MATCH_CLASSES, find_matches, read_context
 
 NODE = np.dtype(
     [
@@ -139,7 +139,7 @@ def _propose(
             candidate = candidates[row]
             candidate["order"] = order + 1
             candidate["probability"] += weight * (float(follower["log"]) - floor)
-    matches = follow_matches(place, node, context, size, nodes, texts, followed)
+    matches = find_matches(place, node, context, size, nodes, texts, followed)
     for match in range(matches):
         occurrence = followed[node, match]
         row = _candidate_of(texts.tokens[place, occurrence["place"]], begin, end, floors, candidates)

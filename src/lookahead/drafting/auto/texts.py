@@ -93,48 +93,7 @@ def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, 
 
 
 @inner
-def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextArrays, found: NDArray[Any]) -> int:
-    """Look for earlier occurrences of the longest indexed run that ends a context, of `size` tokens.
-
-    Args:
-        place: That of the text to search.
-        context: The last tokens of a path, the very last one first.
-        size: See above.
-        texts: The texts.
-        found: Gets the `OCCURRENCE`s, `[SEARCHED]`.
-
-    Returns:
-        How many were found.
-    """
-    tokens, lengths, _, newest, earlier, _ = texts
-    text, length = tokens[place], lengths[place]
-    count = 0
-    for index in range(len(RUNS)):
-        run = RUNS[index]
-        if size < run:
-            continue
-        code = 0
-        for back in range(run):
-            code = (code * _FACTOR + context[back] + 1) % _PRIME
-        end = np.int64(newest[place, index, code & (BUCKETS - 1)])
-        while end >= 0 and count < len(found):
-            if end < length:
-                most = min(size, end)
-                agreeing = 0
-                while agreeing < most and context[agreeing] == text[end - 1 - agreeing]:
-                    agreeing += 1
-                if agreeing >= run:
-                    occurrence = found[count]
-                    occurrence["place"], occurrence["length"] = end, agreeing
-                    count += 1
-            end = np.int64(earlier[place, index, end])
-        if count > 0:
-            break
-    return count
-
-
-@inner
-def follow_matches(
+def find_matches(
     place: int,
     node: int,
     context: NDArray[np.int64],
@@ -143,7 +102,8 @@ def follow_matches(
     texts: TextArrays,
     followed: NDArray[Any],
 ) -> int:
-    """Find where the text has been at the end of a path before.
+    """Find where the text has been at the end of a path before: where it has been at the end of the path to its parent,
+    and went on with its token; if nowhere, after the longest indexed run that ends the path.
 
     Args:
         place: That of the text.
@@ -152,23 +112,39 @@ def follow_matches(
         size: See there.
         nodes: The tree.
         texts: The texts.
-        followed: Gets the `OCCURRENCE`s of the node, `[nodes, SEARCHED]`: those of its parent that continue with its
-            token, others where there are none left.
+        followed: Gets the `OCCURRENCE`s of the node, `[nodes, SEARCHED]`.
 
     Returns:
         How many there are.
     """
-    count, one, found = 0, nodes[node], followed[node]
+    tokens, lengths, _, newest, earlier, _ = texts
+    text, length, one, found = tokens[place], lengths[place], nodes[node], followed[node]
+    count = 0
     if node > 0:
-        text, length, before = texts.tokens[place], texts.lengths[place], followed[one["parent"]]
+        before = followed[one["parent"]]
         for match in range(nodes[one["parent"]]["matches"]):
             old, new = before[match], found[count]
             end = old["place"]
             if text[end] == one["token"] and end + 1 < length:
                 new["place"], new["length"] = end + 1, min(old["length"] + 1, LONGEST)
                 count += 1
-    if count == 0:
-        count = find_matches(place, context, size, texts, found)
+    for index in range(len(RUNS)):
+        run = RUNS[index]
+        if size < run or count > 0:
+            continue
+        code = 0
+        for back in range(run):
+            code = (code * _FACTOR + context[back] + 1) % _PRIME
+        end = np.int64(newest[place, index, code & (BUCKETS - 1)])
+        while end >= 0 and count < len(found):
+            agreeing = 0
+            while agreeing < min(size, end) and end < length and context[agreeing] == text[end - 1 - agreeing]:
+                agreeing += 1
+            if agreeing >= run:
+                new = found[count]
+                new["place"], new["length"] = end, agreeing
+                count += 1
+            end = np.int64(earlier[place, index, end])
     one["matches"] = count
     return count
 
