@@ -112,7 +112,8 @@ class AutoDrafter:
     def begins(self, tree: TokenTree) -> bool:
         """Begin a step, and add what is certain; whether there is something to search behind it."""
         self.budget.begin()
-        certain = self._certain_tokens() if self._sources else []
+        knowing = [source for source in self._sources if getattr(source, "certain", None) is not None]
+        certain: list[int] = knowing[0].certain() if knowing else []  # type: ignore[attr-defined]
         if certain:
             tree.add_certain(certain[: self._most])
         self._certain = 0
@@ -121,12 +122,6 @@ class AutoDrafter:
         self._late += certain
         self._certain = len(certain)
         return True
-
-    def _certain_tokens(self) -> list[int]:
-        for source in self._sources:
-            if getattr(source, "certain", None) is not None:
-                return source.certain()  # type: ignore[attr-defined, no-any-return]
-        return []
 
     def _join(self) -> DraftBatch:
         """The batch in which the text has a place."""
@@ -150,10 +145,7 @@ class AutoDrafter:
             self._catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
-        return self._wanted(tree, min(self.budget.most, self._settings[0]))
-
-    def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
-        return self._place, nodes, tree.room - self._certain, self.budget.least
+        return self._place, min(self.budget.most, self._settings[0]), tree.room - self._certain, self.budget.least
 
     def foresee(self, tree: TokenTree) -> Noise | None:
         """What the tokens below the root are sampled with, if that is known, and says something: it says which of the
@@ -178,7 +170,8 @@ class AutoDrafter:
             if len(rows) > most or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            batch.search([(self, tree)], np.array([self._wanted(tree, limit)], dtype=WANTED))
+            wanted = self._place, limit, tree.room - self._certain, self.budget.least
+            batch.search([(self, tree)], np.array([wanted], dtype=WANTED))
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]

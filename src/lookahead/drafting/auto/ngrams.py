@@ -149,20 +149,6 @@ def _blend(
 
 
 @inner
-def _place_for(tag: int, begin: int, heads: NDArray[Any]) -> int:
-    """Place for this context in the set that begins at `begin`: its old one, else an empty one, else the oldest."""
-    slot, oldest = begin, 1 << 32  # later than any
-    for place in range(begin, begin + WAYS):
-        head = heads[place]
-        if head["tag"] == tag:
-            return place
-        stamp = -1 if head["tag"] == 0 else np.int64(head["stamp"])
-        if stamp < oldest:
-            slot, oldest = place, stamp
-    return slot
-
-
-@inner
 def write_entry(
     context: NDArray[np.int64],
     ids: NDArray[np.int64],
@@ -195,8 +181,13 @@ def write_entry(
     for order in range(len(context)):  # all places first: so the processor waits for memory once, not for each
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
-        writing.tags[order] = (first << 31 | second) + 1
-        writing.slots[order] = _place_for(writing.tags[order], (first & (sets - 1)) * WAYS, entries.heads[order])
+        tag, begin, slot, oldest = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS, -1, 1 << 32
+        for place in range(begin, begin + WAYS):  # its old one, else an empty one, else the oldest
+            head = entries.heads[order, place]
+            stamp = -2 if head["tag"] == tag else -1 if head["tag"] == 0 else np.int64(head["stamp"])
+            if stamp < oldest:
+                slot, oldest = place, stamp
+        writing.tags[order], writing.slots[order] = tag, slot
     for order in range(len(context)):
         tag, slot = writing.tags[order], writing.slots[order]
         head, followers = entries.heads[order, slot], entries.followers[order, slot]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 
@@ -57,8 +55,7 @@ class PredictedText:
                     tokens.append(token)
                     parents.append(node)
                 node = children[node, token]
-        after = np.array(parents, dtype=np.int64)
-        return TokenPaths(np.array(tokens, dtype=np.int64), after, np.ones(len(tokens)))
+        return TokenPaths(tokens, parents, [1.0] * len(tokens))
 
     def observe(self, result: StepResult) -> None:
         """Follow the text."""
