@@ -16,7 +16,7 @@ from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
 from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
-from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
+from lookahead.drafting.auto.sources import LISTED, MOST_LISTED, PRIOR, ListedArrays, TokenPaths, with_paths
 from lookahead.drafting.auto.texts import BUCKETS, LEAST_ROOM, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
 from lookahead.drafting.auto.weights import all_weights
 
@@ -68,7 +68,9 @@ class DraftBatch:
             allocate_texts(places, 1, reach),
             np.zeros(places, dtype=HEARD),
             np.zeros((places, size), dtype=np.int64),
-            allocate_listed(sources, size),
+            ListedArrays(
+                np.zeros(0, dtype=LISTED), np.zeros((sources, size), dtype=np.int64), np.full((sources, 2), PRIOR)
+            ),
             np.zeros((places, size), dtype=NODE),
             np.full(places, -1, dtype=np.int64),
             all_weights(memory.orders),

@@ -215,7 +215,7 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
         at, accepted, expected = source, 0.0, 0.0
         for token in tokens:
             before, at = at, -1
-            for number in range(before + 1, listed.ends[source] if before >= 0 else 0):
+            for number in range(before + 1, len(listed.tokens) if before >= 0 else 0):
                 one = listed.tokens[number]
                 if one["parent"] == before:
                     expected += one["probability"]

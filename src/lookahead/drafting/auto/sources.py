@@ -119,49 +119,39 @@ class ListedArrays(NamedTuple):
     Attributes:
         tokens: The paths of all of them, `LISTED`s, a source's after another's. In front, a token for each source
             stands for the text.
-        ends: Where those of each source end, `[sources]`.
         reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
         record: How many selected tokens each source did list lately, and how many by its probabilities, `[sources, 2]`.
     """
 
     tokens: NDArray[Any]
-    ends: NDArray[np.int64]
     reached: NDArray[np.int64]
     record: NDArray[np.float64]
-
-
-def allocate_listed(sources: int, nodes: int) -> ListedArrays:
-    """Room for so many sources of a text, and searches of so many nodes."""
-    reached = np.full((sources, nodes), -1, dtype=np.int64)
-    return ListedArrays(
-        np.zeros(0, dtype=LISTED), np.zeros(sources, dtype=np.int64), reached, np.full((sources, 2), PRIOR)
-    )
 
 
 def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArrays:
     """The same with the paths of each source instead of those before."""
     roots = np.zeros(len(paths), dtype=LISTED)
     roots["parent"] = -1  # they follow nothing
-    parts = [roots]
-    ends = len(paths) + np.cumsum([len(np.asarray(one.tokens)) for one in paths])
-    for source, (one, end) in enumerate(zip(paths, ends.tolist(), strict=True)):
+    parts, begin = [roots], len(paths)
+    for source, one in enumerate(paths):
         parents = np.asarray(one.parents)
         part = np.zeros(len(parents), dtype=LISTED)
         part["token"], part["probability"] = one.tokens, one.probabilities
-        part["parent"] = np.where(parents < 0, source, parents + end - len(parents))
+        part["parent"] = np.where(parents < 0, source, parents + begin)
         parts.append(part)
-    return listed._replace(tokens=np.concatenate(parts), ends=ends)
+        begin += len(part)
+    return listed._replace(tokens=np.concatenate(parts))
 
 
 @inner
 def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArrays) -> int:
     """The token of a source's paths that a node is, the one that stands for the text for the root; -1 if it is none."""
-    tokens, ends, reached, _ = listed
+    tokens, reached, _ = listed
     place = source
     if node > 0:
         one = nodes[node]
         before, place = reached[source, one["parent"]], -1
-        for number in range(before + 1, ends[source] if before >= 0 else 0):
+        for number in range(before + 1, len(tokens) if before >= 0 else 0):
             other = tokens[number]
             if other["parent"] == before and other["token"] == one["token"]:
                 place = number
