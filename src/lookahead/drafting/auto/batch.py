@@ -176,13 +176,12 @@ class DraftBatch:
 
     def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
         """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
-        noises = [drafter.foresee(tree) for drafter, tree in asked]
-        without = [row for row, noise in enumerate(noises) if noise is None]
-        for row, noise in enumerate(noises):
-            if noise is not None:
-                self.find(wanted[row : row + 1], noise)
-        if without:
-            self.find(wanted if len(without) == len(wanted) else wanted[without])
+        sampled = [row for row, (_, tree) in enumerate(asked) if tree.foresee is not None]
+        noises = {row: noise for row in sampled if (noise := asked[row][0].foresee(asked[row][1])) is not None}
+        for row, noise in noises.items():
+            self.find(wanted[row : row + 1], noise)
+        if len(noises) < len(wanted):
+            self.find(np.delete(wanted, [*noises]) if noises else wanted)
 
     def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
         """Draft after some texts, into the state; see `search.find`."""
