@@ -52,7 +52,8 @@ def compiled(
 
 
 FIRST = cast(int, np.int64(0))
-"""A zero for loops to begin with. numba compiles what is called with the literal twice: for 0, and for all numbers."""
+"""A zero for loops to begin with. numba compiles what is called with the literal twice: for 0, and for all numbers; and
+where a loop goes on with another number than its literal, it goes through all types once more."""
 
 
 def inner(function: Function, vectorizes: bool = False) -> Function:

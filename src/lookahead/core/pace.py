@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.compiled import compiled
+from lookahead.core.compiled import FIRST, compiled
 from lookahead.core.protocols import Send
 from lookahead.core.step_costs import PLAIN, SURPRISE, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
@@ -315,7 +315,7 @@ def _choose(
 
     `rows` send as many each; `plain` is the seconds in which plain decoding brings a token.
     """
-    chosen, gain, most, before = 0, 0.0, 0.0, 1.0
+    chosen, gain, most, before = FIRST, 0.0, 0.0, 1.0
     last = seconds_at(curve, pending * rows)
     taught = 0.0 if resends else TAUGHT
     for sent in range(len(likely)):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.errors import InvalidArgumentError
 
 GRID = np.array((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096), dtype=np.int64)
@@ -182,7 +182,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 @inner
 def _bucket(nodes: int) -> int:
     """The place in `GRID` of the size that is nearest to `nodes`, by ratio."""
-    place = 0
+    place = FIRST
     while place + 1 < PLAIN and GRID[place] * GRID[place + 1] < nodes * nodes:
         place += 1
     return place
@@ -191,7 +191,7 @@ def _bucket(nodes: int) -> int:
 @compiled
 def seconds_at(curve: NDArray[np.float64], nodes: int) -> float:
     """The time of a step, between those of the two nearest sizes of `GRID`."""
-    place = 0
+    place = FIRST
     while place + 2 < PLAIN and GRID[place + 1] < nodes:
         place += 1
     smaller, seconds = GRID[place], curve[place]
@@ -204,7 +204,7 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
     """The lower middle of the latest of so many: what disturbs a step only ever makes it longer."""
     count = min(seen, TIMES)
     for rank in range(count):
-        median, below, ties = times[rank], 0, 0
+        median, below, ties = times[rank], FIRST, FIRST
         for other in range(count):
             below += times[other] < median
             ties += times[other] == median
@@ -251,7 +251,7 @@ def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: 
 def _draw(plain_place: int, seen: Seen) -> None:
     """Draw the curve through the medians."""
     _, _, medians, times, level, expected, curve = seen
-    last, before = -1, medians[0]  # size that was seen, and its median
+    last, before = FIRST - 1, medians[0]  # size that was seen, and its median
     for size in range(PLAIN):
         # Where nothing was sent: about as a plain step.
         bucket = PLAIN if size == plain_place and times[size] == 0 else size

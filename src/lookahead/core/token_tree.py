@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled
+from lookahead.core.compiled import FIRST, compiled
 from lookahead.errors import InvalidArgumentError
 
 
@@ -273,7 +273,7 @@ def _depth_first(parents: NDArray[np.int64], in_window: NDArray[np.bool_], root:
             parent = parents[node]
             if (parent == root and in_window[node]) == window:
                 sibling[node], child[parent] = child[parent], node
-    place, node = 0, 0
+    place = node = FIRST
     while place < len(parents):
         order[place], slots[node] = node, place
         parent_slots[place] = slots[parents[node]] if node else -1

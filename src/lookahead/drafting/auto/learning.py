@@ -132,7 +132,7 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
     entries, texts, heard, recent, listed, trees, counts, _, settings = state
-    accepted, lost, begin, first = 0, 0, FIRST, FIRST
+    accepted = lost = begin = first = FIRST
     for row in range(len(step.rows)):
         shown = step.rows[row]
         place, root, end, last = shown["place"], shown["root"], begin + shown["nodes"], first + shown["added"]
@@ -214,7 +214,7 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
     for source in range(len(listed.record)):
         at, accepted, expected = source, 0.0, 0.0
         for token in tokens:
-            before, at = at, -1
+            before, at = at, FIRST - 1
             for number in range(before + 1, len(listed.tokens) if before >= 0 else 0):
                 one = listed.tokens[number]
                 if one["parent"] == before:

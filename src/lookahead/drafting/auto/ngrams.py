@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import inner
+from lookahead.core.compiled import FIRST, inner
 
 WAYS = 4
 """Entries in a set: the places where one context may be kept."""
@@ -100,7 +100,7 @@ def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDAr
     Returns:
         How many are.
     """
-    sets, first, second = entries.heads.shape[1] // WAYS, 1, 1
+    sets, first, second = entries.heads.shape[1] // WAYS, FIRST + 1, FIRST + 1
     for order in range(min(len(slots), size)):
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
@@ -128,7 +128,7 @@ def _blend(
     for follower in followers:
         if follower["token"] < 0:
             break
-        place = 0
+        place = FIRST
         while place < count and room[place]["token"] != follower["token"]:
             place += 1
         old = room[place]
@@ -168,7 +168,7 @@ def write_entry(
         writing: See there.
     """
     sets, top_k = entries.heads.shape[1] // WAYS, entries.followers.shape[2]
-    wide, last, total = 0, 0.0, 0.0
+    wide, last, total = FIRST, 0.0, 0.0
     while wide < min(top_k, len(ids)) and ids[wide] >= 0:
         last = np.float64(probabilities[wide])
         total += last
@@ -177,11 +177,12 @@ def write_entry(
     if wide == 0:
         return
     floor = np.float32(log(max(min(last, 1 - total) * _UNLISTED, LEAST_PROBABILITY)))
-    first = second = 1
+    first = second = FIRST + 1
     for order in range(len(context)):  # all places first: so the processor waits for memory once, not for each
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
-        tag, begin, slot, oldest = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS, -1, 1 << 32
+        tag, begin = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS
+        slot, oldest = begin, FIRST + (1 << 32)
         for place in range(begin, begin + WAYS):  # its old one, else an empty one, else the oldest
             head = entries.heads[order, place]
             stamp = -2 if head["tag"] == tag else -1 if head["tag"] == 0 else np.int64(head["stamp"])

@@ -152,7 +152,7 @@ def _propose(
         end += row == end
         candidates[row]["listed"] = _GUESSES_COUNT * of_text["likely"][rank]
     for source in range(len(listed.record)):
-        at, count, record = follow_listed(source, node, nodes, listed), 0, listed.record[source]
+        at, count, record = follow_listed(source, node, nodes, listed), FIRST, listed.record[source]
         for number in range(at + 1, len(listed.tokens) if at >= 0 else 0):
             new = listed.tokens[number]
             if new["parent"] == at and count < MOST_LISTED:

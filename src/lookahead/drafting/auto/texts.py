@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import inner
+from lookahead.core.compiled import FIRST, inner
 
 RUNS = (8, 4, 2)
 """Lengths of the runs of tokens that are indexed, the longest first."""
@@ -79,7 +79,7 @@ def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, 
         context: Gets as many tokens as it has room for.
     """
     tokens, lengths, dropped, _, _, _ = texts
-    size, most = 0, len(context)
+    size, most = FIRST, len(context)
     while node > 0 and size < most:
         one = nodes[node]
         context[size], node = one["token"], one["parent"]
@@ -119,7 +119,7 @@ def find_matches(
     """
     tokens, lengths, _, newest, earlier, _ = texts
     text, length, one, found = tokens[place], lengths[place], nodes[node], followed[node]
-    count = 0
+    count = FIRST
     if node > 0:
         before = followed[one["parent"]]
         for match in range(nodes[one["parent"]]["matches"]):
@@ -132,12 +132,12 @@ def find_matches(
         run = RUNS[index]
         if size < run or count > 0:
             continue
-        code = 0
+        code = FIRST
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
         end = np.int64(newest[place, index, code & (BUCKETS - 1)])
         while end >= 0 and count < len(found):
-            agreeing = 0
+            agreeing = FIRST
             while agreeing < min(size, end) and end < length and context[agreeing] == text[end - 1 - agreeing]:
                 agreeing += 1
             if agreeing >= run:
@@ -160,7 +160,7 @@ def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
         end += 1
         for index in range(len(RUNS)):
             if end >= RUNS[index]:
-                code = 0
+                code = FIRST
                 for back in range(1, RUNS[index] + 1):
                     code = (code * _FACTOR + text[end - back] + 1) % _PRIME
                 bucket = code & (BUCKETS - 1)
