@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import WAYS
-from lookahead.drafting.memory_file import MemoryFile, load_memory, memory_arrays, memory_of, save_memory
+from lookahead.drafting.memory_file import MemoryFile, load_memory, memory_arrays, memory_of, merge, save_memory
 from lookahead.errors import InvalidArgumentError
 from ngram_access import insert, lookup
 
@@ -108,11 +108,11 @@ def test_of_one_context_the_newest_lesson_stays() -> None:
     teach(memories[1], 2, 30)
     teach(memories[1], 1, 40)
     mine, theirs = map(copied, memories)
-    mine.merge(memories[1])
-    theirs.merge(memories[0])
+    merge(mine, memories[1])
+    merge(theirs, memories[0])
     assert known(mine, 2) == known(theirs, 2) == 30
     assert known(mine, 1) == known(theirs, 1) == 40
-    base.merge(memories[0])
+    merge(base, memories[0])
     assert known(base, 1) == 20, "a lesson that both had before gives way"
 
 
@@ -121,7 +121,7 @@ def test_merging_keeps_the_newest_of_a_full_set() -> None:
     for token in range(WAYS):
         teach(one, token, token)
         teach(two, 10 + token, token)
-    one.merge(two)
+    merge(one, two)
     assert sum(one.statistics()["entries"]) == WAYS
     assert known(one, WAYS - 1) is not None
     assert known(one, 10 + WAYS - 1) is not None
@@ -138,19 +138,19 @@ def test_merging_agrees_with_a_dictionary() -> None:
         teach(memories[side], token, following)
         told[side][token] = following
     one, two = memories
-    one.merge(two)
+    merge(one, two)
     for token in range(60):
         options = {side[token] for side in told if token in side}
         assert (known(one, token) in options) if options else known(one, token) is None
     copy = copied(one)
-    copy.merge(two)
+    merge(copy, two)
     assert all(np.array_equal(array, memory_arrays(copy)[name]) for name, array in memory_arrays(one).items())
 
 
 def test_memories_of_other_sizes_are_not_merged() -> None:
     memory = DraftMemory(2, 64, 1)
     with pytest.raises(InvalidArgumentError, match="orders=3"):
-        memory.merge(DraftMemory(3, 64, 1))
+        merge(memory, DraftMemory(3, 64, 1))
 
 
 def test_leftovers_of_a_killed_save_are_removed(path: Path) -> None:

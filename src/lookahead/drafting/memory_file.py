@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from lookahead.core.files import hidden_name, replaced
 from lookahead.drafting import DraftMemory
-from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR
+from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, WAYS
 from lookahead.errors import InvalidArgumentError
 
 _PATIENCE = 30.0
@@ -79,7 +79,7 @@ class MemoryFile:
             name = hidden_name(target)
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
                 if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile
-                    self.memory.merge(load_memory(target, model))
+                    merge(self.memory, load_memory(target, model))
                     self._read_version = version
                 for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
                     with suppress(OSError):
@@ -124,6 +124,39 @@ def _check_kind(path: Path) -> None:
         return
     if not is_file:
         raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: it is no file; choose another file")
+
+
+def merge(memory: DraftMemory, other: DraftMemory) -> None:
+    """Take the entries of another memory of the same model, which stays as it is, into `memory`.
+
+    Of one context the newest entry stays, and in a full set the newest ones.
+
+    Raises:
+        InvalidArgumentError: The sizes differ.
+    """
+    if (memory.orders, memory.capacity, memory.top_k) != (other.orders, other.capacity, other.top_k):
+        raise InvalidArgumentError(
+            f"a memory of orders={other.orders}, capacity={other.capacity}, top_k={other.top_k} cannot be merged into "
+            f"one of orders={memory.orders}, capacity={memory.capacity}, top_k={memory.top_k}; use equal sizes"
+        )
+    mine, theirs = memory.entries, other.entries
+    with memory.lock:
+        memory.clock = max(memory.clock, other.clock)
+        heads, followers = (
+            np.concatenate([one.reshape(-1, WAYS, *one.shape[2:]), two.reshape(-1, WAYS, *two.shape[2:])], axis=1)
+            for one, two in zip(mine[:2], theirs[:2], strict=True)
+        )  # of each set both sides, `[sets, 2 * ways, ...]`
+        tags, stamps = heads["tag"], np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
+        same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
+        newer = stamps[:, None, WAYS:] > stamps[:, :WAYS, None]
+        stamps[:, :WAYS][(same & newer).any(axis=2)] = -1
+        stamps[:, WAYS:][(same & ~newer).any(axis=1)] = -1
+        tags[stamps < 0] = 0
+        kept = np.sort(np.argsort(-stamps, axis=1, kind="stable")[:, :WAYS], axis=1)
+        mine.heads[:] = np.take_along_axis(heads, kept, 1).reshape(mine.heads.shape)
+        taken = np.take_along_axis(followers, kept[:, :, None], 1)
+        mine.followers[:] = taken.reshape(mine.followers.shape)
+        mine.evidence[:] = (mine.evidence + theirs.evidence) / 2
 
 
 def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:

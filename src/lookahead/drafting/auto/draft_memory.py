@@ -96,34 +96,3 @@ class DraftMemory:
         with self.lock:
             entries = [int(np.count_nonzero(tags)) for tags in heads["tag"]]
         return {"entries": entries, "capacity": self.capacity, "bytes": heads.nbytes + followers.nbytes}
-
-    def merge(self, other: DraftMemory) -> None:
-        """Take in the entries of another memory of the same model, which stays as it is.
-
-        Of one context the newest entry stays, and in a full set the newest ones.
-
-        Raises:
-            InvalidArgumentError: The sizes differ.
-        """
-        if (self.orders, self.capacity, self.top_k) != (other.orders, other.capacity, other.top_k):
-            raise InvalidArgumentError(
-                f"a memory of orders={other.orders}, capacity={other.capacity}, top_k={other.top_k} cannot be merged "
-                f"into one of orders={self.orders}, capacity={self.capacity}, top_k={self.top_k}; use equal sizes"
-            )
-        with self.lock:
-            self.clock = max(self.clock, other.clock)
-            heads, followers = (
-                np.concatenate([one.reshape(-1, WAYS, *one.shape[2:]), two.reshape(-1, WAYS, *two.shape[2:])], axis=1)
-                for one, two in zip(self.entries[:2], other.entries[:2], strict=True)
-            )  # of each set both sides, `[sets, 2 * ways, ...]`
-            tags, stamps = heads["tag"], np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
-            same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
-            newer = stamps[:, None, WAYS:] > stamps[:, :WAYS, None]
-            stamps[:, :WAYS][(same & newer).any(axis=2)] = -1
-            stamps[:, WAYS:][(same & ~newer).any(axis=1)] = -1
-            tags[stamps < 0] = 0
-            kept = np.sort(np.argsort(-stamps, axis=1, kind="stable")[:, :WAYS], axis=1)
-            self.entries.heads[:] = np.take_along_axis(heads, kept, 1).reshape(self.entries.heads.shape)
-            taken = np.take_along_axis(followers, kept[:, :, None], 1)
-            self.entries.followers[:] = taken.reshape(self.entries.followers.shape)
-            self.entries.evidence[:] = (self.entries.evidence + other.entries.evidence) / 2

@@ -15,10 +15,10 @@ from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.origins import origin_of
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
+from lookahead.drafting.auto.texts import MATCH_CLASSES
 
 _SEARCHED_WHERE_FORBIDDEN = 4
 """How many times as many nodes are searched, at most, where a source may forbid some of them."""
@@ -141,8 +141,7 @@ class AutoDrafter:
 
     def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
         """Make ready for a search, and say what is looked for: a `WANTED`."""
-        if self._late:
-            self._catch_up(batch)
+        self._catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
         return self._place, min(self.budget.most, self._settings[0]), tree.room - self._certain, self.budget.least
@@ -199,7 +198,7 @@ class AutoDrafter:
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
                 names = [source.name for source in self._sources]
-                found = [origin_of(node, names) for node in self._batch.state.trees[self._place, 1 : self._sent + 1]]
+                found = [_origin_of(node, names) for node in self._batch.state.trees[self._place, 1 : self._sent + 1]]
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:
@@ -225,8 +224,7 @@ class AutoDrafter:
 
     def shown(self, batch: DraftBatch, result: StepResult) -> Shown:
         """What a step showed."""
-        if self._late:
-            self._catch_up(batch)
+        self._catch_up(batch)
         if self._certain:
             result = result.beyond(self._certain)
         root = result.tree.root
@@ -244,5 +242,23 @@ class AutoDrafter:
 
     def _catch_up(self, batch: DraftBatch) -> None:
         """Add the tokens to the text that were not added yet."""
-        batch.extend(self._place, self._late)
-        self._late = []
+        if self._late:
+            batch.extend(self._place, self._late)
+            self._late = []
+
+
+def _origin_of(node: np.void, names: Sequence[str]) -> Origin:
+    """What named the token of a `NODE`, what knew the longest context first; `names` are those of the sources that list
+    paths."""
+    order, match, source = int(node["order"]), int(node["match"]), int(node["source"])
+    found: list[tuple[float, str]] = []
+    if order:
+        found.append((order + 0.5, f"n-gram memory, {order} token{'s' if order > 1 else ''}"))
+    if match >= 0:
+        found.append((MATCH_CLASSES[match], f"context match, {MATCH_CLASSES[match]} tokens or more"))
+    if source >= 0:
+        found.append((0.5, names[source]))
+    if not found:
+        found.append((0.5, "rejected sibling" if node["listed"] > 0 else "recent prediction"))
+    evidence = tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
+    return Origin(evidence, float(node["probability"]))
