@@ -309,6 +309,24 @@ def test_a_time_that_no_step_can_have_teaches_nothing(seconds: float) -> None:
     assert not costs.times.any()
 
 
+def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
+    pace = Pace(StepCosts())
+    pace.credit.rest = 1000
+
+    def looks(row: PacedRow, steps: int) -> list[int]:
+        found = []
+        for step in range(steps):
+            row.begin()
+            if not row.backs_off:
+                found.append(step)
+                row.offer(np.zeros(0), lambda chosen: None)
+            pace.book(StepTime(1, 100, 1.0, 1, 1, False))
+        return found
+
+    assert looks(PacedRow(pace), 250) == [0, 2 * REST, 6 * REST, 10 * REST, 14 * REST]
+    assert looks(PacedRow(pace), 250)[0] <= 2 * REST
+
+
 def test_looking_for_drafts_that_are_not_found_costs_what_drafts_may_lose() -> None:
     pace = Pace(StepCosts())
     row, searched = PacedRow(pace), 0

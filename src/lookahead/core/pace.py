@@ -81,13 +81,12 @@ class Credit:
         self.rest = 0
         self.unseen = 0
         self._woken, self._broken = False, 0  # by a promise; how many were not kept since drafts paid
-        self._looked = 0  # looks that found nothing, likewise
 
     def book(self, saved: float) -> None:
         """Note what a drafted step saved."""
         self._left += saved
         if self._left > MOST_CREDIT:
-            self._woken, self._broken, self._looked = False, 0, 0
+            self._woken, self._broken = False, 0
             if self.failures and self._left > MOST_CREDIT + TRIAL:
                 self.failures -= 1
                 self._left -= TRIAL
@@ -112,8 +111,7 @@ class Credit:
 
     def look(self, promised: float) -> None:
         """End a rest if that is what a draft promises, in plain steps."""
-        self._looked = min(self._looked + 1, 2)  # a look took a third of a plain step of 5 ms
-        self.unseen = REST << self._looked
+        self.unseen = REST
         if promised > TRIAL:
             self.rest, self._woken = 0, True
 
@@ -289,6 +287,8 @@ class PacedRow:
         self._most = most
         self.most = 0
         self.backs_off = pace.rests
+        self._looks = 0  # that found nothing: each took a third of a plain step of 5 ms
+        pace.credit.unseen = min(pace.credit.unseen, REST << 1)  # this may be another text than the one before
 
     def begin(self) -> None:
         """See `StepBudget`."""
@@ -302,6 +302,9 @@ class PacedRow:
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
         chosen = self._pace.choose(likely[:most], pending, self._resends)
         self.backs_off = self._pace.in_rest  # it was but a look
+        if self.backs_off:
+            self._looks = min(self._looks + 1, 2)
+            self._pace.credit.unseen = REST << self._looks
         self._pace.searches &= not self.backs_off
         send(chosen)
 
