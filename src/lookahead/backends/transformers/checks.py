@@ -159,7 +159,10 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
     made, setting = state_of(model).made, model_setting(model)
     if ("chains", *setting) in made:
         return True
-    if ("trees", *setting) not in made and (is_encoder_decoder(model) or has_running_state(type(model), model.config)):
+    if ("trees", *setting) in made:
+        if equivalence(model).holds("trees"):
+            return False
+    elif is_encoder_decoder(model) or has_running_state(type(model), model.config):
         _check_chains(model)
         return True
     try:
