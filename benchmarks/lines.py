@@ -245,11 +245,12 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Drafts from texts alone, without a model."""
     cases = [case for file in FORCED for case in models.recorded(file)]
-    for nodes, chains in ((16, True), (16, False), (64, False)):
-        name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
-        yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
-    across = partial(runner.replay, 32, False, True)
-    yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
+    if hasattr(DraftMemory, "of_texts"):
+        for nodes, chains in ((16, True), (16, False), (64, False)):
+            name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
+            yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
+        across = partial(runner.replay, 32, False, True)
+        yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
     yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))
 
 

@@ -150,8 +150,8 @@ class Comparison:
         self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, kept, strict=True)]
 
     def names(self) -> list[str]:
-        """The lines that are compared."""
-        worker = Worker(self._sources[1], self._shared, self._quick)
+        """The lines that are compared: what the base has."""
+        worker = Worker(self._sources[0], self._shared, self._quick)
         worker.close()
         return worker.lines
 
