@@ -43,7 +43,7 @@ def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     # Longer than clients keep idle connections, 5 s: one must not be closed while a request is on its way.
     limits = ["--max-rows", "8", "--queue", "56", "--max-body-bytes", "300000", "--read-timeout", "8"]
     options = ["--dtype", "float32", "--step-budget", "16", *limits]
-    with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options) as process:
+    with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options, from_scratch=True) as process:
         yield process
         _end_in_the_middle(process)
 

@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lookahead.parallel import ParallelGroup, join
+from preloaded import preloaded
 
 Task = Callable[..., Any]
 """What a rank runs: a function of a module, given the group of its size and the arguments. Results are pickled."""
-
-
-_LATE = ["lookahead.parallel", "lookahead.api.call", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
 
 
 class TaskError(Exception):
@@ -37,9 +34,7 @@ class Team:
     """
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
-        # One process imports everything; the ranks are copies of it.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lookahead.api.generation", *_LATE])
+        context = preloaded()
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

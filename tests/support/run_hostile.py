@@ -176,7 +176,7 @@ def main() -> int:
     failed = 0
     kept = ("--kv-bytes", str(2**27))  # texts that are kept for others may take 1 GiB if nothing bounds them
     options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8", *kept)
-    with ServerProcess(*options) as process:
+    with ServerProcess(*options, from_scratch=True) as process:
         target = Target(process)
         parts: list[Callable[[Target], None]] = [large_body, many_stops, bad_bytes, silent_connections, slow_readers]
         for part in (*parts, many_at_once, lambda target: random_requests(target, cases)):
