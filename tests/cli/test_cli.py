@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +26,7 @@ from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import memory_file
+from preloaded import Command
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -206,28 +206,20 @@ def test_json_has_the_steps_before_an_interrupt(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_interrupt_prints_what_was_generated() -> None:
-    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on to the child.
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from lookahead.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    arguments = ["generate", PROMPT, "--max-new-tokens", "2000"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(40)  # generation is under way
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    process = Command(["generate", PROMPT, "--max-new-tokens", "2000"], {1: to_out, 2: to_err})
+    os.close(to_out)
+    os.close(to_err)
+    with open(out, "rb") as output, open(err, "rb") as errors:
+        first = output.read(40)  # generation is under way
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=600)
-    assert process.returncode == 130
+        rest, said = output.read(), errors.read().decode()
+    assert process.wait(600) == 130
     assert len(first) == 40
-    assert (first + out).decode().endswith("\n")
-    assert err.decode().startswith("interrupted: ")
-    assert "step compression" in err.decode()
-    assert err.count(b"\n") == 1
+    assert (first + rest).decode().endswith("\n")
+    assert said.startswith("interrupted: ")
+    assert "step compression" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")

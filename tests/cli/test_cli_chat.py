@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -29,6 +28,7 @@ from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
 from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build
+from preloaded import Command
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -643,18 +643,8 @@ def test_on_a_terminal() -> None:
     import pty
     import select
 
-    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on to the child.
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from lookahead.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
     keyboard, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "chat", "--no-color", "-n", "2000"],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
+    process = Command(["chat", "--no-color", "-n", "2000"], dict.fromkeys(range(3), terminal))
     os.close(terminal)
     seen = ""
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lookahead
+from lookahead.core.compiled import loops_folder
 from lookahead.demo import DEMO_PROMPT
 
 HEAVY = ["torch", "transformers", "numba", "numpy"]
@@ -200,13 +201,14 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 
 
 TERMINAL = """
-import sys
+import os, sys
 moment = sys.argv.pop()
 
 class Watcher:
     def find_spec(self, name, path=None, target=None):
         if name == moment:
             print("MOMENT", file=sys.stderr, flush=True)
+            os._exit(0)
 
 sys.meta_path.insert(0, Watcher())
 from lookahead.cli import program
@@ -237,7 +239,7 @@ def on_a_terminal(code: str, *arguments: str) -> str:
     return shown.decode()
 
 
-def test_loading_is_said_before_torch_is_imported(compiled_loops: None) -> None:
+def test_loading_is_said_before_torch_is_imported() -> None:
     shown = on_a_terminal(TERMINAL, "generate", "def add(a, b):", "-n", "8", "--device", "cpu", "--no-color", "torch")
     before, moment, _ = shown.partition("MOMENT")
     assert moment
@@ -254,13 +256,12 @@ with on_first_compilation(lambda: print("compiling")):
 
 @pytest.fixture
 def one_loop_is_not_compiled(tmp_path: Path, compiled_loops: None) -> dict[str, str]:
-    """The environment of a process that finds what numba keeps beside the sources, but for the loops of one module."""
-    caching = pytest.importorskip("numba.core.caching")
-    for kept in Path(lookahead.__file__).parent.rglob("*.nb?"):
-        folder = tmp_path / caching._CacheLocator.get_suitable_cache_subpath(str(kept.parents[1] / "module.py"))
-        folder.mkdir(exist_ok=True)
-        if not kept.name.startswith("texts."):
-            shutil.copy2(kept, folder)
+    """The environment of a process that finds the loops that are kept, but for those of one module."""
+    kept = loops_folder()
+    assert kept is not None
+    missing = shutil.ignore_patterns("pace.*")
+    shutil.copytree(kept, tmp_path / kept.name, ignore=missing)
+    assert missing(str(kept), os.listdir(kept)), "no loop of that module is kept"
     return {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
 

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from lookahead.cli import main
 
 _MODULES = [
     *("transformers.models.llama.modeling_llama", "lookahead.api.generation", "lookahead.parallel"),
@@ -18,3 +27,66 @@ def preloaded() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_MODULES, *(_OF_SERVERS if find_spec("fastapi") else [])])
     return context
+
+
+class Command:
+    """A command of the library in such a process, with what `subprocess.Popen` has.
+
+    Args:
+        arguments: Its name and arguments.
+        streams: Descriptors of files that become its standard input, output and error (0, 1 and 2); ours are to be
+            closed afterwards.
+    """
+
+    def __init__(self, arguments: list[str], streams: Mapping[int, int]) -> None:
+        ours = [(number, _Descriptor(there)) for number, there in streams.items()]
+        self._process = preloaded().Process(target=_run, args=(arguments, ours), daemon=True)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended.
+        """
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("lookahead", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+
+class _Descriptor:
+    """An open file that goes along to a process that is started."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> Any:
+        return _detached, (DupFd(self._number),)
+
+
+def _detached(descriptor: Any) -> int:
+    return int(descriptor.detach())
+
+
+def _run(arguments: list[str], streams: list[tuple[int, int]]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the first process may have been started without
+    for number, opened in streams:
+        os.dup2(opened, number)
+        os.close(opened)
+        name, mode = [("stdin", "r"), ("stdout", "w"), ("stderr", "w")][number]
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    sys.exit(main(arguments))

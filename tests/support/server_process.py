@@ -6,57 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import Any
 
 from lookahead import Engine, LookaheadConfig
-from lookahead.cli import main
-from preloaded import preloaded
-
-
-class PreloadedCommand:
-    """A command of the library in a process that has imported everything, with what `subprocess.Popen` has."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        context = preloaded()
-        ours, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(arguments, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.stderr: IO[str] | None = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
-        ours.close()
-
-    def poll(self) -> int | None:
-        """The exit code, once it has ended."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float) -> int:
-        """The exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended.
-        """
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("lookahead", timeout)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-
-
-def _run(arguments: list[str], stderr: Connection) -> None:
-    os.dup2(stderr.fileno(), 2)
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115  # till the end
-    sys.exit(main(arguments))
+from preloaded import Command
 
 
 class ServerProcess:
@@ -75,12 +30,14 @@ class ServerProcess:
 
     def __init__(self, *options: str | Path, from_scratch: bool = False) -> None:
         arguments = ["serve", "--port", "0", *map(str, options)]
+        ours, theirs = os.pipe()
         self.process: Any
         if from_scratch:
-            command = [sys.executable, "-m", "lookahead", *arguments]
-            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen([sys.executable, "-m", "lookahead", *arguments], stderr=theirs)
         else:
-            self.process = PreloadedCommand(arguments)
+            self.process = Command(arguments, {2: theirs})
+        os.close(theirs)
+        self._stderr = open(ours, encoding="utf-8")  # noqa: SIM115  # read to its end by a thread
         self.lines: list[str] = []
         self.url = self._read_url()
         self._reader = Thread(target=self._read, daemon=True)
@@ -100,16 +57,14 @@ class ServerProcess:
         self._reader.join(600)
 
     def _read_url(self) -> str:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             self.lines.append(line)
             if " at http" in line:
                 return line.rsplit(" ", 1)[1].strip()
         raise AssertionError(f"the server did not start: {''.join(self.lines)}")
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             self.lines.append(line)
 
 
