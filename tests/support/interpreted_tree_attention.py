@@ -122,7 +122,7 @@ PAGED: dict[str, Any] = {
 
 
 @settings(max_examples=3, deadline=None)
-@given(**PAGED)
+@given(**{**PAGED, "step": steps(max_batch=3, max_nodes=12)})
 def test_texts_in_pages_are_attended_to_one_by_one(**case: Any) -> None:
     assert_pages(**case)
 
@@ -186,28 +186,28 @@ def assert_pages(
 def test_static_buffers_serve_every_step() -> None:
     """The tensors and the tiling of one call, as a captured graph keeps them, with the contents of later steps."""
     chain = [-1, 0, 1, 1, 0, 4, 4]
-    tiling = choose_tiling(rows=14, heads=4, keys=256, head_dim=16, dtype=torch.float32)
+    tiling = choose_tiling(rows=14, heads=2, keys=64, head_dim=16, dtype=torch.float32)
     assert tiling.splits > 1
     packed, key, value = (
         torch.empty(2, 1, 7, 4, dtype=torch.int32),
-        torch.empty(2, 2, 256, 16),
-        torch.empty(2, 2, 256, 16),
+        torch.empty(2, 1, 64, 16),
+        torch.empty(2, 1, 64, 16),
     )
-    query = torch.empty(2, 4, 7, 16)
-    for lengths in ([0, 0], [3, 1], [130, 41], [249, 249]):
+    query = torch.empty(2, 2, 7, 16)
+    for lengths in ([0, 0], [3, 1], [34, 11], [57, 57]):
         step = Step([chain, chain[:4]], lengths, 0, None, None)
-        for buffer, contents in zip((query, key, value), states(step, 4, 2, 16, 16, 0, torch.float32, 0), strict=True):
+        for buffer, contents in zip((query, key, value), states(step, 2, 1, 16, 16, 0, torch.float32, 0), strict=True):
             buffer.fill_(float("nan"))[:, :, : contents.shape[2]] = contents
         packed.copy_(step.packed())
         result = tree_attention(query, key, value, packed, 0.25)
-        expected = attention_by_definition(query, key, value, step.visible(256), 0.25, None)
+        expected = attention_by_definition(query, key, value, step.visible(64), 0.25, None)
         np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=tolerance(torch.float32, value))
 
 
 def test_same_input_same_bits_whoever_else_is_in_the_batch() -> None:
     rows = [[-1, 0, 0, 1, 2], [-1, 0, 1]]
     step = Step(rows, [50, 33], 0, None, None)
-    tensors = states(step, 4, 2, 16, 16, 0, torch.float16, 1)
+    tensors = states(step, 2, 1, 16, 16, 0, torch.float16, 1)
     tiling = Tiling(16, 16, 4, warps=4, stages=2)
     both = tree_attention(*tensors, step.packed(), 0.25, tiling=tiling)
     again = tree_attention(*tensors, step.packed(), 0.25, tiling=tiling)
@@ -246,7 +246,7 @@ SMALL, LARGE = (torch.float16, (2, 1, 24, 16)), (torch.bfloat16, (8, 1, 128, 128
     ("others", "cached", "room", "window", "kind"),
     [
         (0, 140, 40, None, SMALL),
-        (7, 139, 0, None, SMALL),
+        pytest.param(7, 139, 0, None, SMALL, marks=pytest.mark.exact),
         (16, 136, 40, None, SMALL),
         pytest.param(33, 127, 0, None, LARGE, marks=pytest.mark.exact),
         pytest.param(64, 120, 300, None, (torch.float16, (4, 2, 24, 16)), marks=pytest.mark.exact),
