@@ -10,6 +10,8 @@ from typing import IO
 
 import pytest
 
+from quick import quickly
+
 pytest.importorskip("numba")
 
 HERE = (
@@ -78,7 +80,7 @@ def opened(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-@pytest.mark.parametrize("other", ["half", "short"])
+@pytest.mark.parametrize("other", quickly(["half", "short"], ["short"]))
 def test_processes_that_compile_for_two_types_at_once_do_not_mix_them_up(tmp_path: Path, other: str) -> None:
     (tmp_path / "loop.py").write_text(ADDED)
     (tmp_path / "main.py").write_text(AT_ONCE)

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain, cycle, repeat
 
 import numpy as np
@@ -32,7 +33,12 @@ CURVES: dict[str, list[tuple[int, float]]] = {
 
 
 def seconds_of(curve: str, nodes: int) -> float:
-    return float(np.interp(nodes, *zip(*CURVES[curve], strict=True)))
+    return _seconds_of(tuple(CURVES[curve]), nodes)
+
+
+@cache
+def _seconds_of(points: tuple[tuple[int, float], ...], nodes: int) -> float:
+    return float(np.interp(nodes, *zip(*points, strict=True)))
 
 
 class Text:
