@@ -95,6 +95,7 @@ def test_an_interrupt_keeps_what_was_generated() -> None:
 
 
 @posix
+@pytest.mark.exact  # three processes load a model
 def test_ranks_that_wait_for_another_end_with_their_parent() -> None:
     """Which is killed and cannot tell them; the other signals, and phases, are those of `make test-parallel`."""
     processes = start(GENERATE)
