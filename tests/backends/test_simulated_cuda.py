@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("cases", ["simulated_cuda_cases", "simulated_engine_cases"])
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
-def test_cases_pass_on_the_simulated_device(marked: str, cases: str) -> None:
-    path = Path(__file__).parents[1] / "support" / f"{cases}.py"
-    command = [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider", "-m", marked]
+def test_cases_pass_on_the_simulated_device(marked: str) -> None:
+    support = Path(__file__).parents[1] / "support"
+    paths = [str(support / f"simulated_{what}_cases.py") for what in ("cuda", "engine")]
+    command = [sys.executable, "-m", "pytest", *paths, "-p", "no:cacheprovider", "-m", marked]
     result = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
 
 import lookahead
@@ -408,6 +408,8 @@ def _note_waits(operation: Any, args: Any) -> None:
 
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not types and not kwargs and operation is not aten.is_pinned.default:  # of tensors of the host alone
+            return operation(*args)
         return _run(operation, args, kwargs or {})
 
 
@@ -542,6 +544,14 @@ def simulated_cuda() -> Iterator[Simulation]:
             yield _device
     finally:
         torch._C._set_only_lift_cpu_tensors(before)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_simulation() -> Iterator[None]:
+    """While it lasts, operations are those of torch itself, which take a fraction of the time: for tensors of the host
+    alone."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def on_cuda(model: PreTrainedModel, device_of: Callable[[str], str] = lambda _: "cuda:0") -> PreTrainedModel:

@@ -23,7 +23,7 @@ from lookahead.backends.transformers import pooled_rows
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
-from simulated_cuda import CAPTURE, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda
+from simulated_cuda import CAPTURE, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
@@ -34,7 +34,8 @@ UNCAPTURED = LookaheadConfig(step_budget=8, engine="dynamic")
 def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, **options: Any) -> list[int]:
     """What `model.generate` adds to a text on the CPU."""
     torch.manual_seed(0 if seed is None else seed)
-    tokens: list[int] = model.generate(ids, **{**OPTIONS, **options})[0, ids.shape[1] :].tolist()
+    with without_simulation():
+        tokens: list[int] = model.generate(ids, **{**OPTIONS, **options})[0, ids.shape[1] :].tolist()
     return tokens
 
 
