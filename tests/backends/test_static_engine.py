@@ -17,8 +17,8 @@ import pytest
 import torch
 from test_engine_model import grouped_llama
 from test_tree_cache import states
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 
 import lookahead
@@ -58,6 +58,35 @@ STATIC = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_fro
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 
 
+def storages(value: Any) -> set[int]:
+    """Where the memory of tensors begins."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations, and runs them again on the same memory. None may tell the host a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in operation.tags:
+            raise RuntimeError(f"{operation} while a tape is recorded")
+        results = operation(*args, **(kwargs or {}))
+        if not operation.is_view or storages(results) - storages(args):  # what may be a view may be a copy
+            self._operations.append((operation, args, kwargs or {}, results))
+        return results
+
+    def replay(self) -> None:
+        for operation, args, kwargs, results in self._operations:
+            again = operation(*args, **kwargs)
+            if not operation._schema.is_mutable:
+                for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                    old.copy_(new)
+
+
 class TapeRecorder:
     """What a CUDA graph does, on the CPU: records the operations on tensors, and replays them without any Python."""
 
@@ -66,11 +95,13 @@ class TapeRecorder:
 
     def __call__(self, work: Pass) -> Pass:
         work()  # the warm-up
-        tape = make_fx(work)()
+        tape = Tape()
+        with tape:
+            outputs = work()
 
         def replay() -> Outputs:
             self.replays += 1
-            outputs: Outputs = tape()
+            tape.replay()
             return outputs
 
         return replay
@@ -536,7 +567,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
     with recorded_with(Recorded), pytest.MonkeyPatch.context() as patch:
         for module in (machine, session):
             patch.setattr(module, "step_clock", lambda device: lambda: now)
-        for new_tokens in (32, 150, 500, 1000):  # each in larger buffers than the one before it
+        for new_tokens in (32, 150, 500):  # each in larger buffers than the one before it
             calls.append([])
             config = LookaheadConfig(engine="static")
             on_step = partial(lambda nodes, record: nodes.append(record.nodes), calls[-1])
@@ -550,7 +581,7 @@ def test_recording_is_not_booked_as_decoding(demo: Any) -> None:
     """A capture takes as long as twenty steps; which steps draft, and how much, is as if it took none."""
     free, _ = decoded(demo, 0.0)
     calls, recordings = decoded(demo, 0.11)
-    assert recordings >= 12
+    assert recordings >= 9
     assert calls == free
     assert sum(nodes > 1 for nodes in calls[-1]) > len(calls[-1]) / 2
 
