@@ -23,12 +23,12 @@ NODES = LookaheadConfig(step_budget=24)
 PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_schedules(seed: int) -> None:
     run_schedule(seed)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_schedules_of_hybrids(seed: int) -> None:
     """Rows with running states, each of which has a pass of its own."""
     run_schedule(seed, hybrids=True)
@@ -38,7 +38,7 @@ def test_random_schedules_of_hybrids(seed: int) -> None:
 def test_500_random_schedules_of_hybrids() -> None:
     seen = Counter[str]()
     for seed in range(500):
-        seen.update(run_schedule(1000 + seed, hybrids=True))
+        seen.update(run_schedule(3 + seed, hybrids=True))
     assert seen["cancelled"] > 50, seen
 
 
@@ -46,7 +46,7 @@ def test_500_random_schedules_of_hybrids() -> None:
 def test_500_random_schedules() -> None:
     seen = Counter[str]()
     for seed in range(500):
-        seen.update(run_schedule(1000 + seed))
+        seen.update(run_schedule(12 + seed))
     assert min(seen.values()) > 50, seen
 
 
