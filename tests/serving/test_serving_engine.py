@@ -37,16 +37,16 @@ def test_random_schedules_of_hybrids(seed: int) -> None:
 @pytest.mark.exact
 def test_500_random_schedules_of_hybrids() -> None:
     seen = Counter[str]()
-    for seed in range(500):
-        seen.update(run_schedule(3 + seed, hybrids=True))
+    for seed in (*range(3, 6), *range(1000, 1497)):
+        seen.update(run_schedule(seed, hybrids=True))
     assert seen["cancelled"] > 50, seen
 
 
 @pytest.mark.exact
 def test_500_random_schedules() -> None:
     seen = Counter[str]()
-    for seed in range(500):
-        seen.update(run_schedule(12 + seed))
+    for seed in (*range(12, 30), *range(1000, 1482)):
+        seen.update(run_schedule(seed))
     assert min(seen.values()) > 50, seen
 
 
