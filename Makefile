@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -29,17 +29,18 @@ demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead,
 
 # Two jobs: with one core they take their turns, with two the time is little more than half.
 test: $(VENV)/installed build/torchao  ## Lint, types, and the tests (minutes)
-	$(MAKE) --jobs=2 --no-print-directory lint tests-of-models tests-of-the-rest test-quantized
+	$(MAKE) --jobs=2 --no-print-directory lint tests-first tests-second test-quantized
 
 tests: $(VENV)/installed  ## The tests alone
-	$(MAKE) --jobs=2 --no-print-directory tests-of-models tests-of-the-rest
+	$(MAKE) --jobs=2 --no-print-directory tests-first tests-second
 
-MODELS_FOLDERS := tests/api tests/backends
-tests-of-models: $(VENV)/installed
-	$(BIN)/python -m pytest $(MODELS_FOLDERS)
+# Two parts: the first one takes about as long as lint and the second one.
+FIRST_FOLDERS := $(addprefix tests/,api bench core serving tools)
+tests-first: $(VENV)/installed
+	$(BIN)/python -m pytest $(FIRST_FOLDERS)
 
-tests-of-the-rest: $(VENV)/installed
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(MODELS_FOLDERS))
+tests-second: $(VENV)/installed
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_FOLDERS))
 
 golden: $(VENV)/installed  ## What drafters send when recorded models say what they said, step by step (seconds)
 	$(BIN)/python tools/golden.py
