@@ -210,7 +210,7 @@ def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation
 
 @pytest.mark.exact
 def test_another_model_is_captured_anew(device: Simulation) -> None:
-    model, other = build("llama", seed=0), build("llama", seed=1)
+    model, other = build("llama", seed=0), copy.deepcopy(build("llama", seed=1))
     there = on_cuda(copy.deepcopy(model))
     engine = Engine(there, EIGHT, max_rows=2)
     options = {**OPTIONS, **GREEDY}
