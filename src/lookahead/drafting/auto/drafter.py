@@ -144,7 +144,10 @@ class AutoDrafter:
         self._catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
-        return self._place, min(self.budget.most, self._settings[0]), tree.room - self._certain, self.budget.least
+        return self._wanted(tree, min(self.budget.most, self._settings[0]))
+
+    def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
+        return self._place, nodes, tree.room - self._certain, self.budget.least
 
     def foresee(self, tree: TokenTree) -> Noise | None:
         """What the tokens below the root are sampled with, if that is known, and says something: it says which of the
@@ -169,8 +172,7 @@ class AutoDrafter:
             if len(rows) > most or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            wanted = self._place, limit, tree.room - self._certain, self.budget.least
-            batch.search([(self, tree)], np.array([wanted], dtype=WANTED))
+            batch.search([(self, tree)], np.array([self._wanted(tree, limit)], dtype=WANTED))
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
