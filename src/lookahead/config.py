@@ -334,3 +334,21 @@ class LookaheadConfig:
                     f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(names))}"
                 )
         return cls(**values)
+
+
+_DEFAULT = LookaheadConfig()
+
+
+def check_config(config: object) -> LookaheadConfig:
+    """The configuration of a call; the default one for `None`.
+
+    Raises:
+        InvalidArgumentError: It is no `LookaheadConfig`.
+    """
+    if config is None:
+        return _DEFAULT
+    if not isinstance(config, LookaheadConfig):
+        raise InvalidArgumentError(
+            f"lookahead_config={config!r} must be a lookahead.LookaheadConfig, or None for the default one"
+        )
+    return config

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.noise import SamplingNoise, default_generator
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
+from lookahead.drafting.checked import shielded
 from lookahead.serving.arguments import Arguments
-from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts, shielded
+from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
 from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.request import Request, Steps
@@ -58,7 +59,7 @@ class Call:
             pace = SharedPace(partial(draft_pace, runner.model, config))
         elif config.chooses_nodes:
             pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains, runner.pass_sizes)
-        config = shielded(config, prompts.input_ids.device)
+        config = shielded(config, [torch.default_generator, default_generator(prompts.input_ids.device)])
         self._drafting = drafting = Drafting(model, config, pace, pool, runner.most_nodes, runner.chains)
         self._requests = requests = [
             Request(arguments, drafting, noise, runner.last_length, row, predicted[row]) for row in range(prompts.rows)

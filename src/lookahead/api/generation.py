@@ -13,14 +13,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.api.call import Call
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
+from lookahead.drafting.pool import check_pool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 from lookahead.serving.arguments import Arguments, hand_over, language_model, language_model_or_wrapper, read_arguments
 from lookahead.serving.drafting import Prediction
 from lookahead.serving.output import LookaheadOutput
-from lookahead.serving.refusals import check_config, check_pool
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup

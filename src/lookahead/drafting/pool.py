@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
+
 
 class NGramPool:
     """At most `guess_set_size` n-grams for each first token; the least recently used one makes room.
@@ -59,3 +62,21 @@ class NGramPool:
             "lookups": self._lookups,
             "hit_rate": self._hits / max(self._lookups, 1),
         }
+
+
+def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
+    """Refuse a pool that does not go with the configuration.
+
+    Raises:
+        InvalidArgumentError: It is no pool, or was made for n-grams of another size.
+    """
+    if pool is None:
+        return
+    if not isinstance(pool, NGramPool):
+        raise InvalidArgumentError(f"ngram_pool={pool!r} must be a lookahead.NGramPool, or None for a new one")
+    if config.preset != "paper":
+        raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
+    if pool.ngram_size != config.ngram_size:
+        raise InvalidArgumentError(
+            f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"
+        )

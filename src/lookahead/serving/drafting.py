@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import describe_setting, load_costs, model_identity
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.noise import default_generator
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
@@ -209,41 +206,3 @@ def _rows(prediction: Prediction) -> Sequence[Any]:
         return list(prediction) if prediction.dim() == 2 else [prediction]
     is_nested = any(item is None or isinstance(item, (Sequence, torch.Tensor)) for item in prediction)
     return prediction if is_nested else [prediction]
-
-
-def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
-    """`config` with drafters and sources that draw from a random state of their own, which begins as that of torch,
-    which samples tokens on `device`."""
-    if config.drafter is None and not config.sources:
-        return config
-    states = {one: one.get_state() for one in (torch.default_generator, default_generator(device))}
-    drafter = None if config.drafter is None else partial(_Shielded, config.drafter, states)
-    return replace(config, drafter=drafter, sources=tuple(partial(_Shielded, make, states) for make in config.sources))
-
-
-class _Shielded:
-    """What `make` makes, a drafter or source, whose methods run with other states in torch's generators: these go on,
-    and all of a call share them. A swap takes microseconds."""
-
-    def __init__(self, make: Callable[[], Any], states: dict[torch.Generator, torch.Tensor]) -> None:
-        self._states = states
-        self._inner = self._run(make)
-
-    def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        self._swap()
-        try:
-            return call(*arguments)
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for generator, state in self._states.items():
-            self._states[generator] = generator.get_state()
-            generator.set_state(state)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._inner, name)
-        return partial(self._run, value) if callable(value) else value
-
-    def __repr__(self) -> str:
-        return repr(self._inner)

@@ -277,7 +277,7 @@ class Engine:
             for request in requests:
                 request.handle.serve()
             counts = Statistics()
-            self._model.run(requests, counts)
+            self._model.steps.run(requests, counts)
             self.statistics.steps += 1
             self.statistics.rows += len(requests)
             self.statistics.nodes += sum(counts.nodes_per_step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,14 +9,13 @@ from transformers import PreTrainedModel
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.checks import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.shared_pace import SharedPace
-from lookahead.core.statistics import Statistics
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
-from lookahead.serving.refusals import check_config, check_own_prefill
+from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.request import Request, Steps
 
 
@@ -31,6 +29,7 @@ class EngineModel:
     Attributes:
         session, runner: How it is run, and what runs its rows.
         memory: Where their keys and values are.
+        steps: Makes the steps of requests.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EngineModel:
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(config.pack_weights)
         self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
-        self._steps = Steps(self.runner, self.session.clock, self._shared, launched=self._settle)
+        self.steps = Steps(self.runner, self.session.clock, self._shared, launched=self._settle)
         self._begin()
 
     def reopen(self) -> None:
@@ -70,7 +69,7 @@ class EngineModel:
         Raises:
             LookaheadError: It cannot be run.
         """
-        self.runner = self.memory.runner = self._steps.backend = self.session.open_rows(*self._rows)[0]
+        self.runner = self.memory.runner = self.steps.backend = self.session.open_rows(*self._rows)[0]
         self._begin()
 
     def _begin(self) -> None:
@@ -150,10 +149,6 @@ class EngineModel:
         prompts, runner.rows = request.arguments.prompts, [request.row]
         PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs).read()
         request.row.crop(request.cached - 1)
-
-    def run(self, requests: Sequence[Request], counts: Statistics) -> None:
-        """Make one step of `requests`; see `Steps.run`."""
-        self._steps.run(requests, counts)
 
     def _settle(self) -> None:
         if self._watch is not None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class RequestHandle:
         self._changed = Condition()
         self._events: list[TokenEvent] = []
         self._outcome: Future[Output] = Future()
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: set[Callable[[], object]] = set()
         self.finish_reason: str | None = None
         self.cancelled = False
         self.statistics = RequestStatistics()
@@ -190,10 +191,7 @@ class TokenEvents:
         if not handle.done:
             handle._engine.check_process()
         seen, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            loop.call_soon_threadsafe(changed.set)
-
+        notify = partial(loop.call_soon_threadsafe, changed.set)
         handle._listeners.add(notify)
         try:
             while True:

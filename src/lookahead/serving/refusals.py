@@ -13,7 +13,6 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from lookahead.backends.base import Prompts
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.config import LookaheadConfig
-from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _CONSUMED = (
@@ -51,24 +50,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "penalty_alpha": (0,),
     "cache_implementation": ("dynamic",),
 }
-
-
-_DEFAULT = LookaheadConfig()
-
-
-def check_config(config: object) -> LookaheadConfig:
-    """The configuration of a call; the default one for `None`.
-
-    Raises:
-        InvalidArgumentError: It is no `LookaheadConfig`.
-    """
-    if config is None:
-        return _DEFAULT
-    if not isinstance(config, LookaheadConfig):
-        raise InvalidArgumentError(
-            f"lookahead_config={config!r} must be a lookahead.LookaheadConfig, or None for the default one"
-        )
-    return config
 
 
 def check_prompt_ids(input_ids: object) -> None:
@@ -236,24 +217,6 @@ def check_own_prefill(
 def inputs_beside_tokens(model_kwargs: dict[str, Any]) -> list[str]:
     """Names of what a model is to read of a prompt beside its tokens, such as images."""
     return [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
-
-
-def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
-    """Refuse a pool that does not go with the configuration.
-
-    Raises:
-        InvalidArgumentError: It is no pool, or was made for n-grams of another size.
-    """
-    if pool is None:
-        return
-    if not isinstance(pool, NGramPool):
-        raise InvalidArgumentError(f"ngram_pool={pool!r} must be a lookahead.NGramPool, or None for a new one")
-    if config.preset != "paper":
-        raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
-    if pool.ngram_size != config.ngram_size:
-        raise InvalidArgumentError(
-            f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"
-        )
 
 
 def _given(value: object) -> bool:
