@@ -1,6 +1,6 @@
 """Hold `auto` against the best of its parts, line by line, in CPU time or by a table of prices (see `prices.py`).
 
-Every case of a line is decoded in every way in one process, in an order that changes from case to case: by
+Every case of a line is decoded in every way in one process, twice in an order that changes from case to case: by
 transformers, by `auto`, and by what `auto` could have been set to. Which of these is best is chosen on half of the
 cases and compared on the other half, both ways round, so that noise does not choose it. The file has a row for each way
 and case and, last, one for each line.
@@ -39,13 +39,15 @@ class Options:
     shared: str = option("../shared", "folder of data and models")
     only: str = option("", "only lines with that in their names")
     cases: int = option(12, "cases of a line")
+    repeats: int = option(2, "how often each case is decoded in each way; the fastest counts")
     prices: str = option("", f"instead of CPU time what steps take by a table: {', '.join(PRICES)}")
 
 
-def measure(line: Line, prices: str) -> Iterator[Row]:
+def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
     """The rows of a line."""
     measured = "plain_steps" if prices else "cpu_seconds"
-    turns = Turns({name: partial(line.run, config) for name, config in WAYS.items()}, exact="bfloat16" not in line.name)
+    ways = {name: partial(line.run, config) for name, config in WAYS.items()}
+    turns = Turns(ways, exact="bfloat16" not in line.name, repeats=repeats)
     seconds: dict[str, list[float]] = {}
     for case in line.cases:
         for row in turns.rows(case):
@@ -90,4 +92,5 @@ def probe(options: Options) -> Probe:
     lines = [line for line in text_lines(models, runner, options.cases) if options.only in line.name]
     if options.prices:  # for all number types, and engines have no prices
         lines = [line for line in lines if not ("bfloat16" in line.name or "Engine" in line.name)]
-    return Probe([Unit(line.name, partial(measure, line, options.prices)) for line in lines])
+    repeats = 1 if options.prices else options.repeats  # prices are the same each time
+    return Probe([Unit(line.name, partial(measure, line, options.prices, repeats)) for line in lines])

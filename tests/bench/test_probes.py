@@ -155,6 +155,16 @@ def test_ways_take_turns_and_are_compared_with_the_first(capsys: pytest.CaptureF
     assert calls == ["same", "other", "plain"], "each case begins with another way"
 
 
+def test_the_fastest_of_several_runs_of_a_case_counts() -> None:
+    seconds = {"plain": [9.0, 2.0, 3.0], "fast": [9.0, 1.0, 0.5]}  # the first are not measured
+
+    def way(name: str) -> probe.Way:
+        return lambda case, turn: Counts([1], 1, 1, seconds[name].pop(0))
+
+    turns = probe.Turns({name: way(name) for name in seconds}, repeats=2)
+    assert [row["cpu_seconds"] for row in turns.rows(Case("a", [5]))] == [2.0, 0.5]
+
+
 # the probes
 
 
