@@ -66,6 +66,7 @@ class AutoDrafter:
         self._most = most - 1
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before, self._chains = [] if predicted is None else predicted.tokens, chains
+        self._knowing: list[Any] = [source for source in self._sources if getattr(source, "certain", None) is not None]
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
         # Of a tree some path is permitted where the likeliest one is not.
@@ -112,8 +113,7 @@ class AutoDrafter:
     def begins(self, tree: TokenTree) -> bool:
         """Begin a step, and add what is certain; whether there is something to search behind it."""
         self.budget.begin()
-        knowing = [source for source in self._sources if getattr(source, "certain", None) is not None]
-        certain: list[int] = knowing[0].certain() if knowing else []  # type: ignore[attr-defined]
+        certain: list[int] = self._knowing[0].certain() if self._knowing else []
         if certain:
             tree.add_certain(certain[: self._most])
         self._certain = 0
