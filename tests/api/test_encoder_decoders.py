@@ -61,6 +61,17 @@ def test_several_texts_of_one_source() -> None:
     assert torch.equal(lookahead.generate(model, **options), model.generate(**options))
 
 
+def test_chunks_go_with_a_source_of_which_all_is_seen() -> None:
+    """`generate` cuts the mask of the source to the length of the decoder's chunks: only where it hides nothing does
+    the text stay the same."""
+    model, chunks = tiny("bart/encoder"), {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 8}
+    seen, hiding = source(model), source(model, rows=2)
+    assert torch.equal(lookahead.generate(model, **seen, **chunks), model.generate(**seen, **chunks))
+    assert not torch.equal(model.generate(**hiding, **chunks), model.generate(**hiding, max_new_tokens=12))
+    with pytest.raises(UnsupportedArgumentError, match="prefill_chunk_size.*hides"):
+        lookahead.generate(model, **hiding, **chunks)
+
+
 def test_given_decoder_ids_are_continued() -> None:
     model = tiny("bart/encoder")
     options = {**source(model), "decoder_input_ids": torch.tensor([[2, 7, 9, 7]]), "max_new_tokens": 15}

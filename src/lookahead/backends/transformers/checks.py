@@ -341,6 +341,12 @@ def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: G
             f"prefill_chunk_size is not supported for {name}, whose own passes over several tokens forget the state "
             "behind them; leave it unset"
         )
+    seen = prompts.source.get("attention_mask")
+    if generation_config.prefill_chunk_size is not None and seen is not None and not seen.all():
+        raise UnsupportedArgumentError(
+            "prefill_chunk_size is not supported for an encoder whose attention_mask hides tokens: generate of "
+            "transformers cuts that mask to the length of the decoder's chunks; leave it unset"
+        )
     picks = INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if prompts.rows > 1 and (prompts.cache is not None or (prompts.inputs and picks)):
         what = "past_key_values" if prompts.cache is not None else "more than tokens"
