@@ -22,12 +22,12 @@ import torch
 import transformers
 from rich.console import Console
 
-from lookahead.bench.rows import Row, RowsFile, check_same, describe_machine, kept_lines
+from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import LookaheadError
 from plots import draw_plots
-from probe import Probe, instruction_sets
+from probe import Probe, machine_of
 from tables import fill_tables
 from worth import compare_commits
 
@@ -78,7 +78,7 @@ def guarded(command: Callable[[Console], int]) -> int:
 
 def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
     """Measure what the file lacks; returns the exit status."""
-    machine = {**describe_machine(torch.device(getattr(chosen, "device", "cpu"))), "instructions": instruction_sets()}
+    machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
     kept = kept_lines(options.output, restart=options.restart)

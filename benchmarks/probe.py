@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cases import Case, Counts
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, describe_machine
 from lookahead.bench.summary import first_difference, repeated_cycle_share
 from lookahead.errors import LookaheadError
 
@@ -71,15 +73,15 @@ class Turns:
             yield from self._warm_up(replace(case, answer=case.answer[:WARM_UP_TOKENS]))
         names = list(self._ways)
         first = self._turn % len(names)
-        runs: dict[str, Counts] = {}
+        runs: dict[str, list[Counts]] = {name: [] for name in names}
         for name in (*names[first:], *names[:first]) * self._repeats:
-            counts = self._ways[name](case, self._turn)
-            runs[name] = min(runs.get(name, counts), counts, key=lambda run: run.seconds)
+            runs[name].append(self._ways[name](case, self._turn))
         self._turn += 1
-        wanted = list(case.answer) or list(runs[names[0]].tokens)
+        wanted = list(case.answer) or list(runs[names[0]][0].tokens)
         for name in names:
-            counts = runs[name]
-            tokens = list(counts.tokens)
+            counts = min(runs[name], key=lambda run: run.seconds)
+            texts = [list(run.tokens) for run in runs[name]]
+            tokens = next((text for text in texts if text != wanted), texts[0])
             row: Row = {
                 "kind": "run",
                 "id": case.id,
@@ -104,6 +106,11 @@ class Turns:
             except LookaheadError as error:
                 del self._ways[name]
                 yield {"kind": "refused", "method": name, "reason": str(error)}
+
+
+def machine_of(device: torch.device) -> Row:
+    """The machine of a header: the processor that does the work, and what its CPU multiplies fast by."""
+    return {**describe_machine(device), "instructions": instruction_sets()}
 
 
 def instruction_sets() -> list[str]:

