@@ -153,7 +153,8 @@ class Runner:
     def serve(self, load: int, config: Config, case: Case, turn: int) -> Counts:
         """An engine of so many requests at once, the first of which is the case; every second one is sampled.
 
-        More of them wait at first: where none do, steps of the last rows cost the more, and saved tokens bring less.
+        As many wait at first, 16 at most: where none do, steps of few rows cost each of them more, and saved tokens
+        bring less.
         """
         if config is None:
             config = LookaheadConfig(step_budget=1)  # no room for drafts
@@ -164,7 +165,7 @@ class Runner:
         begin = now("cpu")
         engine = Engine(self._models.load("demo"), config, max_rows=load)
         handles = []
-        for seed in range(load + min(2 * load, 32)):
+        for seed in range(load + min(load, 16)):
             prompt = cases[(first + seed) % len(cases)].prompt
             handles.append(engine.submit(prompt, seed=seed, max_new_tokens=64, do_sample=seed % 2 == 1))
         while engine.step():

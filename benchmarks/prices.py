@@ -24,10 +24,10 @@ PRICES = {
     "float32": (1, 1.35, 1.5, 1.7, 2.0, 2.65, 4.0, 7.0),
     "bfloat16": (1, 1.08, 1.12, 1.2, 1.5, 2.0, 3.0, 5.0),
     "amx": (1, 1.03, 1.05, 1.07, 1.12, 1.25, 1.5, 2.2),
-    "gpu": (1, 1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.3),
+    "gpu": (1, 1.03, 1.05, 1.07, 1.08, 1.11, 1.23, 1.37),
 }
 """What steps of `NODES` take, in steps of one node: shapes of the curves of CPUs in float32, in bfloat16 with AVX-512
-and with AMX, and of a GPU that waits for its weights (not measured)."""
+and with AMX, and of an H200 with the shapes of an 8B model (`results/gpu-h200.jsonl`, after 512 tokens)."""
 
 SAVED_STATES = 0.35
 """What it takes besides to draft for a model with running states, which are saved first."""

@@ -299,6 +299,25 @@ def test_more_nodes_stay_where_they_cost_less_than_they_teach(
     assert max(text.sent[-400:]) == most
 
 
+def test_nodes_are_worth_more_early_in_a_text_and_nothing_more_for_chains_that_are_sent_again() -> None:
+    costs, likely = StepCosts(), np.full(31, 0.005)
+    for nodes in (1, 8, 32, 1, 8, 32):
+        costs.observe(nodes, 100, 1 + 0.02 * (nodes - 1), plain=nodes == 1)  # more than a node promises, and 0.007
+
+    def sent(row: PacedRow) -> list[int]:
+        found = []
+        for _ in range(100):
+            row.begin()
+            row.offer(likely, found.append)
+        return found
+
+    first, second = sent(PacedRow(Pace(costs))), sent(PacedRow(Pace(costs)))
+    assert first == second, "each text begins anew"
+    assert first[0] > 0 == first[-1]
+    assert first == sorted(first, reverse=True)
+    assert not any(sent(PacedRow(Pace(costs), resends=True)))
+
+
 def test_three_plain_steps_show_that_they_take_longer_now() -> None:
     costs = StepCosts()
     for step in range(100):
