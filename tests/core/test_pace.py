@@ -216,7 +216,7 @@ def test_certain_tokens_say_nothing_of_whether_drafting_pays() -> None:
     pace = Pace(StepCosts())
     for _ in range(400):  # four certain tokens each; what is sent beside them brings nothing
         rests = pace.rests
-        nodes = 5 if rests else 4 + pace.nodes
+        nodes = 5 if rests else 4 + pace.most()
         pace.book(
             StepTime(nodes, 100, seconds_of("AVX-512", nodes), 5, 1, not rests, certain_nodes=4, certain_tokens=4)
         )
@@ -285,7 +285,7 @@ def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> No
         nodes = size if drafted else 1
         seconds = slow * (1.3 + 0.02 * (nodes - 1) if drafted else 1.0)
         pace.book(StepTime(nodes, 100, seconds, 3 if nodes > 1 else 1, 1, drafted))
-    assert pace.nodes == 32
+    assert pace.most() == 32
 
 
 @pytest.mark.parametrize(("curve", "most"), [([(1, 1.0), (32, 1.1), (64, 3.0)], 32), ([(1, 1.0), (128, 1.2)], 128)])
@@ -299,15 +299,15 @@ def test_more_nodes_stay_where_they_cost_less_than_they_teach(
     assert max(text.sent[-400:]) == most
 
 
-def test_nodes_are_worth_more_early_in_a_text_and_nothing_more_for_chains_that_are_sent_again() -> None:
+def test_nodes_are_worth_more_early_in_a_text_but_for_chains_and_where_they_teach_nothing() -> None:
     costs, likely = StepCosts(), np.full(31, 0.005)
     for nodes in (1, 8, 32, 1, 8, 32):
         costs.observe(nodes, 100, 1 + 0.02 * (nodes - 1), plain=nodes == 1)  # more than a node promises, and 0.007
 
-    def sent(row: PacedRow) -> list[int]:
+    def sent(row: PacedRow, teaches: bool = True) -> list[int]:
         found = []
         for _ in range(100):
-            row.begin()
+            row.begin(teaches)
             row.offer(likely, found.append)
         return found
 
@@ -316,6 +316,7 @@ def test_nodes_are_worth_more_early_in_a_text_and_nothing_more_for_chains_that_a
     assert first[0] > 0 == first[-1]
     assert first == sorted(first, reverse=True)
     assert not any(sent(PacedRow(Pace(costs), resends=True)))
+    assert not any(sent(PacedRow(Pace(costs)), teaches=False))
 
 
 def test_three_plain_steps_show_that_they_take_longer_now() -> None:

@@ -197,9 +197,10 @@ class Stingy:
 
     def __init__(self) -> None:
         self.offers: list[list[float]] = []
+        self.taught: list[bool] = []
 
-    def begin(self) -> None:
-        pass
+    def begin(self, teaches: bool = True) -> None:
+        self.taught.append(teaches)
 
     def offer(self, likely: NDArray[np.float64], send: Callable[[int], None], pending: int = 1) -> None:
         self.offers.append(likely.tolist())
@@ -213,12 +214,27 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
     assert len(budget.offers) == 6
+    assert budget.taught == [True] * 6
     assert all(probabilities == sorted(probabilities, reverse=True) for probabilities in budget.offers)
     assert drafter.top_k == TOP_K
     budget.backs_off = True
     assert chain.step().is_chain
     assert drafter.top_k == 0
     assert len(budget.offers) == 6
+
+
+@pytest.mark.parametrize("memory", [lambda: DraftMemory(3, 256, TOP_K), DraftMemory.of_texts, lambda: None])
+def test_a_budget_knows_whether_nodes_teach(memory: Callable[[], DraftMemory | None]) -> None:
+    budget = Stingy()
+    kept = memory()
+    drafter = AutoDrafter(kept, budget)
+    drafter.start([1, 2, 3])
+    drafter.begins(TokenTree([1, 2, 3]))
+    assert budget.taught == [kept is not None and not kept.observed]
+    drafter._join().state.heard["share"] = 0.0  # a processor writes something else than the model says
+    drafter.begins(TokenTree([1, 2, 3]))
+    assert budget.taught[-1] is False
+    assert drafter.top_k == 0
 
 
 def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:

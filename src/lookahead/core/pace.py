@@ -178,16 +178,15 @@ class Pace:
         nodes = self.costs.padded(2 * self._tried)
         return min(nodes, self.costs.captured[-1]) if self.costs.captured else nodes
 
-    @property
-    def nodes(self) -> int:
-        """Nodes of the coming step for each row, the root included, at most."""
+    def most(self, taught: float = TAUGHT) -> int:
+        """Nodes of the coming step for each row, the root included, at most, if each teaches so much."""
         costs, rows, nodes = self.costs, self.rows, USUAL_NODES
         plain = costs.plain(rows)
         while nodes < MOST_CHOSEN_NODES:
             fewer, more, least = 1, nodes, plain
             if costs.was_timed(2 * nodes * rows):
                 fewer, more, least = nodes, 2 * nodes, costs.seconds(nodes * rows)
-            if costs.seconds(more * rows) - least >= plain * TAUGHT * (more - fewer):
+            if costs.seconds(more * rows) - least >= plain * taught * (more - fewer):
                 break
             nodes *= 2
         return max(min(costs.padded(nodes * rows), self.room) // rows, 1)
@@ -214,7 +213,7 @@ class Pace:
         plain = costs.plain(self.rows)
         if not self.in_rest:  # a look is for a text that may keep what another did not
             likely = likely**self._doubt
-        taught = 0.0 if resends else TAUGHT if self.in_rest else taught
+        taught = 0.0 if resends else min(taught, TAUGHT) if self.in_rest else taught
         chosen, gain = _choose(likely, pending, rows, resends, taught, plain * rows / self.rows, costs.curve)
         if self.in_rest:
             self.credit.look(gain)
@@ -292,23 +291,24 @@ class PacedRow:
         self._most = most
         self.most = 0
         self.backs_off = pace.rests
-        self._searched = 0
+        self._searched, self._taught = 0, 0.0
         self._looks = 0  # that found nothing: each took a third of a plain step of 5 ms
         pace.credit.unseen = min(pace.credit.unseen, REST << 1)  # this may be another text than the one before
 
-    def begin(self) -> None:
+    def begin(self, teaches: bool = True) -> None:
         """See `StepBudget`."""
         self.backs_off = self._pace.rests
         if not self.backs_off:
             self._pace.searches = True
             self._searched += 1
-            self.most = min(self._pace.nodes, self._most) - 1
+            taught = TAUGHT if teaches or self._resends else 0.0
+            self.most = min(self._pace.most(taught), self._most) - 1
+            self._taught = taught * (1 + 3 * math.exp(-self._searched / EARLY))
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
-        taught = TAUGHT * (1 + 3 * math.exp(-self._searched / EARLY))
-        chosen = self._pace.choose(likely[:most], pending, self._resends, taught=taught)
+        chosen = self._pace.choose(likely[:most], pending, self._resends, taught=self._taught)
         self.backs_off = self._pace.in_rest  # it was but a look
         if self.backs_off:
             self._looks = min(self._looks + 1, 2)

@@ -178,8 +178,8 @@ class StepBudget(Protocol):
     def most(self) -> int:
         """Most candidates that are sent; no more need be looked for."""
 
-    def begin(self) -> None:
-        """Begin a step, which settles the above."""
+    def begin(self, teaches: bool = True) -> None:
+        """Begin a step, which settles the above; `teaches`: whether what the model says after its nodes is learned."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """Choose among the candidates of a step.
@@ -210,7 +210,7 @@ class FixedBudget:
         self.most = nodes - 1
         self.least = least
 
-    def begin(self) -> None:
+    def begin(self, teaches: bool = True) -> None:
         """See `StepBudget`."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:

@@ -74,7 +74,7 @@ class SharedPace:
         """Most candidates of a row that may be sent."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
-    def begin(self) -> None:
+    def begin(self, teaches: bool = True) -> None:
         """See `StepBudget`; `begin_step` has begun the step of all rows."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:

@@ -88,9 +88,12 @@ class AutoDrafter:
     def top_k(self) -> int:
         """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off, and while
         what the model says is not what is selected."""
-        if self.budget.backs_off or not self._learns or self._is_lost or self.memory.observed:
-            return 0
-        return self.memory.top_k
+        return self.memory.top_k if self._listens and not self.budget.backs_off else 0
+
+    @property
+    def _listens(self) -> bool:
+        """Whether what the model says after a node is learned."""
+        return self._learns and not self._is_lost and not self.memory.observed
 
     @property
     def _is_lost(self) -> bool:
@@ -112,7 +115,7 @@ class AutoDrafter:
 
     def begins(self, tree: TokenTree) -> bool:
         """Begin a step, and add what is certain; whether there is something to search behind it."""
-        self.budget.begin()
+        self.budget.begin(self._listens)
         certain: list[int] = self._knowing[0].certain() if self._knowing else []
         if certain:
             tree.add_certain(certain[: self._most])
