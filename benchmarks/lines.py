@@ -270,7 +270,7 @@ def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
         yield Line(name, models.stories()[:count], count, partial(runner.texts, "stories", 200, heat=heat))
     mixed = models.prompts()[:count]
     yield Line("hard", mixed, count, partial(runner.texts, "hard", 192, heat=1.0))
-    short = models.prompts()[: 4 * count]  # as many tokens as other lines have
+    short = models.prompts()[: 4 * count]  # one of them says little
     yield Line("short calls", short, count, partial(runner.texts, "hard", 16, heat=1.0))
     for file in FORCED[:2]:
         for model in ("forced", "hybrid"):
