@@ -22,9 +22,11 @@ def shared_of(slope: float = 0.01, nodes: int | None = None) -> SharedPace:
     return SharedPace(lambda load, temperature: Pace(StepCosts(1 + slope * (GRID - 1)), load), nodes)
 
 
-def send(shared: SharedPace, offers: list[list[float]]) -> list[int]:
+def send(shared: SharedPace, offers: list[list[float]], teaching: int | None = None) -> list[int]:
     """How many candidates of each row are sent."""
     sent = [0] * len(offers)
+    for place in range(len(offers)):
+        shared.begin(teaching is None or place < teaching)
     for place, likely in enumerate(offers):
         shared.offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
     shared.share_out([TokenTree([0]) for _ in offers])
@@ -62,6 +64,13 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
         shared.begin_step(4)
         counts.append(sum(send(shared, [[0.9, 0.5, 0.1]] * 4)))
     assert counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.parametrize(("teaching", "sent"), [(4, True), (3, True), (2, False), (0, False)])
+def test_nodes_are_worth_what_they_teach_in_the_mean_row(teaching: int, sent: bool) -> None:
+    shared = shared_of(slope=0.002)  # of a step of four rows, that is 0.008 tokens; and a node promises and teaches
+    shared.begin_step(4)
+    assert any(send(shared, [[0.0035]] * 4, teaching)) == sent
 
 
 def test_a_new_load_begins_with_what_its_neighbour_knows() -> None:

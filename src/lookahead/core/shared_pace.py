@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.pace import Pace
+from lookahead.core.pace import TAUGHT, Pace
 from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
@@ -41,11 +41,12 @@ class SharedPace:
         self._paces: dict[tuple[int, float], Pace] = {}
         self._pace: Pace | None = None
         self._offers: list[tuple[NDArray[np.float64], Send]] = []
+        self._teaching = 0  # rows of the step whose nodes teach
 
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
         self._offers.clear()
-        self.rows = rows
+        self.rows, self._teaching = rows, 0
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
@@ -75,7 +76,8 @@ class SharedPace:
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
     def begin(self, teaches: bool = True) -> None:
-        """See `StepBudget`; `begin_step` has begun the step of all rows."""
+        """See `StepBudget`; `begin_step` has begun the step of all rows. What nodes teach counts as in the mean row."""
+        self._teaching += teaches
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`: sent when all rows have offered theirs."""
@@ -87,17 +89,18 @@ class SharedPace:
         Args:
             trees: Those of the step, with roots and pending tokens alone.
         """
-        counts = self.share([likely for likely, _ in self._offers], sum(map(len, trees)))
+        counts = self.share([likely for likely, _ in self._offers], sum(map(len, trees)), self._teaching)
         for (_, send), count in zip(self._offers, counts, strict=True):
             send(count)
         self._offers.clear()
 
-    def share(self, offers: Sequence[NDArray[np.float64]], pending: int) -> list[int]:
+    def share(self, offers: Sequence[NDArray[np.float64]], pending: int, teaching: int) -> list[int]:
         """How many candidates of each row are sent.
 
         Args:
             offers: Of each row the probabilities that its candidates are accepted, in the order of sending.
             pending: Nodes of the step without them.
+            teaching: Rows of whose nodes it is learned what the model says after them.
         """
         if self.backs_off:
             return [0] * len(offers)
@@ -107,7 +110,7 @@ class SharedPace:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
         else:
             room = max(self._pace.room - self.rows, self.rows)
-            sent = self._pace.choose(likely[order[:room]], pending, shared=True)
+            sent = self._pace.choose(likely[order[:room]], pending, shared=True, taught=TAUGHT * teaching / self.rows)
             self.backs_off = self._pace.in_rest  # it was but a look
         owners = np.repeat(np.arange(len(offers)), [len(offered) for offered in offers])
         counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()

@@ -302,7 +302,8 @@ class LookaheadProposer:
         if pace is not None and not self._rests:
             found = rows.places[drafting]
             offers = [batch.state.trees["probability"][place, 1 : 1 + batch.state.counts[place]] for place in found]
-            batch.state.counts[found] = pace.share(offers, len(found))
+            learned = 0 if self._target is None else len(found)
+            batch.state.counts[found] = pace.share(offers, len(found), learned)
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.state.counts[places[places >= 0]], 0).sum())
         return places
