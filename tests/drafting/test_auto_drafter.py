@@ -179,13 +179,17 @@ def test_without_anything_to_go_by_recent_tokens_are_tried() -> None:
     assert set(tree.parents[3:]) == {tree.root}
 
 
-def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
+def test_nothing_is_indexed_before_a_first_draft_and_then_every_step_teaches() -> None:
     drafter = drafter_of(8)
     drafter.start([1, 2])
-    tree = TokenTree([1, 2])
-    shares = np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
+    tree, shares = TokenTree([1, 2]), np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
     drafter.observe(StepResult(tree, np.array([-1, 3]), [], [3], np.array([[-1, -1], [3, 4]]), shares))
-    assert lookup(drafter.memory, np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
+    assert drafter.together is None
+    assert not lookup(drafter.memory, np.array([[2, 1, -1]]))[0].any()
+    drafter.propose(TokenTree([3]))
+    tree = TokenTree([3])  # one that was not drafted for
+    drafter.observe(StepResult(tree, np.array([5]), [], [5], np.array([[5, 6]]), shares[1:]))
+    assert lookup(drafter.memory, np.array([[3, 2, 1]]))[0].tolist() == [[True, True, True]]
 
 
 class Stingy:

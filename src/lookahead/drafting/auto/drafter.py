@@ -208,8 +208,8 @@ class AutoDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
-        if self.ends(result):
-            self._join().learn_rows([(self, result)])
+        if self.ends(result) and self._batch is not None:
+            self._batch.learn_rows([(self, result)])
 
     def ends(self, result: StepResult) -> bool:
         """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later."""
@@ -218,9 +218,9 @@ class AutoDrafter:
         if result.tree is not self._tree:
             self._sent = 0
         self._tree = None
-        # A resting drafter does nothing that can wait.
+        # Nothing is done that can wait: not in a rest, and before a first draft, which many short texts never have.
         certain = result.tree.certain
-        is_searched = not self.budget.backs_off and certain <= self._certain
+        is_searched = self._batch is not None and not self.budget.backs_off and certain <= self._certain
         if is_searched and self._learns and (result.top_ids.shape[1] or self.memory.observed or self._is_lost):
             self._certain = certain
             return True
