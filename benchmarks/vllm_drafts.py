@@ -41,7 +41,10 @@ import vllm
 from cases import read_texts
 from models import model_folder, save_random
 
-METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
+FIXED = {"lookahead, 2 drafts": 2, "lookahead, 4 drafts": 4, "lookahead, full drafts": None}
+"""Methods that draft as many tokens for each request in every step."""
+
+METHODS = ("no drafts", "ngram", "suffix", "lookahead", *FIXED)
 PROMPT_TOKENS = 700
 
 _BATCHES = 2
@@ -72,8 +75,9 @@ class Switch:
         config = self.config
         self.proposers: dict[str, Any] = {"ngram": NgramProposer(config), "suffix": SuffixDecodingProposer(config)}
         self._readers = {}
-        for name, adaptive in zip(METHODS[3:], (True, False), strict=True):
-            config.additional_config = {"lookahead": {"adaptive": adaptive}}
+        for name in ("lookahead", *FIXED):
+            config.additional_config = {"lookahead": {"adaptive": name not in FIXED}}
+            config.speculative_config.num_speculative_tokens = FIXED.get(name) or self._drafted
             self.proposers[name] = LookaheadProposer(config)
             self._model.compute_logits = self._plain
             self.proposers[name].load_model(self._model)
