@@ -276,6 +276,45 @@ def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str, deviation
     assert (np.diff(costs.curve) >= 0).all()
 
 
+def learned(sizes: tuple[int, ...] = (1, 8, 32)) -> StepCosts:
+    """Steps that took 10 ms, and 0.2 ms more for each node."""
+    costs, noise = StepCosts(), uneven(1, 0.03)
+    for _ in range(20):
+        for nodes in sizes:
+            costs.observe(nodes, 100, 0.01 * (1 + 0.02 * (nodes - 1)) * noise(), plain=nodes == 1)
+    return costs
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.6])
+@pytest.mark.parametrize("steps", [1, 40])
+def test_a_machine_that_slows_down_slows_plain_steps_that_nobody_timed(factor: float, steps: int) -> None:
+    costs, noise = learned(), uneven(2, 0.03)
+    for step in range(60):
+        slower = factor ** min((step + 1) / steps, 1)
+        costs.observe(32, 100, 0.01 * 1.62 * slower * noise())
+    assert costs.plain(1) == pytest.approx(0.01 * factor, rel=0.1)
+    assert costs.seconds(8) == pytest.approx(0.01 * 1.14 * factor, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.6, 2.0])
+def test_whether_one_size_alone_has_changed_its_next_plain_step_tells(factor: float) -> None:
+    costs = learned()
+    changes = [costs.observe(32, 100, 0.01 * 1.62 * factor) for _ in range(3)]
+    assert changes == ([True, False, False] if factor < 1 else [False, False, True])
+    for _ in range(3):
+        costs.observe(1, 100, 0.01, plain=True)
+        costs.observe(32, 100, 0.01 * 1.62 * factor)
+    assert costs.plain(1) == pytest.approx(0.01, rel=0.05)
+    assert costs.seconds(32) == pytest.approx(max(0.01 * 1.62 * factor, 0.01), rel=0.08)
+
+
+def test_a_disturbed_step_changes_nothing() -> None:
+    costs = learned()
+    assert not costs.observe(32, 100, 1.0)
+    assert costs.plain(1) == pytest.approx(0.01, rel=0.1)
+    assert costs.seconds(32) == pytest.approx(0.0162, rel=0.1)
+
+
 def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> None:
     pace = Pace(StepCosts())
     for step in range(400):

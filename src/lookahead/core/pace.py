@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.compiled import FIRST, compiled
 from lookahead.core.protocols import Send
-from lookahead.core.step_costs import PLAIN, SURPRISE, StepCosts, seconds_at
+from lookahead.core.step_costs import PLAIN, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 
 FIRST_NODES = 8
@@ -255,9 +255,9 @@ class Pace:
         self._since += 1
         self._plain = 0
         self._tried = max(self._tried, step.nodes)
-        costs.observe(step.nodes, step.context, step.seconds)
-        seconds = min(step.seconds, (1 + SURPRISE) * costs.seconds(step.nodes))
-        cost = seconds * self._without_certain(step) / costs.plain(self.rows)
+        if costs.observe(step.nodes, step.context, step.seconds):
+            self._interval = PLAIN_STEPS  # have plain steps changed as well?
+        cost = costs.seconds(step.nodes - step.certain_nodes) / costs.plain(self.rows)
         if costs.times[PLAIN]:
             # What a step seems to save that brings no more than a plain one is noise, and would hide what drafts cost.
             saved = tokens - cost if tokens > 1 else min(tokens - cost, 0.0)
