@@ -86,9 +86,10 @@ class AutoDrafter:
 
     @property
     def top_k(self) -> int:
-        """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off, and while
-        what the model says is not what is selected."""
-        return self.memory.top_k if self._listens and not self.budget.backs_off else 0
+        """How many of the likeliest next tokens `observe` wants of each node; none before a first
+        draft, while drafting backs off, and while what the model says is not what is selected."""
+        listens = self._batch is not None and self._listens and not self.budget.backs_off
+        return self.memory.top_k if listens else 0
 
     @property
     def _listens(self) -> bool:
