@@ -141,7 +141,7 @@ def test_a_promising_draft_ends_a_rest_until_promises_are_broken() -> None:
     assert text.lost <= FIXED_LOSS + MOST_CREDIT, "promises are believed that were broken each time"
 
 
-def test_candidates_that_break_their_promises_are_not_sent_until_they_keep_them() -> None:
+def test_candidates_that_break_their_promises_are_sent_now_and_then_until_they_keep_them() -> None:
     pace = Pace(StepCosts())
     likely = np.full(12, 0.25)
     for seconds in (1.0, 1.0):
@@ -156,8 +156,10 @@ def test_candidates_that_break_their_promises_are_not_sent_until_they_keep_them(
     while send(2) == len(likely) and pace.costs.times[: len(GRID)].sum() < 12:
         pass
     assert send(2) == len(likely)
-    counts = [send(0) for _ in range(40)]
-    assert counts[-1] == 0, "what is promised and not kept is sent all the same"
+    counts = [send(0) for _ in range(60)]
+    sends = np.flatnonzero(counts[30:])
+    assert len(sends) <= 15, "what is promised and not kept is sent all the same"
+    assert len(sends), "what is never sent can never be kept"
 
 
 def test_costs_that_jump_are_noticed() -> None:

@@ -56,7 +56,9 @@ four times more: 2 to 3 % less on texts of 128 to 200 tokens."""
 DOUBTED, MOST_DOUBT = 0.1, 4.0
 """How fast probabilities are doubted, and how far: after a step that promised many tokens and brought none they are
 taken to the power of a tenth more. Played with 0.05 and 0.2: forced edits, agents 1 to 3 % less and 1 % more, stories
-3 % less with 0.2. Without it forced texts, whose drafts kept 0.35 to 0.86 of what they promised, went at 0.85 of it."""
+3 % less with 0.2. Without it forced texts, whose drafts kept 0.35 to 0.86 of what they promised, went at 0.85 of it.
+It fades, a fifth as fast, in steps that promise nothing: where so much is doubted that nothing is sent, nothing shows
+it wrong. By clocks with and without noise stories at 1 1.03, at 0.8 1.02, GSM8K, HumanEval at 0.8 0.99, 1.00."""
 
 
 class Credit:
@@ -234,7 +236,8 @@ class Pace:
         if not step.tells:
             return
         kept = step.tokens - step.certain_tokens - step.rows
-        doubt = self._doubt * math.exp(DOUBTED * (promised - kept) / (promised + step.rows))
+        faded = self._doubt if promised else self._doubt ** (1 - DOUBTED / 5)
+        doubt = faded * math.exp(DOUBTED * (promised - kept) / (promised + step.rows))
         self._doubt = min(max(doubt, 1.0), MOST_DOUBT)
         if step.drafted:
             self._book_draft(step)
