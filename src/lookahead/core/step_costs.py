@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     """What steps took: the state of a Kalman filter of the logarithms of their times over the guess.
 
     When others slow the machine down, all steps become slower, and plain ones, that are timed now and then alone, are
-    known to have. By medians of the times of each size HumanEval at 0.8 went at 0.97 of plain decoding, now at 1.08.
+    known to have. By medians of the times of each size HumanEval at 0.8 went at 0.97 of plain decoding, now at 1.03.
 
     Attributes:
         guess: Expected time of a step of each size, and what each token of text adds to it, `[2, sizes]`.
