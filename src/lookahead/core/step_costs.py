@@ -149,7 +149,7 @@ class StepCosts:
         nodes = self.padded(nodes)
         if plain:
             self._plain_nodes = nodes
-        return _observe(nodes, context, seconds, self._plain_nodes, plain, _UNKNOWN, self._seen)
+        return _observe(nodes, context, seconds, self._plain_nodes, plain, self._seen)
 
     def was_timed(self, nodes: int) -> bool:
         """Whether a drafted step of about so many nodes was timed."""
@@ -200,15 +200,6 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 @inner
-def _bucket(nodes: int) -> int:
-    """The place in `GRID` of the size that is nearest to `nodes`, by ratio."""
-    place = FIRST
-    while place + 1 < PLAIN and GRID[place] * GRID[place + 1] < nodes * nodes:
-        place += 1
-    return place
-
-
-@inner
 def _place(nodes: int) -> tuple[int, float]:
     """The place in `GRID` of the next smaller size, and how much of the way to the next larger one is gone."""
     place = FIRST
@@ -225,9 +216,7 @@ def seconds_at(curve: NDArray[np.float64], nodes: int) -> float:
 
 
 @compiled
-def _observe(
-    nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, change: NDArray[np.float64], seen: Seen
-) -> bool:
+def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, seen: Seen) -> bool:
     """Correct by the time of a step what all are expected to take; returns whether it changed."""
     guess, over, unknown, along, noise, surprises, times, expected, _ = seen
     for size in range(PLAIN):
@@ -236,10 +225,7 @@ def _observe(
     high, share = low + 1, min(share, 1.0)
     if plain:
         low, high, share = PLAIN, PLAIN, 0.0
-    _widen(unknown, DRIFT**2, change)
-    for size in range(PLAIN + 1):
-        along[size] = (1 - share) * unknown[low, size] + share * unknown[high, size]
-    known = (1 - share) * along[low] + share * along[high]
+    known = _widen(unknown, DRIFT**2, low, high, share, along)
     error = math.log(seconds / seconds_at(expected, nodes)) - (1 - share) * over[low] - share * over[high]
 
     size, usual = high if share > 0.5 else low, CHANGE * math.sqrt(known + noise[0])
@@ -248,10 +234,7 @@ def _observe(
     changed = bool(error < -usual or surprises[size] >= CHANGE)
     if changed:
         surprises[size] = 0
-        _widen(unknown, error * error, change)
-        for other in range(PLAIN + 1):
-            along[other] = (1 - share) * unknown[low, other] + share * unknown[high, other]
-        known = (1 - share) * along[low] + share * along[high]
+        known = _widen(unknown, error * error, low, high, share, along)
     else:
         error = min(error, usual)
         noise[0] += (max(error * error * noise[0] / (known + noise[0]), NOISE**2) - noise[0]) / 32
@@ -265,11 +248,17 @@ def _observe(
 
 
 @inner
-def _widen(unknown: NDArray[np.float64], much: float, change: NDArray[np.float64]) -> None:
-    """Know less of what steps take: they may have changed by so much."""
+def _widen(
+    unknown: NDArray[np.float64], much: float, low: int, high: int, share: float, along: NDArray[np.float64]
+) -> float:
+    """Know less of what steps take: they may have changed by so much. Returns the variance of a step between two sizes,
+    after putting its covariance with each into `along`."""
     for size in range(PLAIN + 1):
         for other in range(PLAIN + 1):
-            unknown[size, other] += much * change[size, other]
+            unknown[size, other] += much * _UNKNOWN[size, other]
+    for size in range(PLAIN + 1):
+        along[size] = (1 - share) * unknown[low, size] + share * unknown[high, size]
+    return float((1 - share) * along[low] + share * along[high])
 
 
 @inner

@@ -86,8 +86,8 @@ class AutoDrafter:
 
     @property
     def top_k(self) -> int:
-        """How many of the likeliest next tokens `observe` wants of each node; none before a first
-        draft, while drafting backs off, and while what the model says is not what is selected."""
+        """How many of the likeliest next tokens `observe` wants of each node; none before a first draft,
+        while drafting backs off, and while what the model says is not what is selected."""
         listens = self._batch is not None and self._listens and not self.budget.backs_off
         return self.memory.top_k if listens else 0
 
