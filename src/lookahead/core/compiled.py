@@ -107,7 +107,8 @@ class TypedLoop:
 def _kinds(argument: Any) -> Any:
     """What the types that numba gives arguments depend on."""
     if isinstance(argument, np.ndarray):
-        return argument.dtype, argument.ndim, argument.flags.num
+        flags = argument.flags
+        return argument.dtype, argument.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
     if isinstance(argument, tuple):
         return (type(argument), *map(_kinds, argument))
     return type(argument)
