@@ -317,6 +317,28 @@ def test_a_disturbed_step_changes_nothing() -> None:
     assert costs.seconds(32) == pytest.approx(0.0162, rel=0.1)
 
 
+def test_what_one_node_took_before_does_not_make_thirty_two_seem_dear() -> None:
+    costs = StepCosts()
+    for _ in range(8):
+        costs.observe(1, 100, 1.0, plain=True)
+        costs.observe(1, 100, 6.0)
+        costs.observe(32, 100, 12.0)
+    costs.forget()
+    for _ in range(2):
+        costs.observe(1, 100, 1.0, plain=True)
+        costs.observe(32, 100, 1.4)
+    assert costs.seconds(32) == pytest.approx(1.4, rel=0.1)
+
+
+def test_trials_are_of_steps_as_large_as_those_that_the_text_had_before() -> None:
+    text = Text(Pace(StepCosts()))
+    text.decode(repeat((3, 1.0)), 500)
+    most = text.pace.most()
+    text.decode(repeat((0, 1.0)), 1000)
+    assert text.pace.in_rest
+    assert text.pace.most() == most
+
+
 def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> None:
     pace = Pace(StepCosts())
     for step in range(400):

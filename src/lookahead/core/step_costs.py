@@ -39,9 +39,10 @@ ones that take long were disturbed. Nothing makes a step shorter but a change.""
 _FORMAT = 2
 
 _DOUBLINGS = np.append(1 + np.log2(GRID), 0)
-_UNKNOWN = np.add(1, SPREAD**2 * np.minimum.outer(_DOUBLINGS, _DOUBLINGS))
-"""What is not known at first, nor after a change, `[sizes + 1, sizes + 1]`: how fast all steps are, and how sizes
-deviate from each other, in a random walk over doublings that begins at plain steps."""
+_SPREADS = SPREAD**2 * np.minimum.outer(_DOUBLINGS, _DOUBLINGS)
+"""How far sizes deviate from plain steps, `[sizes + 1, sizes + 1]`: in a random walk over doublings."""
+_UNKNOWN = 1 + _SPREADS
+"""What is not known at first, nor after a change: besides that, how fast all steps are."""
 
 
 class Seen(NamedTuple):
@@ -135,7 +136,7 @@ class StepCosts:
     def forget(self) -> None:
         """Forget what drafted steps took, as after a while without any."""
         self.times[:PLAIN] = 0
-        self._seen.unknown[:] += _UNKNOWN
+        self._seen.unknown[:] += _SPREADS
 
     def padded(self, nodes: int) -> int:
         """Nodes that a step of so many nodes is run with."""
@@ -267,9 +268,12 @@ def _draw(plain_place: int, seen: Seen) -> None:
     _, over, unknown, _, _, _, _, expected, curve = seen
     for size in range(PLAIN):
         curve[size] = math.exp(over[size]) * expected[size]
+    known = unknown[PLAIN - 1, PLAIN - 1]
     for size in range(PLAIN - 2, -1, -1):  # what is less known of a size, a larger one may belie
-        if unknown[size, size] > unknown[size + 1, size + 1] and curve[size + 1] < curve[size]:
+        if unknown[size, size] > known and curve[size + 1] < curve[size]:
             curve[size] = curve[size + 1]
+        else:
+            known = unknown[size, size]
     least = math.exp(over[PLAIN]) * expected[plain_place]
     for size in range(plain_place, PLAIN):
         curve[size] = least = max(curve[size], least)
