@@ -330,13 +330,13 @@ def test_what_one_node_took_before_does_not_make_thirty_two_seem_dear() -> None:
     assert costs.seconds(32) == pytest.approx(1.4, rel=0.1)
 
 
-def test_trials_are_of_steps_as_large_as_those_that_the_text_had_before() -> None:
+def test_a_trial_begins_with_as_many_nodes_as_a_first_step() -> None:
     text = Text(Pace(StepCosts()))
+    first = text.pace.most()
     text.decode(repeat((3, 1.0)), 500)
-    most = text.pace.most()
     text.decode(repeat((0, 1.0)), 1000)
     assert text.pace.in_rest
-    assert text.pace.most() == most
+    assert text.pace.most() == first
 
 
 def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> None:

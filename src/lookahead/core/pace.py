@@ -267,7 +267,7 @@ class Pace:
             self._saved += saved
             self.credit.book(saved)
         if self.credit.rest:  # what costs were, may be why
-            self._since, self._saved = 0, 0.0
+            self._since, self._saved, self._tried = 0, 0.0, FIRST_NODES // 2 * self.rows
             costs.forget()
 
     def _without_certain(self, step: StepTime) -> float:

@@ -39,9 +39,9 @@ ones that take long were disturbed. Nothing makes a step shorter but a change.""
 _FORMAT = 2
 
 _DOUBLINGS = np.append(1 + np.log2(GRID), 0)
-_SPREADS = SPREAD**2 * np.minimum.outer(_DOUBLINGS, _DOUBLINGS)
+_SPREADS = np.multiply(SPREAD**2, np.minimum.outer(_DOUBLINGS, _DOUBLINGS))
 """How far sizes deviate from plain steps, `[sizes + 1, sizes + 1]`: in a random walk over doublings."""
-_UNKNOWN = 1 + _SPREADS
+_UNKNOWN = np.add(1, _SPREADS)
 """What is not known at first, nor after a change: besides that, how fast all steps are."""
 
 
