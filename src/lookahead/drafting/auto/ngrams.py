@@ -29,7 +29,8 @@ OLD_SHARE = 0.7
 rest: another may follow the next time."""
 
 EVIDENCE_PRIOR = 20.0
-"""Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be."""
+"""Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be. Played with 5
+and 10, fixed prices: HumanEval 0.98, 1.00, GSM8K 0.98, 0.99, forced edits 0.99, 1.00 of the speed with 20."""
 
 FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
