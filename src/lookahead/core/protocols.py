@@ -208,6 +208,8 @@ class FixedBudget:
         if nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least its root")
         self.most = nodes - 1
+        if not self.most:  # what is learned would never be sent
+            self.backs_off = True
         self.least = least
 
     def begin(self, teaches: bool = True) -> None:
