@@ -150,7 +150,7 @@ def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
 def test_a_step_moves_nothing_of_rows_that_stay() -> None:
     model = build("llama")
     runner = ModelRunner(packed_model(model))
-    stays, leaves, joins = Row(), Row(), Row()
+    stays, leaves, joins = Row(block=16), Row(block=16), Row(block=16)
     runner.rows = [leaves, stays]
     runner.forward([TokenTree([5, 9, 3]), TokenTree([7, 8])])
     runner.commit([[0, 1, 2], [0, 1]])

@@ -47,7 +47,7 @@ def test_a_contiguous_path_is_not_copied() -> None:
     cache.commit([[0, 1, 2]])
     assert keys._version == before
     assert cache.longest == 3
-    cache.update(states([[5, 6, 7]]), states([[5, 6, 7]]), 0)
+    keys, _ = cache.update(states([[5, 6, 7]]), states([[5, 6, 7]]), 0)
     before = keys._version
     cache.commit([[0, 2]])
     assert keys._version == before + 1, "one copy, of the one state in the wrong place"
@@ -56,12 +56,28 @@ def test_a_contiguous_path_is_not_copied() -> None:
 def test_memory_grows_seldom() -> None:
     cache, capacities = TreeCache(), set()
     for token in range(3000):
-        keys, _ = cache.update(states([[token]]), states([[token]]), 0)
+        keys, _ = cache.update(states([[token, -1]]), states([[token, -1]]), 0)
         cache.commit([[0]])
         capacities.add(cache.allocated)
-    assert keys[0, 0, :, 0].tolist() == list(range(3000))
-    assert len(capacities) <= 12
-    assert max(capacities) <= 3000 + 256
+    assert keys[0, 0, :, 0].tolist() == [*range(3000), -1]
+    assert len(capacities) <= 13, "the first two tokens have no room beside them"
+    assert max(capacities) <= 3001 + 256
+
+
+def test_a_short_text_without_drafts_has_no_room_for_them() -> None:
+    cache = TreeCache()
+    cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 0)
+    cache.commit([[0, 1, 2]])
+    keys, values = cache.update(states([[4]]), -states([[4]]), 0)
+    cache.commit([[0]])
+    assert cache.allocated == 4
+    assert keys[0, 1, :, 2].tolist() == [1, 2, 3, 4]
+    assert values[0, 1, :, 2].tolist() == [-1, -2, -3, -4]
+    cache.update(states([[5, 6]]), -states([[5, 6]]), 0)
+    assert cache.allocated > 200, "other steps may follow that have drafts"
+    cache.crop(2)
+    keys, _ = cache.update(states([[7]]), -states([[7]]), 0)
+    assert keys[0, 0, :, 0].tolist() == [1, 2, 7]
 
 
 def test_a_start_is_copied_and_an_end_cropped() -> None:
