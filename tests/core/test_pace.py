@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.pace import MOST_CREDIT, REST, Pace, PacedRow
+from lookahead.core.pace import MOST_CREDIT, PLAIN_STEPS, REST, Pace, PacedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 
@@ -64,7 +64,8 @@ class Text:
                 accepted = min(accepted, sent[-1])
             nodes = 1 + sent[-1]
             seconds = seconds_of(self._curve, nodes) * longer
-            self.pace.book(StepTime(nodes, 100, seconds * self._jitter(), 1 + accepted, 1, not rests))
+            if not self.pace.sleeps():
+                self.pace.book(StepTime(nodes, 100, seconds * self._jitter(), 1 + accepted, 1, not rests))
             self.seconds += seconds
             self.tokens += 1 + accepted
             self.sent.append(0 if rests else nodes)
@@ -414,6 +415,17 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
 
     assert looks(PacedRow(pace), 250) == [0, 2 * REST, 6 * REST, 10 * REST, 14 * REST]
     assert looks(PacedRow(pace), 250)[0] <= 2 * REST
+
+
+def test_plain_steps_are_timed_at_the_end_of_a_long_rest_alone() -> None:
+    text = Text(Pace(StepCosts()))
+    while text.pace.credit.rest <= 3 * REST:
+        text.decode(repeat((0, 1.0)), 1)
+    timed, left = int(text.pace.costs.times[-1]), text.pace.credit.rest
+    text.decode(repeat((0, 1.0)), left - REST)
+    assert (text.pace.credit.rest, text.pace.costs.times[-1]) == (REST, timed)
+    text.decode(repeat((0, 1.0)), REST)
+    assert (text.pace.credit.rest, text.pace.costs.times[-1]) == (0, timed + REST // PLAIN_STEPS)
 
 
 def test_looking_for_drafts_that_are_not_found_costs_what_drafts_may_lose() -> None:

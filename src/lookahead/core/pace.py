@@ -230,6 +230,15 @@ class Pace:
         costs = self.costs
         return max((costs.seconds(2 * rows) - costs.seconds(rows)) / costs.plain(rows), TAUGHT)
 
+    def sleeps(self) -> bool:
+        """Whether the step that is over was one of a long rest, of which it is noted here, and nothing has to be known:
+        what plain steps take is for its end."""
+        if self.searches or self.credit.rest <= REST:
+            return False
+        self._doubt **= 1 - DOUBTED / 5
+        self.credit.wait()
+        return True
+
     def book(self, step: StepTime) -> None:
         """Note a step."""
         promised, self._promised, self.searches = self._promised, 0.0, False
@@ -244,8 +253,9 @@ class Pace:
             return
         self._plain += 1
         if self._plain % PLAIN_STEPS == 0:
-            seconds = step.seconds * self._without_certain(step)
-            self.costs.observe(step.nodes - step.certain_nodes, step.context, seconds, plain=True)
+            # Which part of its time the step would have taken without its certain nodes.
+            part = self.costs.seconds(step.nodes - step.certain_nodes) / self.costs.seconds(step.nodes)
+            self.costs.observe(step.nodes - step.certain_nodes, step.context, step.seconds * part, plain=True)
         if self.credit.rest:
             self.credit.wait()
         elif self._since >= self._interval and self._plain >= PLAIN_STEPS:
@@ -269,12 +279,6 @@ class Pace:
         if self.credit.rest:  # what costs were, may be why
             self._since, self._saved, self._tried = 0, 0.0, FIRST_NODES // 2 * self.rows
             costs.forget()
-
-    def _without_certain(self, step: StepTime) -> float:
-        """Which part of its time the step would have taken without its certain nodes."""
-        if not step.certain_nodes:
-            return 1.0
-        return self.costs.seconds(step.nodes - step.certain_nodes) / self.costs.seconds(step.nodes)
 
 
 class PacedRow:

@@ -161,8 +161,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _stays_full(self, start: int, count: int, room: int) -> bool:
         """Whether there is no need of room for drafts yet: a prompt, or one token more behind what is full."""
-        plain = start == room and (count == 1 or not start) and self.block is None
-        return plain and not torch.is_inference_mode_enabled()  # its tensors could not be written to outside of it
+        # Tensors of inference mode could not be written to outside of it.
+        is_grown = self.block is not None or torch.is_inference_mode_enabled()
+        return start == room and (count == 1 or not start) and not is_grown
 
     def _grow(self, needed: int, kept: int) -> None:
         """Get room for at least `needed` tokens, with the first `kept` columns as they are; by a constant factor, so
