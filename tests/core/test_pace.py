@@ -64,7 +64,7 @@ class Text:
                 accepted = min(accepted, sent[-1])
             nodes = 1 + sent[-1]
             seconds = seconds_of(self._curve, nodes) * longer
-            if not self.pace.sleeps():
+            if not self.pace.skip():
                 self.pace.book(StepTime(nodes, 100, seconds * self._jitter(), 1 + accepted, 1, not rests))
             self.seconds += seconds
             self.tokens += 1 + accepted

@@ -230,9 +230,9 @@ class Pace:
         costs = self.costs
         return max((costs.seconds(2 * rows) - costs.seconds(rows)) / costs.plain(rows), TAUGHT)
 
-    def sleeps(self) -> bool:
-        """Whether the step that is over was one of a long rest, of which it is noted here, and nothing has to be known:
-        what plain steps take is for its end."""
+    def skip(self) -> bool:
+        """Note the step that is over without its time, if it was one of a long rest; whether it was. What plain steps
+        take has to be known only when drafts are tried again."""
         if self.searches or self.credit.rest <= REST:
             return False
         self._doubt **= 1 - DOUBTED / 5

@@ -121,9 +121,9 @@ class SharedPace:
         """See `Pace`."""
         return not self.backs_off
 
-    def sleeps(self) -> bool:
-        """See `Pace.sleeps`."""
-        return self._pace is not None and self._pace.sleeps()
+    def skip(self) -> bool:
+        """See `Pace.skip`."""
+        return self._pace is not None and self._pace.skip()
 
     def book(self, step: StepTime) -> None:
         """Note what a step took and brought; see `Pace.book`."""

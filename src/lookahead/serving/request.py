@@ -211,7 +211,7 @@ class Steps:
         try:
             self._timer.begin(batch)
             done = step(self.backend, batch)
-            if pace is not None and not pace.sleeps():
+            if pace is not None and not pace.skip():
                 pace.book(self._timer.end(batch, done, pace.searches))
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = ()
