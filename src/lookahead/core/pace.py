@@ -134,8 +134,7 @@ class Pace:
     """
 
     def __init__(self, costs: StepCosts, rows: int = 1) -> None:
-        self.costs = costs
-        self.rows = rows
+        self.costs, self.rows = costs, rows
         self.credit = Credit(FIRST_CREDIT)
         self.searches = False
         self._tried = FIRST_NODES // 2 * rows
@@ -212,11 +211,11 @@ class Pace:
             taught: What a node is worth besides, in tokens: nothing where it resends, in a rest `TAUGHT` at most.
         """
         costs, rows = self.costs, 1 if shared else self.rows
-        plain = costs.plain(self.rows)
         if not self.in_rest:  # a look is for a text that may keep what another did not
             likely = likely**self._doubt
         taught = 0.0 if resends else min(taught, TAUGHT) if self.in_rest else taught
-        chosen, gain = _choose(likely, pending, rows, resends, taught, plain * rows / self.rows, costs.curve)
+        plain = costs.plain(self.rows) * rows / self.rows
+        chosen, gain = _choose(likely, pending, rows, resends, taught, plain, costs.curve)
         if self.in_rest:
             self.credit.look(gain)
             chosen = 0 if self.in_rest else chosen
@@ -231,8 +230,7 @@ class Pace:
         return max((costs.seconds(2 * rows) - costs.seconds(rows)) / costs.plain(rows), TAUGHT)
 
     def skip(self) -> bool:
-        """Note the step that is over without its time, if it was one of a long rest; whether it was. What plain steps
-        take has to be known only when drafts are tried again."""
+        """Note a step of a long rest, before whose end nobody asks what steps take; whether it was one."""
         if self.searches or self.credit.rest <= REST:
             return False
         self._doubt **= 1 - DOUBTED / 5
@@ -253,9 +251,9 @@ class Pace:
             return
         self._plain += 1
         if self._plain % PLAIN_STEPS == 0:
-            # Which part of its time the step would have taken without its certain nodes.
-            part = self.costs.seconds(step.nodes - step.certain_nodes) / self.costs.seconds(step.nodes)
-            self.costs.observe(step.nodes - step.certain_nodes, step.context, step.seconds * part, plain=True)
+            nodes = step.nodes - step.certain_nodes  # those that are not certain take this part of the time:
+            part = self.costs.seconds(nodes) / self.costs.seconds(step.nodes)
+            self.costs.observe(nodes, step.context, step.seconds * part, plain=True)
         if self.credit.rest:
             self.credit.wait()
         elif self._since >= self._interval and self._plain >= PLAIN_STEPS:
@@ -265,8 +263,7 @@ class Pace:
 
     def _book_draft(self, step: StepTime) -> None:
         costs, tokens = self.costs, (step.tokens - step.certain_tokens) / step.rows
-        self._since += 1
-        self._plain = 0
+        self._since, self._plain = self._since + 1, 0
         self._tried = max(self._tried, step.nodes)
         if costs.observe(step.nodes, step.context, step.seconds):
             self._interval = PLAIN_STEPS  # have plain steps changed as well?
@@ -294,8 +291,7 @@ class PacedRow:
 
     def __init__(self, pace: Pace, resends: bool = False, most: int = MOST_CHOSEN_NODES) -> None:
         self._pace = pace
-        self._resends = resends
-        self._most = most
+        self._resends, self._most = resends, most
         self.most = 0
         self.backs_off = pace.rests
         self._searched, self._taught = 0, 0.0
