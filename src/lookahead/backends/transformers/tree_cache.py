@@ -88,14 +88,12 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write states `[texts, heads, nodes, head_dim]` behind the longest text; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, count, room = self.length - self.dropped, key_states.shape[2], self.keys.shape[2]
+        start, count = self.length - self.dropped, key_states.shape[2]
         end = start + count
-        if end > room:
-            if self._stays_full(start, count, room) and key_states.numel() // count * end <= _SMALL:
-                self.keys, self.values = (
-                    torch.cat([self.keys, key_states], 2),
-                    torch.cat([self.values, value_states], 2),
-                )
+        if end > self.keys.shape[2]:
+            if self._stays_full(start, key_states):
+                self.keys = torch.cat([self.keys, key_states], 2)
+                self.values = torch.cat([self.values, value_states], 2)
                 return self.keys, self.values
             self._grow(end, start)
         keys, values = self.keys, self.values
@@ -159,11 +157,16 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """There is no maximum."""
         return -1
 
-    def _stays_full(self, start: int, count: int, room: int) -> bool:
-        """Whether there is no need of room for drafts yet: a prompt, or one token more behind what is full."""
-        # Tensors of inference mode could not be written to outside of it.
-        is_grown = self.block is not None or torch.is_inference_mode_enabled()
-        return start == room and (count == 1 or not start) and not is_grown
+    def _stays_full(self, start: int, key_states: torch.Tensor) -> bool:
+        """Whether nothing needs room behind these states yet, and all are few: a prompt, or one token more behind what
+        is full."""
+        count = key_states.shape[2]
+        is_plain = start == self.keys.shape[2] and (count == 1 or not start) and self.block is None
+        return (
+            is_plain
+            and key_states.numel() // count * (start + count) <= _SMALL
+            and not torch.is_inference_mode_enabled()  # its tensors could not be written to outside of it
+        )
 
     def _grow(self, needed: int, kept: int) -> None:
         """Get room for at least `needed` tokens, with the first `kept` columns as they are; by a constant factor, so
