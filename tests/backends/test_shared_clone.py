@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers.attention import INVARIANT
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PackedLinear
+from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.snapshots import _KEYS, fingerprint, preserved_state
 from quick import quickly
 
@@ -405,3 +407,21 @@ def test_calls_leave_nothing_behind() -> None:
         lookahead.generate(model, ids, lookahead_config=PACKED, max_new_tokens=4, do_sample=False)
     del ids
     assert bytes_alive() == before
+
+
+def test_a_clones_configuration_says_what_the_models_says() -> None:
+    """By all names: those of GPT-2 are translated. What is set on it later is found as well."""
+    settings = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=None)
+    model = GPT2LMHeadModel(settings).eval()
+    clone = SharedClone(model, INVARIANT).module
+    assert clone is not model
+    assert type(clone.config).__getattribute__ is object.__getattribute__
+    assert isinstance(clone.config, GPT2Config)
+    assert clone.config.to_dict() == model.config.to_dict()
+    for name in GPT2Config.attribute_map:
+        assert getattr(clone.config, name) == getattr(model.config, name)
+    clone.config.num_hidden_layers = 5
+    assert clone.config.n_layer == clone.config.num_hidden_layers == 5
+    assert model.config.n_layer == 2
+    assert type(model.config) is GPT2Config
+    assert copy.deepcopy(clone.config).hidden_size == 32

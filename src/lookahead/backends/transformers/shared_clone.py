@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.chain_cache import is_forgetful
@@ -146,7 +147,20 @@ class SharedClone:
         if "config" in vars(module):
             vars(clone)["config"] = config = copy.deepcopy(module.config, self._configs)
             self._configure(config)
+            own: Any = type(config)
+            if own.__getattribute__ is PreTrainedConfig.__getattribute__ and "_heterogeneity_spec" not in vars(config):
+                config.__class__ = _read_at_once(own)
         return clone
+
+
+@cache
+def _read_at_once(kind: Any) -> Any:
+    """The class `kind` of a configuration, whose names are not looked up one by one in `attribute_map`.
+
+    A pass reads some thirty settings, and each look takes 1 to 2 us: 2 % of a pass of 1.5 ms.
+    """
+    others = {name: property(attrgetter(own)) for name, own in kind.attribute_map.items()}
+    return type(kind.__name__, (kind,), {"__getattribute__": object.__getattribute__, **others})
 
 
 Trial = Callable[[PreTrainedModel, PreTrainedModel, int], str | None]
