@@ -86,6 +86,7 @@ class DraftBatch:
         )
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
+        self._free = 0  # tokens that any text may be extended by before there is a look whether it has room
 
     def take_place(self, owner: Any) -> int:
         """A place that is `owner`'s as long as it lives."""
@@ -164,15 +165,10 @@ class DraftBatch:
             for drafter, tree in asked:
                 drafter.forbid(self, tree)
             places = wanted["place"]
-            counts = self.state.counts[places]
-            nodes = self.state.trees[:, 1 : 1 + int(counts.max())]
-            found = (nodes[name][places] for name in ("token", "parent", "probability", "listed"))  # copies
-            tokens, parents, likely, listed = found
-            # Recent predictions come last, and not for being the least likely.
-            likely = np.where(parents == 0, np.maximum(likely, listed), likely)
-        rows = zip(asked, counts.tolist(), tokens.tolist(), parents.tolist(), likely, strict=True)
-        for (drafter, tree), *of_text in rows:
-            drafter.offer(tree, *of_text)
+            ends = (1 + self.state.counts[places]).tolist()
+            found = [self.state.trees[place, 1:end] for place, end in zip(places.tolist(), ends, strict=True)]
+        for (drafter, tree), nodes in zip(asked, found, strict=True):
+            drafter.offer(tree, nodes["token"].tolist(), nodes["parent"].tolist(), nodes["offered"].copy())
 
     def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
         """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
@@ -220,11 +216,13 @@ class DraftBatch:
 
     def _make_room(self, step: Step) -> None:
         """Make room for what a step adds to each text; one that is too long by then keeps its last tokens."""
+        self._free -= len(step.tokens)
+        if self._free >= 0:
+            return
         texts = self.state.texts
         longest, reach = int(texts.lengths.max()) + len(step.tokens), texts.reach
         if min(longest, 2 * reach) >= texts.tokens.shape[1]:
-            room = 1 + min(max(2 * longest, LEAST_ROOM), 2 * reach)
-            texts = with_room(texts, len(texts.lengths), room)
+            texts = with_room(texts, len(texts.lengths), 1 + min(max(2 * longest, LEAST_ROOM), 2 * reach))
             self.state = self.state._replace(texts=texts)
         if longest > 2 * reach:
             for place, _, _, added in step.rows.tolist():
@@ -233,6 +231,7 @@ class DraftBatch:
                     surplus = length - max(reach - added, 0)
                     kept = texts.tokens[place, surplus:length].copy()
                     self._begin(place, kept, int(texts.dropped[place]) + surplus)
+        self._free = min(texts.tokens.shape[1] - 1, 2 * reach) - longest
 
 
 def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:

@@ -183,10 +183,8 @@ class AutoDrafter:
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
         batch.state.counts[self._place] = len(rows) - 1
 
-    def offer(
-        self, tree: TokenTree, count: int, tokens: list[int], parents: list[int], likely: NDArray[np.float64]
-    ) -> None:
-        """Have the budget choose among the nodes found, of which there are `count`."""
+    def offer(self, tree: TokenTree, tokens: list[int], parents: list[int], likely: NDArray[np.float64]) -> None:
+        """Have the budget choose among the nodes found."""
         first = tree.root + self._certain
         self._tree, self._sent = tree, 0
 
@@ -194,7 +192,7 @@ class AutoDrafter:
             self._sent = chosen
             tree.add_new_candidates(tokens[:chosen], [first + parent for parent in parents[:chosen]])
 
-        most = min(self.budget.most, self._most - self._certain, count)
+        most = min(self.budget.most, self._most - self._certain)
         self.budget.offer(likely[:most], send, tree.root + 1 if self._chains else 1)
 
     def explain(self, tree: TokenTree) -> Explanation:

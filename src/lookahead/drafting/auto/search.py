@@ -30,6 +30,7 @@ NODE = np.dtype(
         ("listed", np.float64),  # how likely it is after its parent at least, as what lists it has it
         ("source", np.int64),  # which source has it so; -1 if none does
         ("probability", np.float64),  # estimated probability that the path to it is accepted
+        ("offered", np.float64),  # the same to a pace: recent predictions come last, but not for being the least likely
     ]
 )
 """A node of the tree found after a text, the most probable one first; node 0 is the last token of the text, the root.
@@ -108,8 +109,9 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
                     end, waiting = _try_recent(end, waiting, asked, noise, state, room)
             if node == waiting:
                 break
-            nodes[node + 1] = room.candidates[room.queue[node]]
             node += 1
+            nodes[node] = new = room.candidates[room.queue[node - 1]]
+            nodes[node]["offered"] = max(new["probability"], new["listed"] if new["parent"] == 0 else 0.0)
         state.counts[place] = node
 
 
