@@ -134,10 +134,7 @@ def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
     A model that could see images has `[kinds, batch or 1, tokens]`: time, height and width, which are the same in text.
     """
     usual = mask.long().cumsum(-1) - 1
-    if positions.shape[-1] != usual.shape[-1]:
-        return False
-    kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
-    return all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds)
+    return positions.shape[-1] == len(mask[0]) and bool(((positions.to(mask.device) == usual) | ~mask).all())
 
 
 def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import takewhile
+from typing import Any
 
 import torch
 
@@ -76,13 +79,9 @@ class SamplingNoise:
         """
         first = self._places[row]
         self._draw_until(first + places, like)
-        found: list[torch.Tensor] = []
-        for place in range(first, first + places):
-            noise = self._noise.get(self._unit(row, place))
-            if noise is None:
-                break
-            found.append(self._part(row, place, noise, like))
-        return found
+        units: Iterator[Any] = (self._noise.get(self._unit(row, place)) for place in range(first, first + places))
+        start = row % self._size
+        return [noise[start : start + 1] for noise in takewhile(torch.is_tensor, units)]
 
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""

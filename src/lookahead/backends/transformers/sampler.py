@@ -11,7 +11,6 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processing
 
-from lookahead.backends.forward_result import argmax
 from lookahead.backends.machine import Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
 from lookahead.core.protocols import Drafter
@@ -244,9 +243,9 @@ def _selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 def _selected_here(probabilities: torch.Tensor, noise: torch.Tensor) -> int:
     """Likewise of one row on the CPU, in a fifth of the time that torch takes."""
-    quotients = probabilities / noise
-    selected = int(argmax(quotients)[0])
-    return -1 if isnan(quotients[0, selected]) else selected
+    quotients = (probabilities / noise).numpy()[0]
+    selected = int(quotients.argmax())
+    return -1 if isnan(quotients[selected]) else selected
 
 
 def _listed(processor: Processor | None) -> list[Any]:
