@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
 from lookahead.backends.machine import free_bytes, of_the_group
+from lookahead.backends.transformers.model_state import state_of
 from model_zoo import build, in_type
 from schedules import Wanted, run_schedule, token_bytes
 
@@ -118,6 +119,22 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
     hook.remove()
     assert max(sent) <= 24
     assert max(len(asked.tokens) / asked.statistics.steps for asked in handles) > 1.1
+
+
+def test_requests_take_over_memories_and_nothing_in_them() -> None:
+    """Each text has one of its own, whoever had its arrays before: it drafts as if it were the first."""
+    model = build("llama")
+    engine, counts = Engine(model, LookaheadConfig(step_budget=8)), []
+    for _ in range(2):
+        handles = [engine.submit(PROMPT, max_new_tokens=20, do_sample=False) for _ in range(2)]
+        handles.append(engine.submit(PROMPT, max_new_tokens=20, do_sample=False))
+        handles[-1].cancel()
+        engine.run()
+        spares = state_of(model).spares
+        assert len(spares) == len(set(map(id, spares))) == 3
+        counts.append([handle.statistics.steps for handle in handles[:2]])
+        assert sum(spare.clock > 0 for spare in spares) == 2
+    assert counts[0] == counts[1]
 
 
 def test_readers_of_a_thread_and_of_asyncio() -> None:

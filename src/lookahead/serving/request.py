@@ -148,6 +148,7 @@ class Request:
         statistics = self.handle.statistics
         statistics.predicted_tokens = 0 if self.predicted is None else self.predicted.accepted
         output = make_output([self.sequence], self.arguments, None, statistics) if complete else None
+        self.drafting.release()
         self.handle.end(output, error, reason)
 
 

@@ -45,7 +45,7 @@ class ModelState:
         costs: What its steps cost, by setting.
         paces: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
-        spare: The n-gram memory of a call that has ended, for the next one to begin anew.
+        spares: n-gram memories of texts that have ended, for the next ones to begin anew.
         files: Open memory files, by path.
         of_config: What was made of its configuration, by what it is, and the values that it had; see `of_config`.
     """
@@ -57,7 +57,7 @@ class ModelState:
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
-    spare: DraftMemory | None = None
+    spares: list[DraftMemory] = field(default_factory=list)
     files: dict[str, MemoryFile] = field(default_factory=dict)
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
