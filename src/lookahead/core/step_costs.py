@@ -23,7 +23,8 @@ NODE_COST = 0.012
 1.1 to 1.3 and 64 nodes 1.8 to 4 plain steps. Steps of 8, 16 and 32 nodes correct it within three steps."""
 
 NOISE = 0.05
-"""How much steps of equal size differ, as a part of their time: more is learned. Two cores that others use: a sixth."""
+"""How much steps of equal size differ, as a part of their time: more is learned, over some 32 steps. Two cores that
+others use: a sixth."""
 
 SPREAD = 0.15
 """How far sizes deviate from the guess, as a part of their time, each from one of half as many nodes. Steps of 8
