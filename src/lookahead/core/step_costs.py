@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, compiled, inner
+from lookahead.core.compiled import FIRST, TypedLoop, compiled, inner
 from lookahead.errors import InvalidArgumentError
 
 GRID = np.array((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096), dtype=np.int64)
@@ -108,6 +108,7 @@ class StepCosts:
         noise, expected, curve = np.array([NOISE**2]), guess.copy(), guess.copy()
         self._seen = Seen(self._guess, over, unknown, along, noise, surprises, times, expected, curve)
         self.curve, self.times = curve, times
+        self._learn = TypedLoop(_observe)
 
     @classmethod
     def fit(cls, points: Iterable[tuple[int, int, float]]) -> StepCosts:
@@ -151,7 +152,7 @@ class StepCosts:
         nodes = self.padded(nodes)
         if plain:
             self._plain_nodes = nodes
-        return _observe(nodes, context, seconds, self._plain_nodes, plain, self._seen)
+        return bool(self._learn(nodes, context, seconds, self._plain_nodes, plain, self._seen))
 
     def was_timed(self, nodes: int) -> bool:
         """Whether a drafted step of about so many nodes was timed."""

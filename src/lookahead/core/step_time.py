@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lookahead.core.statistics import Seconds
 from lookahead.core.step import Batch, DoneStep, Phase
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Time and result of a step.
 
     Attributes:
@@ -77,11 +76,10 @@ class StepTimer:
         results = [result for result in shown if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
-        seconds = self._clock() - self._start
         return StepTime(
             nodes=sum(map(len, trees)) if self._packed else max(map(len, trees)) * len(trees),
             context=self._context,
-            seconds=seconds,
+            seconds=self._clock() - self._start,
             tokens=sum(len(result.tokens) for result in results),
             rows=len(results),
             drafted=drafted,
