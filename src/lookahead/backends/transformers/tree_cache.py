@@ -164,6 +164,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         is_plain = start == self.keys.shape[2] and (count == 1 or not start) and self.block is None
         return (
             is_plain
+            and not torch.compiler.is_compiling()  # each length would be compiled by itself
             and key_states.numel() // count * (start + count) <= _SMALL
             and not torch.is_inference_mode_enabled()  # its tensors could not be written to outside of it
         )
