@@ -1,6 +1,7 @@
 """Requests that come and go, each against transformers' own `generate` on its prompt alone."""
 
 import asyncio
+import copy
 import gc
 import os
 import weakref
@@ -123,7 +124,7 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
 
 def test_requests_take_over_memories_and_nothing_in_them() -> None:
     """Each text has one of its own, whoever had its arrays before: it drafts as if it were the first."""
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))  # for which nothing is kept yet
     engine, counts = Engine(model, LookaheadConfig(step_budget=8)), []
     for _ in range(2):
         handles = [engine.submit(PROMPT, max_new_tokens=20, do_sample=False) for _ in range(2)]
