@@ -134,7 +134,9 @@ def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
     A model that could see images has `[kinds, batch or 1, tokens]`: time, height and width, which are the same in text.
     """
     usual = mask.long().cumsum(-1) - 1
-    return positions.shape[-1] == len(mask[0]) and bool(((positions.to(mask.device) == usual) | ~mask).all())
+    return positions.shape[-1] == usual.shape[-1] and bool(
+        ((positions.to(usual.device).expand(*positions.shape[:-2], *usual.shape) == usual) | ~mask).all()
+    )
 
 
 def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

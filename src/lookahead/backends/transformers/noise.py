@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any
 
 import torch
 
@@ -79,9 +77,9 @@ class SamplingNoise:
         """
         first = self._places[row]
         self._draw_until(first + places, like)
-        units: Iterator[Any] = (self._noise.get(self._unit(row, place)) for place in range(first, first + places))
-        start = row % self._size
-        return [noise[start : start + 1] for noise in takewhile(torch.is_tensor, units)]
+        units = (self._noise.get(self._unit(row, place)) for place in range(first, first + places))
+        kept = takewhile(torch.is_tensor, units)
+        return [self._part(row, place, noise, like) for place, noise in enumerate(kept, first)]
 
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""

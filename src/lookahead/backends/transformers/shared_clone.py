@@ -125,6 +125,9 @@ class SharedClone:
             config._attn_implementation = self._attention
         if self._is_invariant and getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # the one in which experts are asked one after another
+        own: Any = type(config)
+        if own.__getattribute__ is PreTrainedConfig.__getattribute__ and "_heterogeneity_spec" not in vars(config):
+            config.__class__ = _read_at_once(own)
 
     @property
     def _is_invariant(self) -> bool:
@@ -147,9 +150,6 @@ class SharedClone:
         if "config" in vars(module):
             vars(clone)["config"] = config = copy.deepcopy(module.config, self._configs)
             self._configure(config)
-            own: Any = type(config)
-            if own.__getattribute__ is PreTrainedConfig.__getattribute__ and "_heterogeneity_spec" not in vars(config):
-                config.__class__ = _read_at_once(own)
         return clone
 
 
