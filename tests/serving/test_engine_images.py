@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+import lookahead
 from fuzz.families import build
 from fuzz.images import IMAGE_TOKEN, image_prompt
 from fuzz.variant import Variant
-from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
+from lookahead import LookaheadConfig, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving import Engine, RequestHandle
+from model_zoo import build as zoo_model
 from quick import quickly
 
 FAMILIES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
@@ -71,6 +75,80 @@ def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
     for handle, text in zip(handles, expected, strict=True):
         assert torch.equal(handle.result(), text)
     assert engine.statistics.preempted > 0
+
+
+NOTING = ["qwen2_vl/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "glm4v/multimodal"]
+"""Classes whose `generate` notes on the model by how much positions behind an image differ from places."""
+
+
+@pytest.mark.parametrize("family", quickly(NOTING, ["qwen2_vl/multimodal", "glm4v/multimodal"]))
+def test_what_generate_notes_for_one_request_is_no_change_for_the_others(family: str) -> None:
+    model = tiny(family)
+    cases = prompts(model)
+    expected = [alone(model, case, 0, do_sample=False) for case in cases]
+    for order in ([0, 3, 1], [3, 0, 3], [1, 3, 2]):
+        engine = Engine(model, LookaheadConfig(step_budget=4), max_rows=4)
+        handles = []
+        for case in order:
+            handles.append(submitted(engine, cases[case], 0, do_sample=False))
+            engine.step()
+            engine.step()
+        lookahead.generate(model, **cases[2], max_new_tokens=2, do_sample=False)  # which notes it on the model itself
+        for handle, case in zip(handles, order, strict=True):
+            assert torch.equal(handle.result(), expected[case])
+
+
+def test_threads_that_submit_images_and_texts_while_another_one_steps_get_their_own_texts() -> None:
+    model = tiny("qwen2_vl/multimodal")
+    cases = prompts(model)
+    expected = [alone(model, case, 0, do_sample=False) for case in cases]
+    with Engine(model, LookaheadConfig(step_budget=8), max_rows=3) as engine, ThreadPoolExecutor(2) as pool:
+        order = [0, 3, 1, 2, 3, 0, 3, 3, 2, 1, 3, 0]
+        handles = list(pool.map(lambda case: submitted(engine, cases[case], 0, do_sample=False), order))
+        for handle, case in zip(handles, order, strict=True):
+            assert torch.equal(handle.result(), expected[case])
+
+
+def test_an_image_that_waits_while_the_model_changes_is_read_by_the_changed_model() -> None:
+    model = tiny("qwen2_vl/multimodal")
+    image, _, _, text = prompts(model)
+    before = alone(model, image, 0, do_sample=False)
+    engine = Engine(model, LookaheadConfig(step_budget=4), max_rows=1)
+    first, waits = submitted(engine, text, 0, do_sample=False), submitted(engine, image, 0, do_sample=False)
+    engine.step()
+    assert not waits.tokens
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    layers = model.model.language_model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    after = alone(model, image, 0, do_sample=False)
+    assert not torch.equal(before, after)
+    assert torch.equal(waits.result(), after)
+    with pytest.raises(ModelChangedError):
+        first.result()
+
+
+class Noting(LlamaForCausalLM):
+    """A class whose `generate` sets attributes of a model and of a module in it, and that reads one of them again."""
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.layers[0].asked = [*getattr(self.model.layers[0], "asked", []), kwargs]
+        self.latest = object()
+        return super()._prepare_generation_config(*args, **kwargs)
+
+
+def test_whatever_a_class_notes_in_generate_is_no_change() -> None:
+    model = copy.deepcopy(zoo_model("llama"))
+    model.__class__ = Noting
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    texts = [torch.tensor([TEXT]), torch.tensor([TEXT[::-1]])]
+    expected = [model.generate(text, **options) for text in texts]
+    engine = Engine(model, LookaheadConfig(step_budget=2))
+    handles = []
+    for text in texts:
+        handles.append(engine.submit(text, **options))
+        engine.step()
+    for handle, text in zip(handles, expected, strict=True):
+        assert torch.equal(handle.result(), text)
 
 
 def test_what_cannot_be_read_ends_its_own_request() -> None:

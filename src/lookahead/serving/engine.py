@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from threading import Condition, RLock, Thread
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
@@ -129,7 +131,8 @@ class Engine:
         ids = torch.as_tensor(input_ids)
         ids = ids[None] if ids.dim() == 1 else ids
         check_prompt_ids(ids)
-        arguments: Arguments = hand_over(model, ids.to(model.device), kwargs, lambda read: read, checked=True)
+        shell = shell_of(model)  # `generate` may note things on it, which are of this request alone
+        arguments: Arguments = hand_over(shell, ids.to(model.device), kwargs, lambda read: read, checked=True)
         self._model.check(arguments, config)
         drafting = self._model.drafting(config)
         expected = predicted_texts(prediction, config, 1, model)[0]
@@ -321,6 +324,7 @@ class Engine:
         self.statistics.graphs = self._model.runner.recorded
         for request in self._scheduler.requests:
             self._memory.drop(request)
+            request.arguments = replace(request.arguments, model=shell_of(self._model.model))
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

@@ -146,8 +146,10 @@ class EngineModel:
             LookaheadError: It cannot be read.
         """
         runner: Any = self.runner
-        prompts, runner.rows = request.arguments.prompts, [request.row]
-        PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs).read()
+        arguments, runner.rows = request.arguments, [request.row]
+        prompts = arguments.prompts
+        PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs, arguments.model).read()
+        self._settle()
         request.row.crop(request.cached - 1)
 
     def _settle(self) -> None:

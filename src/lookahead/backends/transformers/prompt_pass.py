@@ -36,6 +36,8 @@ class PromptPass:
         input_ids: The prompts, `[rows, tokens]`, padding included.
         mask: Which tokens of the whole text count, `[rows, columns]` bool.
         arguments: What transformers would hand to the model, by name.
+        shell: The module objects that read the prompts and keep what the model notes of them; those of `model` if not
+            given.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class PromptPass:
         input_ids: torch.Tensor,
         mask: torch.Tensor,
         arguments: Mapping[str, Any],
+        shell: PreTrainedModel | None = None,
     ) -> None:
         self._runner, self._model = runner, model
+        self._reads = model if shell is None else shell
         self._ids, self._mask = input_ids, mask
         self._arguments = dict(arguments)
         self._cache_name = cache_name(model)
@@ -99,12 +103,12 @@ class PromptPass:
         held = 0 if cache is None else cache.get_seq_length()
         # A mask that is as long as the prompts says that these repeat what the cache holds.
         new = self._ids.shape[1] - held if held and self._mask.shape[1] == self._ids.shape[1] else None
-        inputs = self._model.prepare_inputs_for_generation(
+        inputs = self._reads.prepare_inputs_for_generation(
             self._ids, next_sequence_length=new, is_first_iteration=True, **arguments
         )
         saved = None if self._runner.chains else SavedState(cache)
         try:
-            outputs = self._model(**inputs, return_dict=True)
+            outputs = self._reads(**inputs, return_dict=True)
             self._go_on(outputs)
         finally:
             if saved is not None:
@@ -120,7 +124,7 @@ class PromptPass:
         model, arguments = self._model, dict(self._arguments)
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 1
-        arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        arguments = self._reads._update_model_kwargs_for_generation(outputs, arguments)
         cache = arguments[self._cache_name]
         if cache.get_seq_length() != self._mask.shape[1]:
             raise self._refusal("its cache has other columns than the prompt has tokens")
@@ -133,7 +137,7 @@ class PromptPass:
         shifts = self._shifts(steps[0].get("position_ids"))
         plain: list[torch.Tensor] = []
         if tries:
-            with preserved_state(model):
+            with preserved_state(self._reads):
                 plain = [self._plain_step(inputs) for inputs in steps]
         self._runner.take_prompt(cache, self._mask, shifts)
         if tries and not any(self._agrees(*trial) for trial in zip(trials, plain, strict=True)):
@@ -143,13 +147,13 @@ class PromptPass:
     def _step(self, arguments: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
         """What transformers would send next."""
         ids = torch.cat([self._ids, self._ids.new_tensor(tokens)[:, None]], dim=1)
-        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
+        inputs = self._reads.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
         return dict(inputs)
 
     def _plain_step(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Logits `[rows, vocabulary]` of that, which leaves no trace."""
         saved = SavedState(inputs[self._cache_name])
-        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1].float()
+        logits: torch.Tensor = self._reads(**inputs, return_dict=True).logits[:, -1].float()
         saved.restore()
         return logits
 

@@ -205,6 +205,19 @@ def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: T
     return clone if why is None else why
 
 
+def shell_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in other module objects, which share all else: what code of the model sets on its modules meanwhile,
+    such as the positions behind an image, it sets on these alone. Torch's own layers, which set nothing, are shared."""
+    modules = [m for m in all_modules(model) if m._modules or not type(m).__module__.startswith("torch.nn.")]
+    shells: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
+    for module in modules:
+        attributes = vars(shells[id(module)])
+        attributes.update(vars(module), _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+        attributes["_modules"] = {name: shells.get(id(child), child) for name, child in module._modules.items()}
+    shell: PreTrainedModel = shells[id(model)]
+    return shell
+
+
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
     """Set on `clone` what is set on `module`. Another thread may run it meanwhile: it never has the model's own."""
     attributes = vars(clone)

@@ -103,8 +103,8 @@ def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-_IRRELEVANT = frozenset({"generate", "generation_config"})
-"""Attributes of a model that no forward pass reads."""
+_IRRELEVANT = frozenset({"generate", "generation_config", "rope_deltas"})
+"""Attributes of a model that no forward pass reads, or none that is handed positions."""
 
 _UNREAD = frozenset(vars(torch.nn.Module())) - {
     "_parameters",
