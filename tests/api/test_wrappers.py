@@ -179,6 +179,57 @@ def test_a_peft_model_writes_its_own_text() -> None:
     check(adapted.merge_and_unload())
 
 
+ON_THE_EMBEDDING = {
+    "lora": lambda peft: peft.LoraConfig(
+        target_modules=["embed_tokens", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+    ),
+    "trained tokens": lambda peft: peft.TrainableTokensConfig(
+        token_indices=[3, 14, 15], init_weights=False, task_type="CAUSAL_LM"
+    ),
+    "lora with trained tokens": lambda peft: peft.LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices=[3, 14, 15], task_type="CAUSAL_LM"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_EMBEDDING)
+def test_adapters_on_the_embedding(name: str) -> None:
+    """They take the place of the embedding, which no longer says how many tokens there are."""
+    model = adapted("llama", ON_THE_EMBEDDING[name], spread=1.0)
+    check(model)
+    output = lookahead.generate(model, PROMPT, prediction=[3, 14, 15], **GREEDY)
+    assert torch.equal(output, model.generate(input_ids=PROMPT, **GREEDY))
+    with pytest.raises(lookahead.InvalidArgumentError, match="token id 97"):
+        lookahead.generate(model, torch.tensor([[97]]), **GREEDY)
+
+
+def test_an_embedding_inside_of_another_module() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(tokens)
+
+    model = copy.deepcopy(build("llama"))
+    model.set_input_embeddings(Scaled(model.get_input_embeddings()))
+    check(model)
+
+
+def test_an_engine_of_a_peft_model() -> None:
+    """It writes the adapter's text, and the model's own while the adapter is disabled."""
+    model = adapted("llama", ON_THE_EMBEDDING["lora"], spread=1.0)
+    with lookahead.Engine(model, SMALL) as engine:
+        assert torch.equal(engine.submit(PROMPT, **GREEDY).result(), model.generate(input_ids=PROMPT, **GREEDY))
+        with model.disable_adapter():
+            assert torch.equal(engine.submit(PROMPT, **GREEDY).result(), build("llama").generate(PROMPT, **GREEDY))
+    peft = pytest.importorskip("peft")
+    for config in (NOT_CARRIED["prompt"](peft), NOT_CARRIED["activated"](peft)):
+        with pytest.raises(lookahead.UnsupportedModelError, match="adapter"):
+            lookahead.Engine(peft.get_peft_model(copy.deepcopy(build("llama")), config))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_weight_only_quantisation(bits: int) -> None:
     quantization = pytest.importorskip("torchao.quantization")

@@ -149,6 +149,17 @@ def test_other_kinds_of_models_are_refused(model: Any, reason: str) -> None:
         lookahead.generate(model(), torch.tensor([[1, 2, 3]]), max_new_tokens=4)
 
 
+def test_flex_attention_on_a_processor_is_refused_before_any_pass() -> None:
+    """A pass with the mask of a tree would end the process."""
+    model = tiny_llama(LlamaForCausalLM)
+    model.set_attn_implementation("flex_attention")
+    prompt, options = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(UnsupportedModelError, match="flex_attention"):
+        lookahead.generate(model, prompt, **options)
+    with pytest.raises(UnsupportedModelError, match="flex_attention"):
+        lookahead.Engine(model)
+
+
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "llama"])
 def test_objects_that_are_no_model_are_refused(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="from_pretrained"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
-from lookahead import LookaheadConfig
+from lookahead import LookaheadConfig, LookaheadOutput, LookaheadWarning
 from lookahead.backends import machine
 from lookahead.backends.transformers import fixed_passes, model_state, session, static_engine
 from lookahead.backends.transformers.comparisons import check_logits
@@ -630,3 +631,21 @@ def test_passes_and_buffers_have_few_sizes() -> None:
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(lookahead.InvalidArgumentError, match="engine='quick'"):
         LookaheadConfig(engine="quick")
+
+
+def test_autocast_takes_dynamic_steps() -> None:
+    """It chooses the number types of keys, for which static memory has another one; around it steps are static."""
+    model = copy.deepcopy(build("llama"))
+    ids, options = torch.tensor([[5, 9, 1, 4, 7, 5, 9]]), {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **options)
+
+    def run(config: LookaheadConfig = STATIC) -> LookaheadOutput:
+        return lookahead.generate(model, ids, lookahead_config=config, return_dict_in_generate=True, **options)
+
+    assert run().statistics.engine == "static"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(LookaheadWarning, match="autocast"):
+        inside = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(inside.sequences, run(replace(STATIC, engine="dynamic")).sequences)
+    assert inside.statistics.engine == "dynamic"
+    assert torch.equal(run().sequences, expected)

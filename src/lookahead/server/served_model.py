@@ -18,6 +18,7 @@ from llguidance import LLTokenizer
 from PIL import Image
 
 from lookahead.backends.loading import LoadedModel
+from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import callable_tools, grammar_tokenizer, token_bytes
@@ -81,7 +82,7 @@ class ServedModel(LoadedModel):
     @property
     def vocabulary(self) -> int:
         """How many tokens the model knows."""
-        return int(self.model.get_input_embeddings().num_embeddings)
+        return vocabulary_size(self.model)
 
     def check_tokens(self, tokens: Sequence[int], field: str) -> None:
         """Refuse token ids that the model does not know, which `field` of a request brought."""

@@ -22,7 +22,7 @@ from lookahead.backends.base import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
-from lookahead.backends.transformers.limits import TRANSFORMERS
+from lookahead.backends.transformers.limits import TRANSFORMERS, vocabulary_size
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.refusals import (
     check_call,
@@ -145,7 +145,7 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
     Raises:
         InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     if mask.all():
         rows: list[list[int]] = input_ids.tolist()
         if all(min(row) >= 0 and max(row) < vocabulary for row in rows):

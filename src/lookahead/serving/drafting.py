@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import describe_setting, load_costs, model_identity
+from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
@@ -67,7 +68,7 @@ class Drafting:
             self._memory,
             self._pace,
             most=self.most_nodes,
-            vocabulary=getattr(self._model.get_input_embeddings(), "num_embeddings", None),
+            vocabulary=vocabulary_size(self._model),
             predicted=predicted,
             chains=self._chains,
         )
@@ -196,7 +197,7 @@ def predicted_texts(
             f"prediction has {len(given)} texts for {rows} prompts; give a list with one for each, None where nothing "
             "is expected"
         )
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     texts = [[] if item is None else _token_ids(item, vocabulary) for item in given]
     return [PredictedText(text) if text else None for text in texts]
 

@@ -7,12 +7,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers.checks import check_length
+from lookahead.backends.transformers.checks import check_adapters, check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.shared_pace import SharedPace
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.arguments import Arguments
+from lookahead.serving.arguments import Arguments, language_model
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.refusals import check_own_prefill
@@ -41,9 +41,8 @@ class EngineModel:
         prefix_cache: bool,
         prefix_bytes: int | None,
     ) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
-        self.model = model
+        check_adapters(model)
+        self.model = model = language_model(model)[1]
         self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
         self.session = open_session(model)
         self._shared = SharedPace(

@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.backends.base import TextRow
-from lookahead.backends.transformers.limits import limits_of
+from lookahead.backends.transformers.limits import limits_of, vocabulary_size
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.snapshots import hold_only
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -72,7 +72,7 @@ def source_tokens(model: PreTrainedModel, source: Source, ids: torch.Tensor | No
     """
     if ids is None or ids.dim() != 2 or ids.is_floating_point() or rows % len(ids):
         return [[]] * rows
-    if not 0 <= int(ids.min()) <= int(ids.max()) < model.get_input_embeddings().num_embeddings:
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary_size(model):
         return [[]] * rows
     mask = source.get("attention_mask")
     ids = ids.repeat_interleave(rows // len(ids), dim=0).cpu()

@@ -45,6 +45,8 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, Uns
 Rules = tuple[tuple[Callable[[Any], object], str], ...]
 """What shows from the outside: what something is known by, and why it is refused. `{it}` and `{kind}` are filled in."""
 
+_CPU, _CUDA = "cpu", "cuda"
+
 ADAPTERS: Rules = (
     (
         lambda adapter: getattr(adapter, "is_prompt_learning", False),
@@ -70,10 +72,14 @@ MODELS: Rules = (
         ),
         "is on the device 'meta': it has no weights, and no hooks of accelerate that would bring them. Load them first",
     ),
+    (
+        lambda model: model.device.type == _CPU and "flex_attention" in _attentions(model),
+        "has attn_implementation='flex_attention' on a CPU, where a pass with the mask of a tree ends the process. "
+        "Load it with attn_implementation='sdpa' or 'eager', or use model.generate",
+    ),
 )
 """Models that neither trees nor chains run on."""
 
-_CPU, _CUDA = "cpu", "cuda"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INVARIANCE: Rules = (
     (
@@ -107,6 +113,11 @@ SETTINGS = {"pack_weights": _PACKING, "invariant": _INVARIANCE}
 def _broken(rules: Rules, it: Any) -> str | None:
     """Why `it` is refused by the first of the rules that applies; `None` if none does."""
     return next((why.format(it=it, kind=type(it).__name__) for applies, why in rules if applies(it)), None)
+
+
+def _attentions(model: PreTrainedModel) -> set[str | None]:
+    """The attention implementations of a model, and of the part of it that reads text."""
+    return {config._attn_implementation for config in (model.config, model.config.get_text_config(decoder=True))}
 
 
 def check_adapters(model: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.chain_cache import ChainRow, is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
+from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError
@@ -31,7 +32,7 @@ _BITS_TEXT, _BITS_PROMPT = 7, 3
 
 def _vocabulary(model: PreTrainedModel) -> range:
     """Tokens that `model` reads."""
-    return range(model.get_input_embeddings().num_embeddings)
+    return range(vocabulary_size(model))
 
 
 def _readable(model: PreTrainedModel, tokens: Sequence[int]) -> list[int]:

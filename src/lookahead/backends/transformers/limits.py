@@ -1,4 +1,4 @@
-"""Where a model's positions, and its places in the cache, end or change, so that no step reaches across it."""
+"""Where a model's tokens, positions, and places in the cache end or change, so that no step reaches across it."""
 
 from __future__ import annotations
 
@@ -125,6 +125,15 @@ class Limits:
 def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
     """What the configuration of `model` says; kept for the next call."""
     return of_config(model, ("limits", positions_end), lambda: Limits(model.config, positions_end))
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many tokens `model` reads. An adapter or a wrapper in place of the embedding need not know it."""
+    embedding = model.get_input_embeddings()
+    size = getattr(embedding, "num_embeddings", None)
+    if not isinstance(size, int):
+        size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    return size if isinstance(size, int) else len(embedding.weight)
 
 
 def shortest(*lengths: int | None) -> int | None:

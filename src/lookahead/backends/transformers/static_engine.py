@@ -194,6 +194,8 @@ def _obstacle(model: PreTrainedModel) -> str:
         return "its weights are loaded when they are needed"
     if not can_be_cloned(model):
         return "the forward of a module in it was replaced"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast chooses number types while it runs"
     if limits_of(model).changes_after is not None:
         return "its positions change when a text becomes long"
     for module in model.modules():
