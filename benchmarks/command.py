@@ -81,7 +81,7 @@ def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, conso
     machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
-    kept = kept_lines(options.output, restart=options.restart)
+    kept = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
     if kept:  # options may ask for more or less
         check_same(options.output, kept[0], {name: header[name] for name in header.keys() - {"options", "date"}})
     with (

@@ -224,6 +224,9 @@ def main() -> int:
     add("--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)")
     add("--output", type=Path, required=True, help="JSON lines; rows are added")
     options = parser.parse_args()
+    there = options.output.read_text(encoding="utf-8") if options.output.exists() else ""
+    if there and '"vllm_drafts"' not in there:
+        parser.error(f"--output {options.output} holds something else than rows of this probe; choose another one")
     options.folder = options.model
     if options.random_llama:
         options.folder = save_random("460m", Path(tempfile.mkdtemp()), "bfloat16")

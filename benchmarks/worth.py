@@ -146,7 +146,7 @@ class Comparison:
             names = [f"quick-{how}-{source.name}.jsonl" for source in self._sources]
         else:
             names = [f"full-{how}-{base.name}-{here.name}-{side}.jsonl" for side in ("base", "here")]
-        kept = [kept_lines(FOLDER / name) for name in names]
+        kept = [kept_lines(FOLDER / name, lambda row: {"line", "turn"} <= row.keys()) for name in names]
         self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, kept, strict=True)]
 
     def names(self) -> list[str]:

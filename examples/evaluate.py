@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.bench.rows import kept_lines
 from lookahead.demo import demo_model_path
 
 TASK = """
@@ -70,6 +71,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines")
     output = parser.parse_args().output
+    if output is not None:  # a file of something else is refused before the work
+        kept_lines(output, lambda row: row.get("example") == "evaluate", restart=True)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name))

@@ -24,6 +24,7 @@ import psutil
 import ray
 from ray import serve
 
+from lookahead.bench.rows import kept_lines
 from lookahead.demo import demo_model_path
 
 PROMPTS = (
@@ -135,6 +136,8 @@ def main(
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:  # a file of something else is refused before the work
+        kept_lines(options.output, lambda row: row.get("example") == name, restart=True)
     start(options.model)
     try:
         if not options.load:

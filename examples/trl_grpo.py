@@ -26,6 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.bench.rows import kept_lines
 from lookahead.demo import demo_model_path
 
 STEPS, BLOCK, ROLLOUTS, TOKENS = 20, 5, 4, 48
@@ -110,6 +111,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines")
     output = parser.parse_args().output
+    if output is not None:  # a file of something else is refused before the work
+        kept_lines(output, lambda row: row.get("example") == "trl_grpo", restart=True)
     plain, expected, seconds = train(lambda model: None)
     rows = [compare(nodes, plain, expected) | {"plain_seconds": seconds} for nodes in (None, 16)]
     print(f"CPU seconds, all of training, plainly: {seconds:.1f}")

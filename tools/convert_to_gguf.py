@@ -85,8 +85,10 @@ def convert(folder: Path, output: Path, kind: str = "f32") -> None:
         kind: A number type of `TYPES` or `BY_LLAMA_CPP`.
 
     Raises:
-        ConversionError: The checkpoint is none of those that this tool knows.
+        ConversionError: The checkpoint is none of those that this tool knows, or `output` is another kind of file.
     """
+    if output.exists() and output.read_bytes()[:4] not in (b"", b"GGUF"):
+        raise ConversionError(f"{output} is no GGUF file, and was left as it is; choose another output")
     if kind in TYPES:
         _write(folder, output, *TYPES[kind])
         return

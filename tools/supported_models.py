@@ -42,6 +42,7 @@ from fuzz.families import CannotBuild, build, image_families  # noqa: E402
 from fuzz.images import image_prompt  # noqa: E402
 from fuzz.variant import Variant  # noqa: E402
 from lookahead.backends.transformers.checks import runs_on_chains  # noqa: E402
+from lookahead.bench.rows import kept_lines  # noqa: E402
 from lookahead.errors import LookaheadError  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "models.jsonl"
@@ -140,6 +141,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="all if none is named")
     parser.add_argument("--output", type=Path, default=ROWS, help=f"JSON lines ({ROWS})")
     given = parser.parse_args()
+    kept_lines(given.output, lambda row: row.get("kind") == "header", restart=True)  # refuses a file of something else
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(50)
     warnings.simplefilter("ignore")

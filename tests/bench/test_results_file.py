@@ -18,6 +18,10 @@ from lookahead.bench.rows import RowsFile, kept_lines, read_lines
 from lookahead.errors import InvalidArgumentError
 
 
+def is_ours(row: dict[str, Any]) -> bool:
+    return "id" in row
+
+
 def open_rows(path: Path, kept: list[dict[str, Any]] | None = None) -> RowsFile:
     return RowsFile(path, kept or [], lambda row: row["id"])
 
@@ -30,7 +34,7 @@ def test_a_symbolic_link_stays_one(tmp_path: Path, exists: bool) -> None:
         target.write_text('{"id":1}\n')
         target.chmod(0o600)
     link.symlink_to(target)
-    with open_rows(link, kept_lines(link)) as file:
+    with open_rows(link, kept_lines(link, is_ours)) as file:
         file.append({"id": 2})
         file.drop([2])
         file.append({"id": 3})
@@ -55,7 +59,7 @@ def test_irregular_files_are_refused_and_left_alone(tmp_path: Path, kind: str) -
         path.mkdir()
     before = path.lstat()
     with pytest.raises(InvalidArgumentError, match=f"{path} is no regular file"):
-        kept_lines(path)
+        kept_lines(path, is_ours)
     assert path.lstat().st_ino == before.st_ino
     assert path.lstat().st_mode == before.st_mode
 
@@ -105,10 +109,68 @@ def test_compressed_rows_are_gone_on_with_under_either_name(tmp_path: Path, name
     path, compressed = tmp_path / name, tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress(b'{"id":1}\n'))
     assert read_lines(path) == [{"id": 1}]
-    with open_rows(path, kept_lines(path)) as file:
+    with open_rows(path, kept_lines(path, is_ours)) as file:
         file.append({"id": 2})
         assert read_lines(path) == [{"id": 1}, {"id": 2}], "a crash here costs no row"
     assert os.listdir(tmp_path) == ["rows.jsonl.gz"]
     assert gzip.decompress(compressed.read_bytes()) == b'{"id":1}\n{"id":2}\n'
     assert read_lines(path) == [{"id": 1}, {"id": 2}]
-    assert kept_lines(path, restart=True) == []
+    assert kept_lines(path, is_ours, restart=True) == []
+
+
+THEIRS = {
+    "one line without an end": b'{"theme": "dark"}',
+    "one line": b'{"theme": "dark"}\n',
+    "a list": b"[1, 2]\n",
+    "many lines": b'{\n  "theme": "dark"\n}\n',
+    "words": b"Dear diary,\n",
+    "words without an end": b"Dear diary,",
+    "half a row of ours": b'{"id": 1, "te',
+    "an empty line": b"\n",
+    "no text": b"\xff\x00" * 50,
+}
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+@pytest.mark.parametrize("content", THEIRS.values(), ids=THEIRS)
+def test_what_does_not_begin_with_a_row_of_ours_is_left_alone(
+    tmp_path: Path, content: bytes, name: str, restart: bool
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    before = path.read_bytes()
+    for asked in (path, tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"):  # either name leads to the file
+        with pytest.raises(InvalidArgumentError, match=f"{path} does not begin with a row"):
+            kept_lines(asked, is_ours, restart=restart)
+    assert path.read_bytes() == before
+
+
+def test_a_compressed_file_of_others_beside_ours_is_left_alone(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"
+    ours.write_text('{"id":1}\n')
+    theirs.write_bytes(b"no gzip at all")
+    with pytest.raises(InvalidArgumentError, match=f"cannot read the results {theirs}"):
+        kept_lines(ours, is_ours)
+    theirs.write_bytes(gzip.compress(b'{"theme": "dark"}\n'))
+    with pytest.raises(InvalidArgumentError, match=f"{theirs} does not begin with a row"):
+        kept_lines(ours, is_ours)
+
+
+def test_a_last_line_without_an_end_counts_if_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"id":1}\n{"id":2}')
+    assert kept_lines(path, is_ours) == [{"id": 1}, {"id": 2}]
+    for half in ('{"id":2,"text":"€'.encode()[:-1], b'{"i', b"{"):  # cut in a character, in the key, behind the bracket
+        path.write_bytes(b'{"id":1}\n' + half)
+        assert kept_lines(path, is_ours) == [{"id": 1}]
+    path.write_bytes(b'{"id":1}\nremember: these are the good ones')
+    with pytest.raises(InvalidArgumentError, match="line 2 is no JSON object"):
+        kept_lines(path, is_ours)
+
+
+def test_the_first_row_comes_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with open_rows(path) as file, files_end_at(20), pytest.raises(OSError, match=str(path)):
+        file.append({"id": 1, "text": "x" * 200})
+    assert path.read_bytes() == b""

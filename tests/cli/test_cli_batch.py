@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.cli import main
+from lookahead.cli import batch, main
 from lookahead.serving import Engine
 from word_model import WORDS, save_word_model
 
@@ -187,3 +187,56 @@ def test_a_device_as_output_is_refused_before_it_is_read(
     assert main(given) == 2
     assert f"error: {link} is no regular file" in capsys.readouterr().err
     assert os.readlink(link) == "/dev/full"
+
+
+SUITE = (
+    '[[models]]\nname = "demo"\npath = "demo"\n[[tasks]]\nname = "prompts"\ndata = "prompts.jsonl"\n'
+    'max_new_tokens = 4\n[[methods]]\nname = "plain"\ntransformers = {}\n'
+)
+
+
+@pytest.mark.parametrize("restart", [[], ["--restart"]])
+@pytest.mark.parametrize("command", ["batch", "bench run"])
+def test_a_file_of_something_else_is_left_alone(
+    arguments: list[str], tmp_path: Path, command: str, restart: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "suite.toml").write_text(SUITE)
+    given = arguments if command == "batch" else ["bench", "run", str(tmp_path / "suite.toml")]
+    path = tmp_path / "settings.json"
+    for content in ('{"theme": "dark"}', '{"id": "p1", "prompt": "w1", "request": 1}\n', '{"unit": "header"}\n'):
+        path.write_text(content)
+        assert main([*given, "-o", str(path), *restart]) == 2
+        assert f"error: {path} does not begin with a row of this command" in capsys.readouterr().err
+        assert path.read_text() == content
+    assert main([*given, "-o", "-", *restart]) == 2
+    assert "'-' is no file" in capsys.readouterr().err
+    assert not Path("-").exists()
+
+
+def test_answers_are_never_written_over_the_prompts(arguments: list[str], tmp_path: Path) -> None:
+    assert main(arguments) == 0
+    answers_before = (tmp_path / "answers.jsonl").read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to("answers.jsonl")
+    assert main([*arguments[:1], str(link), *arguments[2:], "--restart"]) == 2
+    assert (tmp_path / "answers.jsonl").read_bytes() == answers_before
+
+
+def test_an_empty_file_is_filled(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").touch()
+    assert main(arguments) == 0
+    assert answers(tmp_path) == expected(tmp_path)
+
+
+def test_what_appears_while_the_model_is_loaded_is_left_alone(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = batch.load_for_decoding
+
+    def slow(*given: Any) -> Any:
+        (tmp_path / "answers.jsonl").write_text("mine")
+        return load(*given)
+
+    monkeypatch.setattr(batch, "load_for_decoding", slow)
+    assert main(arguments) == 2
+    assert (tmp_path / "answers.jsonl").read_text() == "mine"

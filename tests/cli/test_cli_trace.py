@@ -57,3 +57,27 @@ def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys:
     option = "-o" if command[0] == "trace" else "--trace"
     assert main([*command, option, "/no folder/x.html", "--model", "/no model"]) == 2
     assert "/no folder/x.html cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["chat", "--raw"], ["trace", "w1"]])
+def test_a_file_that_is_no_trace_is_left_alone(
+    command: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    option = "-o" if command[0] == "trace" else "--trace"
+    path = tmp_path / "page.html"
+    for content in ("mine", "<!doctype html>\n<title>mine</title>"):
+        path.write_text(content)
+        assert main([*command, option, str(path), "--model", str(model)]) == 2
+        assert f"{path} holds something else than a trace" in capsys.readouterr().err
+        assert path.read_text() == content
+    assert main([*command, option, "-", "--model", str(model)]) == 2
+    assert "'-' is no file" in capsys.readouterr().err
+
+
+def test_a_page_of_an_earlier_run_and_an_empty_file_are_replaced(model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.touch()
+    for tokens in ("3", "5"):
+        assert main(["trace", "-o", str(page), "w1 w2", "--model", str(model), "-n", tokens]) == 0
+        assert [text["tokens"] for text in texts_of(page)] == [int(tokens)]

@@ -236,6 +236,27 @@ def make_socket(path: Path) -> None:
         listening.bind(str(path))
 
 
+def test_an_empty_file_becomes_a_memory(path: Path) -> None:
+    path.touch()
+    file = MemoryFile(path, MODEL)
+    teach(file.memory, 1, 2)
+    file.save(MODEL)
+    assert known(load_memory(path, MODEL), 1) == 2
+
+
+def test_a_file_of_something_else_is_left_alone(path: Path) -> None:
+    path.write_bytes(b"mine")
+    with pytest.raises(InvalidArgumentError, match="is no saved memory"):
+        MemoryFile(path, MODEL)
+    path.unlink()
+    file = MemoryFile(path, MODEL)
+    teach(file.memory, 1, 2)
+    path.write_bytes(b"mine")  # meanwhile
+    with pytest.raises(InvalidArgumentError, match="is no saved memory"):
+        file.save(MODEL)
+    assert path.read_bytes() == b"mine"
+
+
 MAKERS: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,

@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_the_old_page(
     llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.html"
-    path.write_text("before")
+    before = Trace().write(path).read_text()
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -250,7 +250,7 @@ def test_a_full_disk_leaves_the_old_page(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InvalidArgumentError, match="No space left on device"):
         trace.write()
-    assert path.read_text() == "before"
+    assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["trace.html"]
 
 
@@ -290,3 +290,13 @@ def test_a_configuration_takes_a_recorder_and_copies_share_it() -> None:
     assert copy.deepcopy(config).trace is trace
     with pytest.raises(InvalidArgumentError, match="records nothing"):
         LookaheadConfig(trace="trace.html")
+
+
+def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.html"
+    path.write_text("mine")
+    with pytest.raises(InvalidArgumentError, match="holds something else than a trace"):
+        Trace(path)
+    with pytest.raises(InvalidArgumentError, match="holds something else than a trace"):
+        Trace().write(path)
+    assert path.read_text() == "mine"

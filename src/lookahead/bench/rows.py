@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
+
+_LONGEST_ROW = 1 << 24
+"""Bytes of a first row at most; a file without a line end before that has no rows."""
 
 
 class RowsFile:
@@ -88,7 +92,15 @@ class RowsFile:
         return [row for rows in self._rows.values() for row in rows]
 
     def append(self, *rows: Row) -> None:
-        """Add rows, on the disk first."""
+        """Add rows, on the disk first.
+
+        The first ones come with the file as a whole: a file that begins with half a row would not look like ours.
+        """
+        if not self._rows:
+            self._file.close()
+            self._add(rows)
+            self._rewrite()
+            return
         with named(self.path):
             self._file.write("".join(map(_line, rows)))
             self._file.flush()
@@ -130,15 +142,32 @@ def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
             )
 
 
-def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
+def kept_lines(path: Path, is_ours: Callable[[Row], bool], *, restart: bool = False) -> list[Row]:
     """Read the rows of a file that a run continues; empty if the file does not exist, or with `restart`.
+
+    Args:
+        path: The file. A run writes to it, compressed or not, so what is there under either name has to be ours.
+        is_ours: Whether a row is one that this run could have written. The first row decides about the file.
+        restart: Whether the rows are to be thrown away.
 
     Raises:
         InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
     """
-    if path.exists() and not path.is_file():  # a device may never come to an end
-        raise InvalidArgumentError(f"{path} is no regular file; choose another --output")
+    for file in filter(Path.exists, _names(path)):
+        if not file.is_file():  # a device may never come to an end
+            raise InvalidArgumentError(f"{file} is no regular file; choose another --output")
+        first = _first_line(file)
+        row = _object(first) if first.endswith(b"\n") else None
+        if first and (row is None or not is_ours(row)):
+            raise InvalidArgumentError(
+                f"{file} does not begin with a row of this command, and was left as it is; choose another --output"
+            )
     return read_lines(path) if stored(path).exists() and not restart else []
+
+
+def _first_line(path: Path) -> bytes:
+    with _readable(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return bytes(file.readline(_LONGEST_ROW))
 
 
 def stored(path: Path) -> Path:
@@ -156,27 +185,52 @@ def _names(path: Path) -> tuple[Path, Path]:
 def read_lines(path: Path) -> list[Row]:
     """The objects of a file of JSON lines; compressed ones are read as well, under their own name or without `.gz`.
 
-    A last line without an end was being written when the power went, and does not count.
+    A last line without an end was being written when the power went: it counts if it is whole. Half a row does not
+    count, if it begins as another row does.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or holds something else.
     """
     path = stored(path)
-    try:
+    with _readable(path):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = content.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"cannot read the results {path}: {error}") from error
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidArgumentError(f"{path}, line {number} is no JSON ({error})") from error
-        if not isinstance(row, dict):
+    lines = content.split(b"\n")
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        row = _object(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines) or not _is_half(line, rows):
             raise InvalidArgumentError(f"{path}, line {number} is no JSON object")
-        rows.append(row)
     return rows
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidArgumentError(f"cannot read the results {path}: {error}") from error
+
+
+def _object(line: bytes) -> Row | None:
+    """The JSON object that a line holds, if it does."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_half(line: bytes, rows: Sequence[Row]) -> bool:
+    """Whether a last line is empty, or may be half a row: one that begins with the first key of another row."""
+    beginnings = {b"{" + json.dumps(next(iter(row), "")).encode() for row in rows}
+    return not line or any(line.startswith(one) or one.startswith(line) for one in beginnings)
+
+
+def is_result(row: Row) -> bool:
+    """Whether a row is one of a suite."""
+    return row.keys() >= set(_NEEDED)
 
 
 def results(path: Path, rows: list[Row]) -> list[Row]:
@@ -186,7 +240,7 @@ def results(path: Path, rows: list[Row]) -> list[Row]:
         InvalidArgumentError: They are something else.
     """
     for number, row in enumerate(rows, start=1):
-        if any(name not in row for name in _NEEDED):
+        if not is_result(row):
             raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
     return rows
 

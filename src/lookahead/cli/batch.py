@@ -26,8 +26,10 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
     """Answer what the file lacks, and return the exit code."""
     prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
     asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
-    kept, interrupted = _kept(settings, asked), False
+    interrupted = False
+    _kept(settings, asked)
     loaded = load_for_decoding(settings, consoles.notes)
+    kept = _kept(settings, asked)  # once more: loading takes its time
     with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
         missing = [prompt for prompt in prompts if prompt.id not in file]
         with measuring_progress(consoles.notes, auto_refresh=True) as bar:
@@ -100,15 +102,23 @@ def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
+def _is_answer(row: dict[str, Any]) -> bool:
+    """Whether a row is one that `_row` makes, with its fingerprint."""
+    answer = {"text", "finish_reason", "tokens", "steps"} <= row.keys()
+    return {"id", "request"} <= row.keys() and (answer or "error" in row)
+
+
 def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:
     """The lines of an earlier run. Errors of prompts that were changed since are left out, to be answered now.
 
     Raises:
         InvalidArgumentError: The file has answers to something else, or is none of answers.
     """
+    if settings.output.resolve() == settings.prompts.resolve():
+        raise InvalidArgumentError(f"--output {settings.output} is the file of prompts; choose another one")
     kept = []
-    for row in kept_lines(settings.output, restart=settings.restart):
-        if "id" not in row or "request" not in row:
+    for row in kept_lines(settings.output, _is_answer, restart=settings.restart):
+        if not _is_answer(row):
             raise InvalidArgumentError(f"{settings.output} holds something else than answers; choose another --output")
         if row["request"] == asked.get(row["id"]):
             kept.append(row)

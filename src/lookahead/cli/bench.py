@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
-from lookahead.bench.rows import RowsFile, describe_machine, kept_lines, key_of, read_lines, results
+from lookahead.bench.rows import RowsFile, describe_machine, is_result, kept_lines, key_of, read_lines, results
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, references, summarise
@@ -38,7 +38,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
-    kept = results(settings.output, kept_lines(settings.output, restart=settings.restart))
+    kept = results(settings.output, kept_lines(settings.output, is_result, restart=settings.restart))
     with RowsFile(settings.output, kept, key_of) as file:
         try:
             with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):

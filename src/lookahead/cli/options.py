@@ -65,6 +65,13 @@ def model_path(text: str) -> Path:
     return Path(not_empty(text))
 
 
+def output_file(text: str) -> Path:
+    """A file to write. Standard output is none: files are gone on with, or replaced as a whole."""
+    if text == "-":
+        raise typer.BadParameter("'-' is no file; give the name of one")
+    return Path(not_empty(text))
+
+
 def dtype(text: str) -> str:
     """One of `DTYPES`."""
     if text not in DTYPES:

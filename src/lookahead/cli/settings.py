@@ -25,6 +25,7 @@ from lookahead.cli.options import (
     model_path,
     not_empty,
     option,
+    output_file,
     port,
     positive,
     positive_whole_number,
@@ -198,7 +199,7 @@ class GenerateSettings(DecodingSettings, PromptSource):
 class TraceSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead trace`."""
 
-    page: Path = option("--output -o FILE", OUTPUT, "The page.", default=Path("trace.html"))
+    page: Path = option("--output -o FILE", OUTPUT, "The page.", output_file, Path("trace.html"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +228,11 @@ class ChatSettings(DecodingSettings):
     max_new_tokens: int = _max_new_tokens(512)
     json: bool = _json("Print one JSON object for each turn.")
     page: Path | None = option(
-        "--trace FILE", OUTPUT, "Write a page that shows every step, as `lookahead trace` does.", shown=False
+        "--trace FILE",
+        OUTPUT,
+        "Write a page that shows every step, as `lookahead trace` does.",
+        output_file,
+        shown=False,
     )
     # Turns learn from each other, and answers repeat what was said before.
     learning: ClassVar = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
@@ -254,7 +259,7 @@ class BatchSettings(DecodingSettings, EngineSettings):
     """Settings of `lookahead batch`."""
 
     prompts: Path = argument("PROMPTS", "JSON lines with an `id`, and a text in `prompt`.")
-    output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", default=...)
+    output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", output_file, ...)
     restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
     json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
 
@@ -351,6 +356,7 @@ class BenchSettings(Settings):
         "--output -o FILE",
         OUTPUT,
         "Raw results as JSON lines; what the file has already is not measured again.",
+        output_file,
         default=...,
     )
     data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", shown="the folder of SUITE")

@@ -89,10 +89,12 @@ class MemoryFile:
 
 
 def _version(path: Path) -> tuple[int, int, int, int] | None:
-    """What identifies the content of `path`, as each is written to a new file; `None` if there is nothing."""
+    """What identifies the content of `path`, as each is written to a new file; `None` if there is nothing in it."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
+        return None
+    if status.st_size == 0:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -203,9 +203,20 @@ def check_path(path: Path) -> None:
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise InvalidArgumentError(f"trace: {path} is no file, or may not be written; choose another file")
     try:
+        if path.exists() and not _is_page(path):
+            raise InvalidArgumentError(
+                f"trace: {path} holds something else than a trace, and was left as it is; choose another file"
+            )
         NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
     except OSError as error:
         raise _refusal(path, error) from error
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is empty, or a page of a trace."""
+    with path.open("rb") as file:
+        beginning = file.read(_HEAD)
+    return not beginning or _MARK in beginning
 
 
 def _refusal(path: Path, error: OSError) -> InvalidArgumentError:
@@ -213,6 +224,9 @@ def _refusal(path: Path, error: OSError) -> InvalidArgumentError:
 
 
 FORMAT = 1
+
+_MARK, _HEAD = b'<meta name="generator" content="lookahead trace">', 256
+"""What tells our pages from others, and within how many bytes it comes."""
 
 _PARTS = ("draft", "forward", "verify", "commit")
 """Parts of a step, in the order that the script has them in."""

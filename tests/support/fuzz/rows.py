@@ -22,7 +22,7 @@ class CaseRows:
     """
 
     def __init__(self, path: Path, of: str) -> None:
-        kept = kept_lines(path)
+        kept = kept_lines(path, lambda row: row.get("kind") == "header")
         self._of = of
         self._file = RowsFile(path, kept or [_header()], lambda row: (row.get("of"), row.get("seed")))
 
