@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-newest test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -152,11 +152,14 @@ build/versions/%: constraints.txt pyproject.toml
 	$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)' --editable '.[serve]'
 	touch $@
 
-test-versions: build/versions/oldest build/versions/newest  ## Imports and 40 random cases with the oldest and the newest transformers
-	for version in $^; do \
-		$$version/bin/python tests/support/import_all.py && \
-		$$version/bin/python tests/support/run_fuzz.py --equal 40 || exit 1; \
-	done
+test-version-%: build/versions/%
+	$</bin/python tests/support/import_all.py
+	$</bin/python tests/support/run_readme.py
+	$</bin/python tests/support/run_fuzz.py --equal 40
+
+test-newest: test-version-newest  ## Imports, the README's snippets and 40 random cases with the newest transformers that pyproject.toml allows
+
+test-versions: test-version-oldest test-version-newest  ## The same with the oldest and the newest one
 
 # In a folder of its own, like torchao: it brings a server and much beside.
 build/ray: constraints.txt | $(VENV)/installed

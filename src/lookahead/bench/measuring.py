@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel, load_model
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.findings import model_identity
 from lookahead.bench.rows import Key, Prompt, Row, RowsFile, check_same, encode, read_prompts
 from lookahead.bench.suite import DEMO, MethodSpec, ModelSpec, Suite, TaskSpec
@@ -114,7 +115,7 @@ def noted_passes(model: PreTrainedModel) -> Iterator[list[Pass]]:
     passes: list[Pass] = []
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        cache = named.get("past_key_values")
+        cache = named.get(CACHE)
         passes.append((named["input_ids"].shape[1], 0 if cache is None else int(cache.get_seq_length())))
 
     with model.register_forward_pre_hook(note, with_kwargs=True):

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from inspect import signature
 from types import FrameType
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
 from lookahead.cli import process
 from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, fitted, run_report, text_options
 from lookahead.cli.inputs import checked, read_text
@@ -72,7 +72,6 @@ class Conversation:
             self._options["ngram_pool"] = NGramPool(self._config.ngram_size, self._config.guess_set_size)
         self._session = open_session(loaded.model)
         self._session.keep_text()
-        self._takes_cache = "past_key_values" in signature(loaded.model.forward).parameters  # unlike Mamba
         self._cache: Cache | None = None
         self.cached: list[int] = []
         self.reset()
@@ -101,7 +100,7 @@ class Conversation:
         """
         ids: list[int] = prompt.input_ids[0].tolist()
         kept = self._crop(ids)
-        options = self._options if self._cache is None else self._options | {"past_key_values": self._cache}
+        options = self._options if self._cache is None else self._options | {CACHE: self._cache}
         recording, interruption = Recording(on_step), Interruption()
         with process.handling(signal.SIGINT, interruption.on_signal):
             try:
@@ -109,7 +108,8 @@ class Conversation:
                 output = decode_with_lookahead(
                     self._loaded, prompt, self._config, recording, stopping_criteria=criteria, **options
                 )
-                self._cache = output.past_key_values if self._takes_cache else None
+                cache = getattr(output, CACHE)
+                self._cache = cache if knows_its_length(cache) else None
                 self.cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read
             except KeyboardInterrupt:  # nobody waited for the step; the call has left the cache as it was
                 interruption.asked = True

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.backends.base import Prompts
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
 from lookahead.backends.transformers.limits import TRANSFORMERS, vocabulary_size
@@ -111,7 +112,7 @@ def read_prompts(
         )
     tokens = _prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
     # transformers marks the cache that the caller passed, and makes an empty one where there is none
-    cache: Cache | None = model_kwargs.get("past_key_values")
+    cache: Cache | None = model_kwargs.get(CACHE)
     cache = cache if getattr(cache, "_is_user_defined", False) else None
     _check_chunks(cache, config)
     inputs = model_kwargs if own_prefill else {}
@@ -123,7 +124,7 @@ def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
     if TRANSFORMERS >= (5, 23) or config.prefill_chunk_size is None or cache is None or cache.get_seq_length() == 0:
         return
     raise UnsupportedArgumentError(
-        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with past_key_values that holds tokens: "
+        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with {CACHE} that holds tokens: "
         "generate of transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
     )
 
@@ -198,13 +199,13 @@ def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Ten
     if earlier:
         if earlier != held:
             raise InvalidArgumentError(
-                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {held}; a mask is "
+                f"attention_mask counts {earlier} tokens before input_ids, but {CACHE} holds {held}; a mask is "
                 "as long as input_ids, or as the cached text and input_ids together"
             )
         return [int(count) for count in mask[:, :earlier].sum(dim=1)]
     if held >= input_ids.shape[1]:
         raise InvalidArgumentError(
-            f"past_key_values holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
+            f"{CACHE} holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
             "least one new token, or new tokens alone with an attention_mask over the whole text"
         )
     return [0] * len(input_ids)
@@ -231,6 +232,7 @@ def hand_over(
         if input_ids is not None:
             raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
         input_ids = kwargs.pop("inputs")
+    rename_cache(kwargs)
     check_call(model, kwargs)
     if input_ids is not None and not is_encoder_decoder(model):  # an encoder may read something else
         check_prompt_ids(input_ids)

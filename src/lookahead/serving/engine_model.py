@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_adapters, check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig, check_config
@@ -112,7 +113,7 @@ class EngineModel:
                 "itself"
             )
         if prompts.cache is not None:
-            raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
+            raise UnsupportedArgumentError(f"{CACHE} is not supported by an Engine; give the whole text")
         if not prompts.all_count:
             raise UnsupportedArgumentError(
                 "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "

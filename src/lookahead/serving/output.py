@@ -13,13 +13,14 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 
+from lookahead.backends.transformers.cache_names import CACHE, EitherCacheName
 from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.arguments import Arguments
 
 
 @dataclass
-class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+class LookaheadOutput(EitherCacheName, GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """What `generate` returns with `return_dict_in_generate=True`.
 
     All fields of transformers' `GenerateDecoderOnlyOutput`, and:
@@ -31,7 +32,7 @@ class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     statistics: Statistics | None = None
 
 
-class EncoderDecoderOutput(GenerateEncoderDecoderOutput):  # type: ignore[misc]
+class EncoderDecoderOutput(EitherCacheName, GenerateEncoderDecoderOutput):  # type: ignore[misc]
     """The same for a model with an encoder: all fields of transformers' `GenerateEncoderDecoderOutput`.
 
     Attributes:
@@ -64,7 +65,7 @@ def make_output(
         "sequences": texts,
         "scores": _stacked([sequence.sampler.scores for sequence in sequences]),
         "logits": _stacked([sequence.sampler.logits for sequence in sequences]),
-        "past_key_values": cache,
+        CACHE: cache,
     }
     if not arguments.prompts.source:
         return LookaheadOutput(**fields, statistics=statistics)

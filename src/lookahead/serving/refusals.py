@@ -11,12 +11,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.backends.base import Prompts
+from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _CONSUMED = (
-    *("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
+    *("attention_mask", "position_ids", "cache", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
     "cache_position",
 )
 """Model inputs that `generate` prepares and the engine makes for itself."""
@@ -167,9 +168,10 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
         InvalidArgumentError: A cache is given, but is not to be used.
         UnsupportedArgumentError: There is such an input, or a cache beside an encoder; the message names it.
     """
-    cache = model_kwargs.get("cache_params")
-    if getattr(cache, "_is_user_defined", False):
-        raise _unsupported("cache_params", type(cache).__name__, "it says of no text how long it is; give all of it")
+    for name in (CACHE, "cache_params"):
+        cache = model_kwargs.get(name)
+        if getattr(cache, "_is_user_defined", False) and (name != CACHE or not knows_its_length(cache)):
+            raise _unsupported(name, type(cache).__name__, "it does not know how long its text is; give the whole text")
     modalities = model.input_modalities
     reads_text_alone = modalities == "text" or set(modalities) == {"text"}
     for name in inputs_beside_tokens(model_kwargs):
@@ -178,15 +180,15 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
             raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
         if not use_cache:
             raise _unsupported("use_cache", False, f"the model would read {name} anew at each step; leave it unset")
-    if not getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+    if not getattr(model_kwargs.get(CACHE), "_is_user_defined", False):
         return
     if is_encoder_decoder(model):  # of which it holds what another source gave
         raise UnsupportedArgumentError(
-            f"past_key_values is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
+            f"{CACHE} is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
         )
     if not use_cache:
         raise InvalidArgumentError(
-            "use_cache=False, as given or as the model's generation configuration has it, contradicts past_key_values; "
+            f"use_cache=False, as given or as the model's generation configuration has it, contradicts {CACHE}; "
             "pass use_cache=True, or leave the cache out"
         )
 
@@ -208,7 +210,7 @@ def check_own_prefill(
     elif generation_config.prefill_chunk_size is not None:
         reason = "it is read in one pass; leave prefill_chunk_size unset"
     elif prompts.cache is not None and not bool(prompts.mask.all()):
-        reason = "it cannot be read behind past_key_values with hidden tokens; give the whole text without a cache"
+        reason = f"it cannot be read behind {CACHE} with hidden tokens; give the whole text without a cache"
     else:
         return
     raise UnsupportedArgumentError(f"a prompt with {names} is not supported here: {reason}")

@@ -152,6 +152,6 @@ def refuse_cache(cache: object) -> None:
     """
     if cache is not None:
         raise UnsupportedArgumentError(
-            "past_key_values is not supported for a GGUF model, whose keys and values are llama.cpp's; give the whole "
-            "text without it"
+            "cache (past_key_values) is not supported for a GGUF model, whose keys and values are llama.cpp's; "
+            "give the whole text without it"
         )

@@ -111,16 +111,19 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        cache: object | None = None,
         past_key_values: object | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The whole text, at every step: of what was read before only the new part is computed."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        given = past_key_values if cache is None else cache
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": given}
 
     def forward(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        cache: object | None = None,
         past_key_values: object | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
@@ -131,7 +134,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Args:
             input_ids: The texts, `[batch, tokens]` int64.
             attention_mask: Which of these tokens count, `[batch, tokens]`; all of them if not given.
-            past_key_values: Not supported.
+            cache, past_key_values: Not supported.
             use_cache: Of no account: what was read of a text is not computed again.
             return_dict: Of no account: there always is one.
             **kwargs: Nothing that would be heeded.
@@ -142,7 +145,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             UnsupportedArgumentError: There is a cache.
         """
-        refuse_cache(past_key_values)
+        refuse_cache(past_key_values if cache is None else cache)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         texts = [row[mine.bool()].tolist() for row, mine in zip(input_ids, mask, strict=True)]
         with self._lock:

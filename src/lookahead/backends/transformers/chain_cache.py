@@ -16,8 +16,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.backends.base import TextRow
+from lookahead.backends.transformers.cache_names import CACHE, CACHE_ARGUMENTS, cache_name
 from lookahead.backends.transformers.limits import limits_of, vocabulary_size
-from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.snapshots import hold_only
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
@@ -94,9 +94,6 @@ def tried_source(model: PreTrainedModel) -> Source:
     states = torch.randn(1, _TRIED_LENGTH, config.hidden_size, generator=draws)
     return {"encoder_outputs": _Encoded(last_hidden_state=states.to(model.device, model.dtype))}
 
-
-_NAMES = ("past_key_values", "cache_params", "state")
-"""What models call their caches."""
 
 _READ_WHOLE = ("openai-gpt",)
 """Model types without a cache, whose passes are given the whole text."""
@@ -262,7 +259,7 @@ def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     if getattr(kind, "_is_stateful", False):
         return True
     if not kind._supports_default_dynamic_cache():
-        return any(name in inspect.signature(kind.forward).parameters for name in _NAMES)
+        return any(name in inspect.signature(kind.forward).parameters for name in CACHE_ARGUMENTS)
     try:
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     except (AttributeError, ValueError):  # such as of BLT, whose configuration says nothing of layers
@@ -292,22 +289,14 @@ def check_states(model: PreTrainedModel, cache: Cache) -> None:
     }
     for why, applies in reasons.items():
         if applies(model):
-            raise UnsupportedArgumentError(
-                f"past_key_values is not supported for {type(model).__name__}, {why}; leave it out"
-            )
+            raise UnsupportedArgumentError(f"{CACHE} is not supported for {type(model).__name__}, {why}; leave it out")
     expected = empty_cache(model)
     layers = [] if expected is None else [type(layer) for layer in expected.layers]
     if not layers or cache.offloading or [type(layer) for layer in cache.layers] != layers:
         raise UnsupportedArgumentError(
-            f"past_key_values={type(cache).__name__} is not supported for {type(model).__name__}, which keeps a "
+            f"{CACHE}={type(cache).__name__} is not supported for {type(model).__name__}, which keeps a "
             "running state; pass DynamicCache(config=model.config), the cache that an earlier call returned, or none"
         )
-
-
-def cache_name(model: PreTrainedModel) -> str:
-    """What `model` calls its cache in its forward pass."""
-    arguments = forward_arguments(model)
-    return next((name for name in _NAMES if name in arguments), _NAMES[0])
 
 
 def empty_cache(model: PreTrainedModel) -> Cache | None:

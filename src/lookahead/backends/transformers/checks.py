@@ -30,6 +30,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.backends.base import Prompts, Runner
+from lookahead.backends.transformers.cache_names import CACHE, cache_name
 from lookahead.backends.transformers.chain_cache import has_running_state, is_encoder_decoder, is_forgetful
 from lookahead.backends.transformers.comparisons import goes_on_rightly, reads_trees
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
@@ -224,7 +225,7 @@ def _check_inputs(model: PreTrainedModel) -> None:
     MaskBuilder(model.config)
     arguments = forward_arguments(model)
     takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
-    for needed in ("past_key_values", "position_ids", "attention_mask"):
+    for needed in (cache_name(model), "position_ids", "attention_mask"):
         if needed not in arguments and not takes_all:
             raise UnsupportedModelError(
                 f"model={name} takes no {needed!r} in its forward pass, which token trees need. Use model.generate"
@@ -360,7 +361,7 @@ def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: G
         )
     picks = INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if prompts.rows > 1 and (prompts.cache is not None or (prompts.inputs and picks)):
-        what = "past_key_values" if prompts.cache is not None else "more than tokens"
+        what = CACHE if prompts.cache is not None else "more than tokens"
         raise UnsupportedArgumentError(
             f"input_ids has {prompts.rows} rows with {what}, but {name} is run on chains of tokens, whose states are "
             "kept for each row apart; call generate once for each row"
@@ -433,7 +434,7 @@ def _check_hidden(runner: ModelRunner, kind: Equivalence, name: str, prompts: Pr
         raise _read_otherwise(name, f"{what}, and such rows")
     if prompts.cache is not None and not kind.holds("padded_caches"):
         raise UnsupportedArgumentError(
-            f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
+            f"{CACHE} of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
             "them as positions; give the whole text without a cache"
         )
 

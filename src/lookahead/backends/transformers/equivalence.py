@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner
 from lookahead.backends.transformers.attention import PACKED_ROWS
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.limits import Limits
@@ -131,7 +132,7 @@ class _Comparison:
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
-        padded, plain = (cache.layers[0].keys[0] for cache in (runner.rows[0].cache, output.past_key_values))
+        padded, plain = (cache.layers[0].keys[0] for cache in (runner.rows[0].cache, output[CACHE]))
         kept = plain[:, padding : padding + _PROMPT]
         return difference([padded[:, :_PROMPT]], [kept]) <= self._tolerance
 

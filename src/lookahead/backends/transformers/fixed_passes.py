@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import Recorded
 from lookahead.backends.forward_result import ForwardResult, forward_results, pack_likeliest
 from lookahead.backends.machine import PausingClock, Staged, free_bytes
+from lookahead.backends.transformers.cache_names import cache_name
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
@@ -77,7 +78,7 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k:
         Logits `[rows * nodes, vocabulary]`, and what they say; see `pack_likeliest`.
     """
     arguments = inputs.arguments(model, cache)
-    logits = model(**arguments, past_key_values=cache, use_cache=True, return_dict=True).logits.flatten(0, 1)
+    logits = model(**arguments, **{cache_name(model): cache}, use_cache=True, return_dict=True).logits.flatten(0, 1)
     return logits, pack_likeliest(logits, top_k)
 
 

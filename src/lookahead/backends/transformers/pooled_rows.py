@@ -272,7 +272,7 @@ class PooledRunner(ModelRunner):
         arguments = {"logits_to_keep": kept} if self._keeps_logits else {}
         with self._pool.written_at(inputs.columns.long()):
             arguments |= inputs.arguments(self.model, self._pool)
-            given = self.model(**arguments, past_key_values=self._pool, use_cache=True, return_dict=True)
+            given = self.model(**arguments, **{self._cache_name: self._pool}, use_cache=True, return_dict=True)
         logits: torch.Tensor = given.logits[0] if "logits_to_keep" in arguments else given.logits[0, kept]
         return logits.float()
 

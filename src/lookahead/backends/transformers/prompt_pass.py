@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.transformers.chain_cache import SavedState, cache_name
+from lookahead.backends.transformers.cache_names import cache_name
+from lookahead.backends.transformers.chain_cache import SavedState
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
 from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state

@@ -18,6 +18,7 @@ from lookahead.backends.base import Runner, TextRow, check_chain
 from lookahead.backends.forward_result import NOTHING, ForwardResult, forward_results
 from lookahead.backends.machine import upload
 from lookahead.backends.transformers.attention import INVARIANT_ROWS, PACKED_ROWS
+from lookahead.backends.transformers.cache_names import cache_name
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
     is_encoder_decoder,
@@ -69,6 +70,7 @@ class TransformersRunner(Runner):
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
         self.model, self.positions_end = model, positions_end
+        self._cache_name = cache_name(model)
         self._device = model.device
         if self._device.type == "meta":
             self._device = device or torch.device("cpu")
@@ -315,7 +317,7 @@ class ModelRunner(TransformersRunner):
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         cache = self._cache([self.rows[place] for place in places], step)
         inputs = self._layout.inputs(step, cache)
-        return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
+        return self._call(self.model, inputs, {self._cache_name: cache}).logits, inputs
 
     def _cache(self, rows: Sequence[Any], step: Step) -> Any:
         """What the model takes for the cache of some rows."""

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.comparisons import goes_on_rightly
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
@@ -268,10 +269,11 @@ def _one_by_one(kind: Any) -> Any:
     """The class `kind` of a layer, whose passes behind a text take its tokens one by one."""
 
     class OneByOne(kind):  # type: ignore[misc]
-        def forward(self, hidden_states: torch.Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-            goes_on = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            given = next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), args[0] if args else None)
+            goes_on = given is not None and given.has_previous_state(self.layer_idx)
             parts = torch.split(hidden_states, 1, dim=1) if goes_on else [hidden_states]
-            return torch.cat([super(OneByOne, self).forward(part, cache_params, *args, **kwargs) for part in parts], 1)
+            return torch.cat([super(OneByOne, self).forward(part, *args, **kwargs) for part in parts], 1)
 
     return OneByOne
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.machine import upload
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 Integers = NDArray[np.int64]
@@ -396,7 +397,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
         or any(type(layer) not in (*_LAYERS, *_EMPTY_LAYERS) for layer in cache.layers)
     ):
         raise UnsupportedArgumentError(
-            f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
+            f"{CACHE}={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
             "cache that an earlier call returned, or none"
         )
     adopted = [Row(TreeCache([_window(layer) for layer in cache.layers])) for _ in mask]
@@ -406,8 +407,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
     filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, _EMPTY_LAYERS)]
     if len(held) != filled[0].keys.shape[0]:
         raise InvalidArgumentError(
-            f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
-            "same texts"
+            f"{CACHE} holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the same texts"
         )
     _check_states(filled[0].keys, held.cpu())
     for place, (row, counted) in enumerate(zip(adopted, held, strict=True)):
@@ -490,7 +490,7 @@ def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
     columns = keys.shape[2]
     if bool(((keys[:, 0] == _BLANK).all(dim=-1).cpu() & held[:, -columns:]).any()):
         raise InvalidArgumentError(
-            "attention_mask shows tokens that it hid when past_key_values was filled, so the cache lacks them; pass "
+            "attention_mask shows tokens that it hid when the cache was filled, so the cache lacks them; pass "
             "the mask of the call before, longer by what has come since"
         )
 

@@ -1,0 +1,49 @@
+"""Runs the README's script and its commands on the demo model, in a folder of their own.
+
+Exits with 1 where one fails, or where transformers says that a name is deprecated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lookahead.demo import demo_model_path
+
+README = Path(__file__).parents[2] / "README.md"
+COMMANDS = ("generate", "compare", "trace", "batch")
+"""The commands that end by themselves, and within seconds."""
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = re.findall(rf"^lookahead (?:{'|'.join(COMMANDS)}) .*$", text, re.MULTILINE)
+    model = str(demo_model_path())
+    runs = [["-c", script.replace("path/to/a/model", model)]]
+    runs += [["-m", *shlex.split(line.replace("PATH", shlex.quote(model)), comments=True)] for line in lines]
+    failed = 0
+    with TemporaryDirectory() as folder:
+        prompts = Path(folder, "prompts.jsonl")
+        prompts.write_text(json.dumps({"id": "1", "prompt": "def add(a, b):"}) + "\n", encoding="utf-8")
+        for run in runs:
+            name = "the script" if run[0] == "-c" else shlex.join(run[1:])
+            call = [sys.executable, "-W", "error::FutureWarning", *run]
+            done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=300)
+            is_wrong = done.returncode != 0 or "deprecated" in done.stderr
+            failed += is_wrong
+            print(f"{'FAILED' if is_wrong else 'ok    '} {name}", flush=True)
+            if is_wrong:
+                print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
+    found = {line.split()[1] for line in lines}
+    print(f"{len(runs)} snippets of the README, {failed} failed")
+    return int(failed > 0 or found != set(COMMANDS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
