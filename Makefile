@@ -190,7 +190,7 @@ test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against on
 CASES ?= 3000
 SEED ?=
 FUZZ ?=
-fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases
+fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases, FUZZ=--faults models that change, own loops, images in engines and others
 	$(BIN)/python tests/support/run_fuzz.py $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
 # Beside the others, like ray: torchvision asks for a torch with CUDA.

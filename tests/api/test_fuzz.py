@@ -6,22 +6,31 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
+import fuzz.doors
+import fuzz.outcome
 import fuzz.settings
 from fuzz.case import Case, Turn, draw_case
+from fuzz.changes import PLACES, change
 from fuzz.families import build, family_names
+from fuzz.faults import KINDS, draw_fault
 from fuzz.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
 from fuzz.report import report
 from fuzz.rows import CaseRows
 from fuzz.variant import Variant
+from lookahead import Engine, RequestHandle, UnsupportedArgumentError
 from run_fuzz import Enough, draw_cases, run_all
 
 SLICE = 6
 """How many cases are run here; `make fuzz` runs more."""
+FAULTS = {17: "changed model", 11: "small vocabulary", 44: "own loop", 22: "without a cache", 8: "images in an engine"}
+FAULTS |= {55: "processors"}
+"""Of the cases of faults, one of each kind."""
 TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})
 
 
@@ -124,6 +133,61 @@ def test_slice_of_the_cases() -> None:
     wrong = [outcome for outcome in outcomes if outcome.kind == WRONG]
     assert not wrong, report(wrong)
     assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # not merely refused
+
+
+@pytest.mark.parametrize("seed", FAULTS)
+def test_kinds_of_faults(seed: int) -> None:
+    case = draw_fault(seed)
+    assert case == draw_fault(seed)
+    assert set(FAULTS.values()) == set(KINDS)
+    outcome = run_case(case)
+    assert outcome.kind in (EQUAL, REFUSED), report([outcome])
+    assert f"1 {FAULTS[seed]}: " in report([outcome])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_is_one_and_can_be_taken_back(place: str) -> None:
+    model = build("llama", Variant(), "sdpa")
+    ids = torch.tensor([TURN.prompts[0]])
+    before = model(ids).logits
+    undo = change(model, f"{place}: last place", seed=1)
+    assert not torch.equal(model(ids).logits, before)
+    undo()
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_other_tokens_after_a_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = replace(TURN, change="layer hook: everywhere")
+    assert run_case(_case(turns=(TURN, changed))).kind in (EQUAL, REFUSED)
+    seeds = iter((1, 2, 1, 2))  # another layer in transformers' own
+    monkeypatch.setattr(fuzz.outcome, "change", lambda model, name, _: change(model, name, next(seeds)))
+    outcome = run_case(_case(turns=(TURN, changed)))
+    assert outcome.kind == WRONG
+    assert "turn 2: rows [0] part" in outcome.detail
+
+
+def test_a_request_that_another_one_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, step = Engine.submit, Engine.step
+    case = _case(turns=(replace(TURN, entry="engine", prompts=TURN.prompts * 2, padding=(0, 0)),))
+    assert run_case(case).kind == EQUAL
+
+    def refuses(engine: Engine, *args: Any, **values: Any) -> RequestHandle:
+        if engine.load.waiting:
+            raise UnsupportedArgumentError("not beside others")
+        return submit(engine, *args, **values)
+
+    monkeypatch.setattr(Engine, "submit", refuses)
+    assert "row 1: not alone, but beside others" in _detail_of_wrong(case)
+    monkeypatch.undo()
+    monkeypatch.setattr(fuzz.doors, "STEPS", 3)
+    monkeypatch.setattr(Engine, "step", lambda engine: step(engine) if engine.statistics.steps < 2 else 1)
+    assert "row 0: raises RuntimeError: the request never ended" in _detail_of_wrong(case)
+
+
+def _detail_of_wrong(case: Case) -> str:
+    outcome = run_case(case)
+    assert outcome.kind == WRONG
+    return outcome.detail
 
 
 @pytest.mark.exact

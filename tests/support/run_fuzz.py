@@ -6,6 +6,7 @@
     python tests/support/run_fuzz.py --running-states --equal 500
     python tests/support/run_fuzz.py --encoders --equal 300
     python tests/support/run_fuzz.py --indexed --equal 200 --each
+    python tests/support/run_fuzz.py --faults --cases 1000   # changed models, small vocabularies, own loops, ...
     python tests/support/run_fuzz.py --images --equal 200 --output benchmarks/results/fuzz.jsonl
 
 A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
@@ -23,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from transformers.utils import logging
 from fuzz.case import Case, draw_case
 from fuzz.encoder_decoders import encoder_families
 from fuzz.families import INDEXED, family_names, image_families, keeps_running_state
+from fuzz.faults import draw_fault
 from fuzz.outcome import EQUAL, WRONG, Outcome, run_case
 from fuzz.report import describe, report
 from fuzz.rows import CaseRows, reason_not_to_run
@@ -51,14 +54,13 @@ def main() -> int:
     """Run the cases that the command line asks for."""
     arguments = _parse()
     families = FAMILIES.get(arguments.of, family_names)()
-    images = arguments.of == "images"
     if arguments.seed is not None:
-        outcome = run_case(draw_case(arguments.seed, families, images))
+        outcome = run_case(next(draw_cases(arguments.seed, families, of=arguments.of)))
         print("\n".join(describe(outcome)))
         if arguments.shrink and outcome.kind == WRONG:
             print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
-    cases = draw_cases(arguments.seed_start, families, arguments.family, images)
+    cases = draw_cases(arguments.seed_start, families, arguments.family, arguments.of)
     if arguments.of == "running states":
         cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
@@ -66,16 +68,17 @@ def main() -> int:
         rows = stack.enter_context(CaseRows(arguments.output, arguments.of)) if arguments.output else None
         try:
             enough = Enough(arguments.cases, arguments.equal, families if arguments.each else [])
-            run_all(cases, enough, outcomes, skips=arguments.family is None, rows=rows)
+            run_all(cases, enough, outcomes, skips=arguments.family is None and arguments.of != "faults", rows=rows)
         except KeyboardInterrupt:
             print("\ninterrupted")
     print(report(outcomes))
     return 1 if any(outcome.kind == WRONG for outcome in outcomes) else 0
 
 
-def draw_cases(start: int, families: list[str], family: str | None = None, images: bool = False) -> Iterator[Case]:
+def draw_cases(start: int, families: list[str], family: str | None = None, of: str = "all") -> Iterator[Case]:
     """The cases from number `start` on; those of `family` alone if given."""
-    cases = (draw_case(seed, families, images) for seed in count(start))
+    draw = draw_fault if of == "faults" else partial(draw_case, families=families, images=of == "images")
+    cases = (draw(seed) for seed in count(start))
     return (case for case in cases if family is None or case.family == family)
 
 
@@ -159,6 +162,7 @@ def _parse() -> argparse.Namespace:
         "images": "only prompts with images, of classes that see them",
         "encoders": "only models with an encoder for text or speech",
         "indexed": "only models whose layers pick the keys they attend to",
+        "faults": "changed models, small vocabularies, own loops, calls without a cache, images in engines, processors",
     }
     for kind, what in kinds.items():
         flag = f"--{kind.replace(' ', '-')}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Answer:
         sequences: The texts `[rows, tokens]`.
         mask: Which tokens of them were hidden, 0, or not, 1.
         new_tokens: How many tokens the call added to each text.
-        random_state: Of torch, afterwards.
+        random_state: Of torch, afterwards; `None` where others drew from it as well.
         streamed: What a streamer got.
         scores, logits: One `[rows, vocabulary]` for each token, if asked for.
         cache: The cache that was returned, if any.
@@ -35,11 +35,28 @@ class Answer:
     sequences: Tensor
     mask: Tensor
     new_tokens: int
-    random_state: Tensor
+    random_state: Tensor | None
     streamed: list[Any] | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     cache: Any = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that can be made.
+
+    Attributes:
+        ids, mask: The whole text so far, `[rows, tokens]`.
+        given: The part of it that is handed over.
+        read, values: What the model reads, and the other arguments.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    given: Tensor
+    read: dict[str, Any]
+    values: dict[str, Any]
 
 
 def call(
@@ -54,13 +71,34 @@ def call(
         ours: Whether lookahead decoding is to make the call.
         changes: Arguments that go before those of `turn`.
     """
+    prepared = prepare(model, turn, earlier, changes)
+    torch.manual_seed(turn.settings.get("seed", 0))
+    return prepared_answer(model, prepared, _result(model, turn, prepared.read | prepared.values, ours))
+
+
+def _result(model: PreTrainedModel, turn: Turn, values: dict[str, Any], ours: bool) -> Any:
+    if not ours:
+        attached = isinstance(vars(model).get("generate"), partial)
+        return type(model).generate(model, **values) if attached else model.generate(**values)
+    values["lookahead_config"] = config = lookahead.LookaheadConfig(**turn.drafting)
+    if turn.entry == "attach":
+        lookahead.attach(model, config)
+        return model.generate(**values)
+    if turn.entry == "custom_generate":
+        return model.generate(custom_generate=lookahead.generate, **values)
+    return lookahead.generate(model, **values)
+
+
+def prepare(
+    model: PreTrainedModel, turn: Turn, earlier: Answer | None, changes: dict[str, Any] | None = None
+) -> Prepared:
+    """What `call` hands over."""
     ids, mask = _prompt(turn, earlier)
     values = arguments(turn.settings) | (changes or {})
     if turn.images:
         ids, mask, pictures = with_images(model, ids, mask, seed=sum(turn.prompts[0]))
         values |= pictures
     given, read = ids, {"inputs": ids, "attention_mask": mask}
-    encodes = is_encoder_decoder(model)
     if turn.cache == "empty":
         values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()
     elif turn.cache and earlier is not None and earlier.cache is not None:  # ours may have none to hand on
@@ -68,20 +106,19 @@ def call(
         if turn.cache == "tail":
             given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
             read["inputs"] = given
-    elif turn.cache and bool((ids == IMAGE_TOKEN).any()):
+    elif turn.cache and earlier is not None and bool((ids == IMAGE_TOKEN).any()):
         raise CannotBuild("there is no cache of the text before, and an image is read once")
-    left_out = ids.shape[1] - given.shape[1]
-    if encodes:
+    if is_encoder_decoder(model):
         read = read_by(model, ids, mask)
-    torch.manual_seed(turn.settings.get("seed", 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if ours:
-            config = lookahead.LookaheadConfig(**turn.drafting)
-            result = lookahead.generate(model, lookahead_config=config, **read, **values)
-        else:
-            result = model.generate(**read, **values)
-    streamer = values.get("streamer")
+    return Prepared(ids, mask, given, read, values)
+
+
+def prepared_answer(model: PreTrainedModel, prepared: Prepared, result: Any) -> Answer:
+    """The answer that has `result`."""
+    ids, mask, given = prepared.ids, prepared.mask, prepared.given
+    encodes = is_encoder_decoder(model)
+    left_out = ids.shape[1] - given.shape[1]
+    streamer = prepared.values.get("streamer")
     sequences = result if isinstance(result, Tensor) else result.sequences
     if encodes:  # the texts hold nothing of what was read
         given = sequences[:, :1]

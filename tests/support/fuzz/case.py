@@ -28,6 +28,11 @@ class Turn:
         cache: What cache is handed over: `""` none, `"empty"` a new one, `"whole"` that of the turn before with the
             whole text, `"tail"` the same with only those tokens that are not in it.
         images: Whether each row has an image behind its first token.
+        entry: By which of `ENTRIES` ours is called.
+        gap: With an `Engine` that is stepped: after how many steps the next row comes.
+        mixed: With an `Engine` or threads: whether every second row is greedy text, without settings and image.
+        change: How the model is changed before the call; a name of `changes`, or `UNDO`.
+        change_after: After how many steps of the `Engine` instead.
     """
 
     ours: bool
@@ -38,6 +43,27 @@ class Turn:
     drafting: dict[str, Any] = field(default_factory=dict)
     cache: str = ""
     images: bool = False
+    entry: str = "generate"
+    gap: int = 0
+    mixed: bool = False
+    change: str = ""
+    change_after: int | None = None
+
+    @property
+    def rows(self) -> list[Turn]:
+        """Each row as a call by itself."""
+        plain = {"settings": {"max_new_tokens": self.settings["max_new_tokens"]}, "images": False}
+        return [
+            replace(self, prompts=(row,), padding=(0,), entry="generate", **(plain if self.mixed and place % 2 else {}))
+            for place, row in enumerate(self.prompts)
+        ]
+
+
+ENTRIES = ("generate", "attach", "custom_generate", "threads", "engine", "started engine")
+"""Doors of the library. By the last three each row is a call or a request of its own."""
+APART = ENTRIES[3:]
+UNDO = "undo"
+"""In place of a change: take back the one before."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Case:
         attention: Attention implementation.
         double: Whether the model is float64.
         turns: The calls.
+        fault: Of which of `faults.KINDS` it is, if any.
     """
 
     seed: int
@@ -59,6 +86,7 @@ class Case:
     attention: str
     double: bool
     turns: tuple[Turn, ...]
+    fault: str = ""
 
     def describe(self) -> str:
         """The case in one line, without the prompts."""
@@ -93,7 +121,7 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
     if family in INDEXED:  # most texts begin on trees, and end where keys are picked
         variant = replace(variant, window=random.choice((5, 12, 16, 24, 32, 48, 64)))
         if random.random() < 0.9:
-            turns = tuple(_without(_with_one_row(turn), "use_cache") for turn in turns)
+            turns = tuple(without(_with_one_row(turn), "use_cache") for turn in turns)
     if family.endswith(ENCODER):
         turns = tuple(map(_for_encoder_decoders, turns))
     if images:
@@ -101,16 +129,14 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
     return Case(seed, family, variant, attention, double, turns)
 
 
-def _without(turn: Turn, *settings: str) -> Turn:
+def without(turn: Turn, *settings: str) -> Turn:
     """The turn without some of its settings."""
     return replace(turn, settings={name: value for name, value in turn.settings.items() if name not in settings})
 
 
 def _with_one_row(turn: Turn) -> Turn:
     """The turn with its longest prompt alone, without hidden tokens."""
-    return replace(
-        _without(turn, "num_return_sequences"), prompts=(max(turn.prompts, key=len),), padding=(0,), holes=()
-    )
+    return replace(without(turn, "num_return_sequences"), prompts=(max(turn.prompts, key=len),), padding=(0,), holes=())
 
 
 def _for_chains(turn: Turn) -> Turn:
@@ -125,12 +151,12 @@ def _for_running_states(turn: Turn) -> Turn:
 
 def _for_encoder_decoders(turn: Turn) -> Turn:
     """The turn as a call by itself, without what has no meaning for a decoder."""
-    return replace(_for_chains(_without(turn, "guidance_scale", "prefill_chunk_size")), cache="")
+    return replace(_for_chains(without(turn, "guidance_scale", "prefill_chunk_size")), cache="")
 
 
 def _with_images(turn: Turn) -> Turn:
     """The turn with images, unless it goes on from a cache, and without what is refused for them."""
-    settings = dict(_without(turn, "use_cache", "prefill_chunk_size").settings)
+    settings = dict(without(turn, "use_cache", "prefill_chunk_size").settings)
     if turn.cache:
         settings["use_cache"] = True
     prompts = tuple(tuple(token if token != IMAGE_TOKEN else 1 for token in row) for row in turn.prompts)
@@ -230,11 +256,13 @@ def _draw_drafting(random: Random) -> dict[str, Any]:
 
 
 def _described(turn: Turn) -> str:
-    words = ["ours" if turn.ours else "plain", f"rows={len(turn.prompts)} of {max(map(len, turn.prompts))}"]
+    words = [turn.entry if turn.ours else "plain", f"rows={len(turn.prompts)} of {max(map(len, turn.prompts))}"]
     words += [f"padding={list(turn.padding)}"] if any(turn.padding) else []
     words += [f"holes={list(turn.holes)}"] if turn.holes else []
     words += [f"cache={turn.cache}"] if turn.cache else []
-    words += ["images"] if turn.images else []
+    for name in ("images", "gap", "mixed", "change", "change_after"):
+        value = getattr(turn, name)
+        words += [f"{name}={value!r}"] if value not in (0, "", None) or name == "change_after" == value else []
     return " ".join([*words, _listed(turn.settings), f"[{_listed(turn.drafting)}]" if turn.ours else ""])
 
 

@@ -102,7 +102,7 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
         model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
         with suppress(ValueError):  # it has none
             model.set_experts_implementation(experts)
-        draw_weights(model.eval(), variant.seed, variant.embedding_gain, variant.spread)
+        draw_weights(model.eval(), variant)
     for token in ("bos", "eos", "pad", "forced_bos", "forced_eos", "decoder_start"):
         setattr(model.generation_config, f"{token}_token_id", None)
     if is_encoder_decoder(model):

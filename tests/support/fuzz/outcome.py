@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fuzz.calls import Answer, call
-from fuzz.case import Case, Turn
+from fuzz.case import APART, UNDO, Case, Turn
+from fuzz.changes import change
+from fuzz.doors import Doors, attempt, is_beginning
 from fuzz.families import CannotBuild, build
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import InvalidArgumentError, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 
 EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG = (
     *("equal", "not built", "refused", "both raise", "near-tie", "WRONG"),
@@ -23,6 +28,7 @@ KINDS = (EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG)
 
 TIE_MARGIN = 1e-4
 """Relative to the largest logit: what rounding in float32 may bring about in a tiny model."""
+REFUSALS = (UnsupportedModelError, UnsupportedArgumentError)
 JUSTIFIED = ("is a prompt of",)
 """What an `InvalidArgumentError` may say where transformers has an answer: limits that the documentation names."""
 
@@ -75,74 +81,165 @@ def _run(case: Case) -> tuple[Outcome, bool]:
 
 def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> tuple[Outcome, bool]:
     """Make the calls of `case` with `model`, and by transformers alone with `reference`, its copy."""
+    with ExitStack() as stack, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        doors = Doors(model)
+        stack.callback(doors.close)
+        outcome, tie = _compare(case, Pair(case, model, reference, doors, stack))
+        stopped = [str(one.message) for one in heard if "drafting stopped" in str(one.message)]
+    if stopped and outcome.kind == EQUAL:  # no drafter of a case is at fault
+        return replace(outcome, kind=WRONG, detail=_one_line(stopped[0])), False
+    return outcome, tie
+
+
+@dataclass
+class Pair:
+    """What the calls of a case are made with."""
+
+    case: Case
+    model: PreTrainedModel
+    reference: PreTrainedModel
+    doors: Doors
+    stack: ExitStack
+    undo: Callable[[], object] = lambda: None
+
+    def change(self, name: str) -> None:
+        """Change both models.
+
+        Raises:
+            CannotBuild: They cannot be changed so.
+        """
+        if name == UNDO:
+            self.undo()
+            return
+        undoing = self.stack.enter_context(ExitStack())
+        for model in (self.model, self.reference):
+            undoing.callback(change(model, name, self.case.seed))
+        self.undo = undoing.close
+
+
+def _compare(case: Case, pair: Pair) -> tuple[Outcome, bool]:
     ours: Answer | None = None
     plain: Answer | None = None
+    refused: Outcome | None = None
     tokens = 0
     for number, turn in enumerate(case.turns):
         place = f"turn {number + 1}: " if len(case.turns) > 1 else ""
         before = plain
         if turn.cache in ("whole", "tail"):
             before = copy.deepcopy(plain)  # a call changes the cache that it is given
-        error: Exception | None = None
-        failure: Exception | None = None
+        judge = Judge(case, pair.reference, turn, before, place, tokens)
         try:
-            ours = call(model, turn, ours, turn.ours)
+            if turn.change and turn.change_after is None:
+                pair.change(turn.change)
+            if turn.entry in APART and turn.ours:
+                outcome, tie = _compare_rows(judge, pair)
+                ours = plain = None
+            else:
+                found = attempt(call, pair.model, turn, ours, turn.ours)
+                expected = None if isinstance(found, REFUSALS) else attempt(call, pair.reference, turn, plain, False)
+                outcome, tie = judge.judge(found, expected)
+                ours, plain = (None if isinstance(one, Exception) else one for one in (found, expected))
         except CannotBuild as missing:
             return Outcome(case, NOT_BUILT, str(missing)), False
-        except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
-            return Outcome(case, REFUSED, _reason(refusal), tokens), False
-        except Exception as raised:
-            error = raised
-        try:
-            plain = call(reference, turn, plain, ours=False)
-        except Exception as raised:
-            failure = raised
-        if error is not None:
-            return _after_error(case, error, failure, place, tokens), False
-        assert ours is not None
-        if ours.cache is None and plain is not None:  # of several rows on chains: both read the whole text anew
-            plain.cache = None
-        if failure is not None:
-            return _after_failure(case, reference, turn, before, ours, failure, place)
-        assert plain is not None
-        difference = _difference(ours, plain, turn)
-        if difference:
-            return Outcome(case, WRONG, place + difference, tokens), _is_close(reference, turn, before, ours, plain)
-        tokens += plain.new_tokens * len(plain.sequences)
-    return Outcome(case, EQUAL, tokens=tokens), False
+        if outcome.kind == REFUSED and any(later.change and not later.cache for later in case.turns[number + 1 :]):
+            refused = outcome
+        elif outcome.kind != EQUAL or (plain is None and turn.entry not in APART):
+            return outcome, tie
+        tokens = outcome.tokens
+    return refused or Outcome(case, EQUAL, tokens=tokens), False
 
 
-def _after_error(case: Case, error: Exception, failure: Exception | None, place: str, tokens: int) -> Outcome:
-    """What it means that ours raises `error`, where transformers raises `failure` or has an answer."""
-    if failure is not None:
-        return Outcome(case, BOTH_RAISE, f"plain {_reason(failure)} ours {_reason(error)}", tokens)
-    if isinstance(error, InvalidArgumentError) and any(words in str(error) for words in JUSTIFIED):
-        return Outcome(case, REFUSED, _reason(error), tokens)
-    return Outcome(case, WRONG, f"{place}raises {_reason(error)} at {_where(error)}", tokens)
+def _compare_rows(judge: Judge, pair: Pair) -> tuple[Outcome, bool]:
+    """The outcome of a turn of which each row is a call of its own: that of its worst row."""
+    turn, case = judge.turn, pair.case
+    rows = turn.rows
+    changes = turn.change_after is not None
+    olds = [attempt(call, pair.reference, row, None, False) for row in rows] if changes else []
+    served = pair.doors.serve(turn, lambda: pair.change(turn.change))
+    outcomes = []
+    for place, (row, one) in enumerate(zip(rows, served, strict=True)):
+        begun = f"{judge.place}row {place}: "
+        expected = olds[place] if one.early else attempt(call, pair.reference, row, None, False)
+        if isinstance(one.answer, ModelChangedError) and changes and not one.early:
+            told = olds[place]
+            right = isinstance(told, Exception) or is_beginning(one.tokens, told)
+            kind = REFUSED if right else WRONG
+            outcomes.append((Outcome(case, kind, _reason(one.answer) if right else f"{begun}other tokens told"), False))
+            continue
+        outcome, tie = replace(judge, turn=row, before=None, place=begun).judge(one.answer, expected)
+        if outcome.kind == REFUSED and not changes and turn.entry != "threads":
+            again = replace(row, entry=turn.entry, mixed=False)
+            alone = pair.doors.serve(again, lambda: None)[0]
+            if not isinstance(alone.answer, REFUSALS):
+                outcome = replace(outcome, kind=WRONG, detail=f"{begun}not alone, but beside others {outcome.detail}")
+        outcomes.append((outcome, tie))
+    worst = max(outcomes, key=lambda one: (EQUAL, BOTH_RAISE, REFUSED, NOT_BUILT, WRONG).index(one[0].kind))
+    told = sum(outcome.tokens - judge.tokens for outcome, _ in outcomes)
+    return replace(worst[0], tokens=judge.tokens + told), worst[1]
 
 
-def _after_failure(
-    case: Case,
-    reference: PreTrainedModel,
-    turn: Turn,
-    before: Answer | None,
-    ours: Answer,
-    failure: Exception,
-    place: str,
-) -> tuple[Outcome, bool]:
-    """What it means that ours has an answer where transformers raises: right if it has the same up to there.
+@dataclass(frozen=True)
+class Judge:
+    """Says what came of one turn.
 
-    At the end of a position table, transformers fails and loses the text, where ours stops.
+    Attributes:
+        case: Of which it is one.
+        reference: The model of transformers' answers.
+        turn: The turn.
+        before: The answer of the turn before.
+        place: Where this is, for messages.
+        tokens: New tokens compared before.
     """
-    try:
+
+    case: Case
+    reference: PreTrainedModel
+    turn: Turn
+    before: Answer | None
+    place: str
+    tokens: int
+
+    def judge(self, ours: Answer | Exception, plain: Answer | Exception | None) -> tuple[Outcome, bool]:
+        """What it means that lookahead decoding and transformers gave these; and whether it may be by rounding."""
+        if isinstance(ours, CannotBuild):
+            raise ours
+        if isinstance(ours, REFUSALS):
+            return Outcome(self.case, REFUSED, _reason(ours), self.tokens), False
+        if isinstance(ours, Exception):
+            return self._after_error(ours, plain), False
+        if isinstance(plain, Exception):
+            return self._after_failure(ours, plain)
+        assert plain is not None
+        if ours.cache is None:  # of several rows on chains: both read the whole text anew
+            plain.cache = None
+        difference = _difference(ours, plain, self.turn)
+        if difference:
+            close = _is_close(self.reference, self.turn, self.before, ours, plain)
+            return Outcome(self.case, WRONG, self.place + difference, self.tokens), close
+        return Outcome(self.case, EQUAL, tokens=self.tokens + plain.new_tokens * len(plain.sequences)), False
+
+    def _after_error(self, error: Exception, plain: Answer | Exception | None) -> Outcome:
+        """What it means that ours raises `error`, where transformers raises as well or has an answer."""
+        if isinstance(plain, Exception):
+            return Outcome(self.case, BOTH_RAISE, f"plain {_reason(plain)} ours {_reason(error)}", self.tokens)
+        if isinstance(error, InvalidArgumentError) and any(words in str(error) for words in JUSTIFIED):
+            return Outcome(self.case, REFUSED, _reason(error), self.tokens)
+        return Outcome(self.case, WRONG, f"{self.place}raises {_reason(error)} at {_where(error)}", self.tokens)
+
+    def _after_failure(self, ours: Answer, failure: Exception) -> tuple[Outcome, bool]:
+        """What it means that ours has an answer where transformers raises: right if it has the same up to there.
+
+        At the end of a position table, transformers fails and loses the text, where ours stops.
+        """
         # The end that is forced at the full length never came.
         changes = {"max_new_tokens": ours.new_tokens, "forced_eos_token_id": None}
-        plain = call(reference, turn, before, ours=False, changes=changes)
-    except Exception:
-        return Outcome(case, BOTH_RAISE, f"plain alone: {_reason(failure)}"), False
-    if torch.equal(ours.sequences, plain.sequences):
-        return Outcome(case, EQUAL, tokens=plain.new_tokens * len(plain.sequences)), False
-    return Outcome(case, WRONG, f"{place}plain raises, and before that {_difference(ours, plain, turn)}"), False
+        plain = attempt(call, self.reference, self.turn, self.before, False, changes)
+        if isinstance(plain, Exception):
+            return Outcome(self.case, BOTH_RAISE, f"plain alone: {_reason(failure)}"), False
+        if torch.equal(ours.sequences, plain.sequences):
+            return Outcome(self.case, EQUAL, tokens=plain.new_tokens * len(plain.sequences)), False
+        detail = f"{self.place}plain raises, and before that {_difference(ours, plain, self.turn)}"
+        return Outcome(self.case, WRONG, detail), False
 
 
 def _difference(ours: Answer, plain: Answer, turn: Turn) -> str:
@@ -156,7 +253,7 @@ def _difference(ours: Answer, plain: Answer, turn: Turn) -> str:
         rows = (ours.sequences != plain.sequences).any(1).nonzero().flatten().tolist()
         return f"rows {rows} part at new token {_parts(ours, plain)} of {plain.new_tokens}"
     # The rows of a batch draw in another order than in transformers.
-    alone = len(plain.sequences) == 1
+    alone = len(plain.sequences) == 1 and ours.random_state is not None and plain.random_state is not None
     if turn.settings.get("do_sample") and alone and not torch.equal(ours.random_state, plain.random_state):
         return "another random state afterwards"
     if ours.streamed != plain.streamed:
@@ -228,7 +325,11 @@ def _is_close(reference: PreTrainedModel, turn: Turn, before: Answer | None, our
 def _reason(error: Exception) -> str:
     """The error in one line, with its numbers taken out, so that the same reasons read the same."""
     text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", f"{type(error).__name__}: {error}")
-    return " ".join(re.sub(r"(#, )+#", "#", text).split())[:220]
+    return _one_line(re.sub(r"(#, )+#", "#", text))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:220]
 
 
 def _where(error: Exception) -> str:

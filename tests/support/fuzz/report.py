@@ -18,18 +18,23 @@ def report(outcomes: list[Outcome]) -> str:
         chosen = [outcome for outcome in outcomes if outcome.kind == kind]
         lines += ["", f"{kind}: {len(chosen)}"] if chosen else []
         lines += [line for outcome in chosen for line in describe(outcome)]
-    counts = Counter(outcome.kind for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes if outcome.kind == EQUAL)
-    lines += ["", f"{len(outcomes)} cases: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)]
-    lines += [f"{tokens} tokens compared"]
-    return "\n".join(lines)
+    lines += ["", f"{tokens} tokens compared"]
+    for fault in sorted({outcome.case.fault for outcome in outcomes} - {""}):
+        lines.append(_counted(fault, [outcome for outcome in outcomes if outcome.case.fault == fault]))
+    return "\n".join([*lines, _counted("cases", outcomes)])
+
+
+def _counted(name: str, outcomes: list[Outcome]) -> str:
+    counts = Counter(outcome.kind for outcome in outcomes)
+    return f"{len(outcomes)} {name}: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
 
 
 def describe(outcome: Outcome) -> list[str]:
     """A failure: what it was, and how to run it again."""
     case = outcome.case
-    images = " FUZZ=--images" if any(turn.images for turn in case.turns) else ""
-    return [f"  make fuzz SEED={case.seed}{images}   {outcome.kind}: {outcome.detail}", f"      {case.describe()}"]
+    of = " FUZZ=--faults" if case.fault else " FUZZ=--images" if any(turn.images for turn in case.turns) else ""
+    return [f"  make fuzz SEED={case.seed}{of}   {outcome.kind}: {outcome.detail}", f"      {case.describe()}"]
 
 
 def _families(outcomes: list[Outcome]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -29,11 +30,72 @@ class Tiring(LogitsProcessor):  # type: ignore[misc]
         return scores - 0.7 * recent - 0.01 * (input_ids.sum(-1, keepdim=True) % 7)
 
 
+class Typed(Tiring):
+    """The same, with scores of another type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return super().__call__(input_ids, scores).to(self.dtype)
+
+
+class Counting(LogitsProcessor):  # type: ignore[misc]
+    """A processor with a state for each row of the batch, as those of grammars: one call for each token."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.length, self.states = length, [0, 3, 6, 9]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.length not in (0, input_ids.shape[1]):
+            raise RuntimeError("a token was not told")
+        self.length = input_ids.shape[1] + 1
+        likelier = torch.zeros_like(scores)
+        for row, text in enumerate(input_ids.tolist()):
+            self.states[row % 4] = (3 * self.states[row % 4] + text[-1] + 1) % 11
+            likelier[row, self.states[row % 4] % scores.shape[1] :: 11] = 3.0
+        return scores + likelier
+
+
+class Uncopied(Counting):
+    """The same, of which there is no copy."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("it cannot be copied")
+
+
+class RowRule(LogitsProcessor):  # type: ignore[misc]
+    """Favours other tokens in each row, by its place in the batch."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        size = scores.shape[1]
+        rule = torch.tensor([[(token + 5 * row) % 7 == 0 for token in range(size)] for row in range(len(scores))])
+        return scores + 4.0 * rule
+
+
+class Pads(LogitsProcessor):  # type: ignore[misc]
+    """Has the pad token, a token like others to the model, at every fourth place."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] % 4:
+            return scores
+        forced = torch.full_like(scores, -1e9)
+        forced[:, PAD_TOKEN] = 0.0
+        return forced
+
+
 class EndsOnSum(StoppingCriteria):  # type: ignore[misc]
     """A user's criterion: a text is complete where its last three ids add up to a multiple of 17."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         return input_ids[:, -3:].sum(-1) % 17 == 0
+
+
+class EndsByRow(StoppingCriteria):  # type: ignore[misc]
+    """Ends each row at another length, by its place in the batch."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return input_ids.shape[1] >= 20 + 5 * torch.arange(len(input_ids))
 
 
 class Recorder(BaseStreamer):  # type: ignore[misc]
@@ -86,9 +148,9 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
         if name in settings:
             values[name] = [list(tokens) for tokens in settings[name]]
     if "processor" in settings:
-        values["logits_processor"] = LogitsProcessorList([Tiring()])
+        values["logits_processor"] = LogitsProcessorList([USERS_PROCESSORS[settings["processor"]]()])
     if "criterion" in settings:
-        values["stopping_criteria"] = StoppingCriteriaList([EndsOnSum()])
+        values["stopping_criteria"] = StoppingCriteriaList([_CRITERIA[settings["criterion"]]()])
     if "stop_strings" in settings:
         values["tokenizer"] = _tokenizer()
     if "streamer" in settings:
@@ -98,6 +160,17 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+USERS_PROCESSORS: dict[Any, Callable[[], LogitsProcessor]] = {
+    True: lambda: Tiring(),  # whatever a test puts in its place
+    **{str(dtype): partial(Typed, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)},
+    "counting": Counting,
+    "uncopied": Uncopied,
+    "row rule": RowRule,
+    "pads": Pads,
+}
+"""What a setting `processor` may be, and what makes it."""
+
+_CRITERIA: dict[Any, type[StoppingCriteria]] = {True: EndsOnSum, "by row": EndsByRow}
 _MADE = ("seed", "eos", "processor", "criterion", "streamer")
 
 

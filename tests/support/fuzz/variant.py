@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from lookahead.backends.transformers.miniature import VOCABULARY
+
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -25,6 +27,7 @@ class Variant:
         spread: Standard deviation of the logits.
         experts: Implementation of mixtures of experts.
         biases: Whether linear layers have biases where that can be chosen.
+        vocabulary: How many tokens.
     """
 
     seed: int = 0
@@ -39,6 +42,7 @@ class Variant:
     spread: float = 4.0
     experts: str = "grouped_mm"
     biases: bool = False
+    vocabulary: int = VOCABULARY
 
 
 def draw_variant(random: Random) -> Variant:

@@ -10,25 +10,23 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fuzz.encoder_decoders import is_encoder_decoder, read_by
-from lookahead.backends.transformers.miniature import VOCABULARY
+from fuzz.variant import Variant
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, seed: int, embedding_gain: float, spread: float) -> None:
-    """Give every parameter of `model` a value that depends on nothing but `seed`.
+def draw_weights(model: PreTrainedModel, variant: Variant) -> None:
+    """Give every parameter of `model` a value that depends on nothing but `variant`.
 
     Args:
         model: Its parameters may hold anything, uninitialised memory included, as long as that is NaN.
-        seed: Of the generator.
-        embedding_gain: Standard deviation of the token embeddings.
-        spread: Standard deviation of the logits afterwards, as far as the model has a projection to scale.
+        variant: Seed and spreads; that of the logits holds as far as the model has a projection to scale.
     """
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(variant.seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
             if module is model.get_input_embeddings():
-                parameter.copy_(embedding_gain * noise)
+                parameter.copy_(variant.embedding_gain * noise)
             elif isinstance(module, nn.Embedding):  # learned positions
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() < 2:
@@ -39,7 +37,7 @@ def draw_weights(model: PreTrainedModel, seed: int, embedding_gain: float, sprea
             # Of routers, learned in training without a gradient; that of OpenAI GPT is a mask.
             if "bias" in name and buffer.is_floating_point() and buffer.dim() < 4:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=random))
-    _scale_logits(model, random, spread)
+    _scale_logits(model, random, variant)
 
 
 def _middle(name: str, parameter: Tensor) -> float:
@@ -54,10 +52,10 @@ def _fan_in(module: nn.Module, parameter: Tensor) -> int:
     return parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
 
 
-def _scale_logits(model: PreTrainedModel, random: torch.Generator, spread: float) -> None:
+def _scale_logits(model: PreTrainedModel, random: torch.Generator, variant: Variant) -> None:
     projection = model.get_output_embeddings()
     weight = getattr(projection, "weight", None)
-    ids = torch.randint(1, VOCABULARY, (2, 8), generator=random)
+    ids = torch.randint(1, variant.vocabulary, (2, 8), generator=random)
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if is_encoder_decoder(model):
         read = read_by(model, torch.ones_like(ids) if model.main_input_name != "input_ids" else ids, ids > 0)
@@ -68,4 +66,4 @@ def _scale_logits(model: PreTrainedModel, random: torch.Generator, spread: float
             raise ValueError("the logits are not finite, or all the same")
         if weight is None:
             return
-        weight.mul_(min(max(spread / deviation, 1e-3), 1e3))
+        weight.mul_(min(max(variant.spread / deviation, 1e-3), 1e3))
