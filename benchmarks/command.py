@@ -23,7 +23,7 @@ import transformers
 from rich.console import Console
 
 from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import LookaheadError
 from plots import draw_plots
@@ -70,7 +70,7 @@ def guarded(command: Callable[[Console], int]) -> int:
         return command(console)
     except KeyboardInterrupt:
         console.print("interrupted; what is finished is in the output, the same command goes on")
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
     except (LookaheadError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return process.ERROR

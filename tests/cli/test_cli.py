@@ -255,6 +255,10 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (["--min-p", "2", "--sample"], ["--min-p", "at most 1"]),
         (["--stop", ""], ["--stop", "empty"]),
         (["--sample", "--parallel", "2"], ["--sampling-seed"]),
+        (["--sample", "--sampling-seed", "1" + 30 * "0"], ["--sampling-seed", "2**64 - 1"]),
+        (["--sample", "--sampling-seed", "-1"], ["--sampling-seed", "from 0"]),
+        (["--device", ""], ["--device", "empty"]),
+        (["--model", "none.gguf"], ["--model none.gguf: no such file"]),
         (["more"], ["more"]),
     ],
 )
@@ -268,6 +272,25 @@ def test_an_option_that_cannot_work_is_named(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device cuda is not available here; choose cpu" in refused(capsys, "generate", PROMPT, "--device", "cuda")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="is about machines without MPS")
+@pytest.mark.parametrize("device", ["mps", "xla", "vulkan", "mkldnn", "npu"])
+def test_devices_that_torch_has_no_part_for_are_refused_briefly(
+    capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    message = refused(capsys, "generate", PROMPT, "--device", device)
+    assert f"--device {device} is not available here; choose " in message
+    assert len(message) < 150
+
+
+@pytest.mark.parametrize("size", ["x", "", "0", "-1", "1.5"])
+def test_a_number_of_ranks_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert f"WORLD_SIZE={size!r} must be a whole number" in refused(capsys, "generate", PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,13 @@ def test_help_into_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 @pytest.mark.parametrize(
-    "moment", ["typer", "torch", pytest.param("transformers.models.llama.modeling_llama", marks=pytest.mark.exact)]
+    "moment",
+    [
+        "lookahead.config",
+        "typer",
+        "torch",
+        pytest.param("transformers.models.llama.modeling_llama", marks=pytest.mark.exact),
+    ],
 )
 def test_interrupted_while_something_is_imported(moment: str) -> None:
     with start(INTERRUPTED, "generate", DEMO_PROMPT, moment) as process:
@@ -146,6 +152,54 @@ def test_interrupted_after_a_while(seconds: float) -> None:
         _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert err == b"" or err.startswith(b"interrupted: "), err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals of a Unix")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("command", ["trace", "chat"])
+def test_what_there_is_of_a_trace_is_written_before_the_end(tmp_path: Path, command: str, number: int) -> None:
+    page = tmp_path / "page.html"
+    options = ["--raw", "--trace", str(page)] if command == "chat" else [DEMO_PROMPT, "-n", "700", "-o", str(page)]
+    given = [sys.executable, "-m", "lookahead", command, *options, "--device", "cpu"]
+    with subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if command == "chat":
+            process.stdin.write(b"def add(a, b):\n")
+            process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=600)
+    assert process.returncode == 128 + number, err
+    assert b"page.html: " in err
+    assert b"Traceback" not in err
+    assert 'id="data"' in page.read_text(encoding="utf-8")
+
+
+CLOSED = """
+import os, sys
+from lookahead.cli import main
+sys.argv = ["lookahead", "--version"]
+code = main()
+os._exit(code or min(os.pipe()) < 3)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of a Unix")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_trouble(closed: str) -> None:
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", CLOSED], capture_output=True, timeout=600
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_output_beyond_the_limit_of_files_is_one_line(tmp_path: Path) -> None:
+    command = f"ulimit -f 0; exec {sys.executable} -m lookahead --version > out"
+    result = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert result.returncode == 2
+    assert result.stderr == "error: cannot write to standard output: File too large\n"
 
 
 PROGRAM = """

@@ -29,6 +29,9 @@ from lookahead.errors import InvalidArgumentError
 _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that a model may ship for sampling; they have no place in greedy decoding."""
 
+_LONGEST_REASON = 100
+"""Characters of what torch says about a device that is not there; longer ones are about torch's own code."""
+
 # trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -184,6 +187,8 @@ def check_device(name: str | None) -> torch.device:
         missing = f"it is {device}"
     except (RuntimeError, AssertionError, ImportError) as error:  # no such name or device, or a torch without it
         missing = summary(error)
+        if len(missing) > _LONGEST_REASON:
+            missing = "torch has no such device here"
     choices = ["cpu"]
     if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
         choices += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]

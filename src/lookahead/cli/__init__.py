@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lookahead.cli import process
+from lookahead.cli import signals
 
 __all__ = ["main", "program"]
 
@@ -20,7 +22,7 @@ def program() -> NoReturn:
     done.
     """
     codes: list[int] = []
-    atexit.register(process.end, codes)  # first, and so called last
+    atexit.register(_end, codes)  # first, and so called last
     codes.append(main())
     sys.exit(codes[0])
 
@@ -31,11 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process, which is then all ours, when left out.
     """
+    if argv is not None:
+        return _run(argv)
+    with signals.ending() as ending:
+        signals.open_standard_streams()
+        return signals.exit_code(_run(None), ending.number)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
-        if argv is None:
-            process.quit_on_interrupt()
-        from lookahead.cli.app import run
+        from lookahead.cli.app import run  # late, once signals are handled
 
         return run(argv)
     except KeyboardInterrupt:
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
+
+
+def _end(codes: Sequence[int]) -> None:
+    """End this process with the exit code in `codes`, if there is one, without taking the interpreter apart."""
+    if not codes:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+            stream.flush()
+    os._exit(codes[0])

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.bench.suite import read_suite
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.inputs import model_folder, read_prompt
 from lookahead.cli.options import command
 from lookahead.cli.rendering import Consoles, spinner
@@ -37,6 +37,8 @@ from lookahead.version import __version__
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of everything typer finds wrong with a command line; typer has no public name for it."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 app = typer.Typer(
     name="lookahead",
@@ -65,7 +67,7 @@ def run(argv: Sequence[str] | None) -> int:
             return _broken_pipe()
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
     except _UsageError as error:
         return _error(error.format_message())
     except Exception as error:
@@ -84,7 +86,7 @@ def _in_words(error: Exception) -> str:
     """What went wrong; who reads it needs the type of whatever is no error of ours."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # files of ours are named
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:  # files of ours are named
         return f"cannot write to {error.filename or 'standard output'}: {error.strerror}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -131,7 +133,7 @@ def generate(settings: GenerateSettings) -> int:
     if settings.sample and settings.sampling_seed is None and (parallel > 1 or process.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
     if parallel > 1 and not process.started_together():
-        process.raise_on_interrupt()
+        signals.raise_on_interrupt()
         return process.start_ranks(parallel, settings)
     return _start("generate", settings, read_prompt(settings))
 

@@ -10,7 +10,7 @@ from typing import Any
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.generate import arguments_of, fitted, text_options
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
@@ -51,7 +51,7 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
     elif failed:
         consoles.notes.print(f"{failed} of {len(prompts)} prompts were not answered; their lines say why")
     if interrupted:
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
     return process.DIFFERENT if failed else process.OK
 
 

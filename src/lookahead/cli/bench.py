@@ -14,7 +14,7 @@ from lookahead.bench.rows import RowsFile, describe_machine, is_result, kept_lin
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, references, summarise
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.loading import compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, LawSettings
@@ -34,7 +34,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     compile_drafting(consoles.notes)
-    process.raise_on_interrupt()
+    signals.raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
@@ -45,7 +45,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
                 _measure(benchmark, file, circumstances, consoles.notes)
         except KeyboardInterrupt:
             consoles.notes.print(f"interrupted; {settings.output} has all finished runs, the same command goes on")
-            return process.INTERRUPTED
+            return signals.INTERRUPTED
     for (model, task), runs in summarise(file.rows).items():
         consoles.out.print(summary_table(runs, f"{model}, {task}"))
     return _verdict(differences(file.rows, references(file.rows)), consoles.notes)

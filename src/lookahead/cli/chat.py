@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.conversation import Conversation, choose_format, read_template
 from lookahead.cli.generate import seed_draws, traced
 from lookahead.cli.inputs import checked, decoded, stdin_is
@@ -61,7 +61,9 @@ class Chat:
             if line == "/exit":
                 break
             code = max(code, self._take(line))
-            if code == process.INTERRUPTED and not types:
+            if signals.asked_to_end():
+                return signals.INTERRUPTED
+            if code == signals.INTERRUPTED and not types:
                 break
         return process.OK if types else code
 
@@ -104,7 +106,7 @@ class Chat:
             answer = self._conversation.answer(prompt, printer.step)
             printer.finish()
             self._note(self._conversation.line(prompt, answer))
-        return process.INTERRUPTED if answer.interrupted else process.OK
+        return signals.INTERRUPTED if answer.interrupted else process.OK
 
     def _note(self, text: str) -> None:
         self._consoles.notes.print(text, style="dim")

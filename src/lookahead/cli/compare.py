@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lookahead.backends.loading import LoadedModel
 from lookahead.bench.summary import first_difference, repeated_cycle_share
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.generate import (
     Prompt,
     Recording,
@@ -76,7 +76,7 @@ def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
         if report["first_difference"] is not None:
             consoles.out.print(_difference_line(report["first_difference"], loaded))
     if interrupted:
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
     return process.OK if report["first_difference"] is None else process.DIFFERENT
 
 

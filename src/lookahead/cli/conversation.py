@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
-from lookahead.cli import process
+from lookahead.cli import signals
 from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, fitted, run_report, text_options
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.rendering import counts_line, decode
@@ -102,7 +102,7 @@ class Conversation:
         kept = self._crop(ids)
         options = self._options if self._cache is None else self._options | {CACHE: self._cache}
         recording, interruption = Recording(on_step), Interruption()
-        with process.handling(signal.SIGINT, interruption.on_signal):
+        with signals.handling(signal.SIGINT, interruption.on_signal):
             try:
                 criteria = StoppingCriteriaList([interruption])
                 output = decode_with_lookahead(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.loading import load_for_decoding, memory_errors_explained
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def run(settings: DecodingSettings, consoles: Consoles, text: str) -> int:
     """Continue `text`, print what was generated, and return the exit code."""
     if process.started_together():
-        process.raise_on_interrupt()  # the other ranks are told
+        signals.raise_on_interrupt()  # the other ranks are told
     with process.joined_ranks() as group:
         return _run(settings if group is None else process.on_own_device(settings), consoles, text, group)
 
@@ -52,7 +52,7 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
         else:
             printer.finish()
             print_statistics(consoles.notes, recording)
-    return process.OK if recording.complete else process.INTERRUPTED
+    return process.OK if recording.complete else signals.INTERRUPTED
 
 
 def print_statistics(notes: Console, recording: Recording) -> None:

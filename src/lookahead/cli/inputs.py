@@ -97,8 +97,9 @@ def model_folder(path: Path | None) -> Path:
     if path is None:
         return demo_model_path()
     if not path.exists():
+        what = ("file", "GGUF file") if path.suffix.lower() == ".gguf" else ("folder", "model folder")
         raise InvalidArgumentError(
-            f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
+            f"--model {path}: no such {what[0]}; give the path of a local {what[1]} (nothing is downloaded)"
         )
     if is_gguf(path):
         return path

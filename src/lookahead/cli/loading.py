@@ -17,7 +17,7 @@ from lookahead.backends import loading
 from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memory
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
-from lookahead.cli import process
+from lookahead.cli import signals
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import BatchSettings, ModelSettings, ServeSettings, TextSettings
@@ -91,7 +91,8 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
         if not isinstance(settings, (BatchSettings, ServeSettings)):
             session.prepare(settings.config)
     compile_drafting(notes)
-    process.raise_on_interrupt()
+    if not isinstance(settings, ServeSettings):  # a server finishes what it has by itself
+        signals.raise_on_interrupt()
     return loaded
 
 

@@ -47,6 +47,7 @@ def _number(kind: type[Any], allowed: str = "", fits: Callable[[Any], bool] = la
 whole_number = _number(int)
 positive_whole_number = _number(int, "at least 1", lambda number: number >= 1)
 count = _number(int, "at least 0", lambda number: number >= 0)
+seed = _number(int, "from 0 to 2**64 - 1", lambda number: 0 <= number < 2**64)
 layers = _number(int, "at least 0, or -1 for all", lambda number: number >= -1)
 port = _number(int, "from 0 to 65535", lambda number: 0 <= number < 2**16)
 positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
@@ -80,7 +81,7 @@ def dtype(text: str) -> str:
 
 
 _METAVARS: dict[Any, str] = {
-    **dict.fromkeys((whole_number, positive_whole_number, count, layers, port), "INTEGER"),
+    **dict.fromkeys((whole_number, positive_whole_number, count, seed, layers, port), "INTEGER"),
     **dict.fromkeys((positive, probability), "NUMBER"),
     dtype: "|".join(DTYPES),
 }

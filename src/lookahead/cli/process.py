@@ -1,4 +1,4 @@
-"""This process: exit codes, library versions, Ctrl-C, and `--parallel`, where it is one of several ranks."""
+"""This process: exit codes, library versions, and `--parallel`, where it is one of several ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import os
 import platform
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from lookahead.cli import signals
 from lookahead.cli.inputs import is_gguf, model_folder, read_prompt
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
@@ -28,63 +26,8 @@ OK = 0
 DIFFERENT = 1
 """`compare`: the outputs are not identical."""
 ERROR = 2
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 BROKEN_PIPE = 141
 """128 + SIGPIPE: whoever read the output has gone."""
-
-_SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
-
-
-def quit_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once and quietly.
-
-    A KeyboardInterrupt would not do: halfway through an import it comes out as another error, or is dropped.
-    """
-    if _is_ours(signal.SIGINT):
-        signal.signal(signal.SIGINT, _quit)
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise `KeyboardInterrupt` again: from here on there is something to finish or to show."""
-    if signal.getsignal(signal.SIGINT) is _quit:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _is_ours(number: int) -> bool:
-    """Whether a signal is ours to handle: not where it is ignored, where somebody else handles it, or in another thread
-    than the main one."""
-    usual = signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
-    return usual and threading.current_thread() is threading.main_thread()
-
-
-@contextlib.contextmanager
-def handling(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle a signal in another way for a while, if it is ours to handle."""
-    if not _is_ours(number):
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-def _quit(number: int, frame: FrameType | None) -> None:
-    if os.isatty(2):  # a spinner may have hidden the cursor
-        os.write(2, _SHOW_CURSOR)
-    os._exit(INTERRUPTED)
-
-
-def end(codes: Sequence[int]) -> None:
-    """End this process with the exit code in `codes`, if there is one, without taking the interpreter apart."""
-    if not codes:
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
-            stream.flush()
-    os._exit(codes[0])
 
 
 def versions() -> dict[str, str]:
@@ -96,6 +39,17 @@ def versions() -> dict[str, str]:
 def started_together() -> bool:
     """Whether this process is a rank already: `torchrun` or `--parallel` has set its environment variables."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _of_environment(name: str, least: int) -> int:
+    """A whole number of an environment variable that says what this process is among others."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal() or int(text) < least:
+        raise InvalidArgumentError(
+            f"the environment variable {name}={text!r} must be a whole number of at least {least}; start the processes "
+            "with torchrun, or unset RANK for this one alone"
+        )
+    return int(text)
 
 
 def start_ranks(count: int, settings: GenerateSettings) -> int:
@@ -116,7 +70,7 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
 
 def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
     """The configuration of one device for `count` of them, or for as many as this process was started with."""
-    ranks = count or (int(os.environ["WORLD_SIZE"]) if started_together() else 1)
+    ranks = count or (_of_environment("WORLD_SIZE", 1) if started_together() else 1)
     if ranks == 1:
         return config
     from lookahead.parallel import scale_config
@@ -145,7 +99,7 @@ def stopped_by_parent(group: ParallelGroup | None) -> contextlib.AbstractContext
     """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
     if group is None or group.rank:
         return contextlib.nullcontext()
-    return handling(signal.SIGTERM, signal.default_int_handler)
+    return signals.handling(signal.SIGTERM, signal.default_int_handler)
 
 
 def on_own_device(settings: DecodingSettings) -> DecodingSettings:
@@ -153,6 +107,6 @@ def on_own_device(settings: DecodingSettings) -> DecodingSettings:
     import torch
 
     if settings.device is None and torch.cuda.is_available():
-        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        device = _of_environment("LOCAL_RANK", 0) % torch.cuda.device_count()
         return replace(settings, device=f"cuda:{device}")
     return settings

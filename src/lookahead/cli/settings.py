@@ -30,6 +30,7 @@ from lookahead.cli.options import (
     positive,
     positive_whole_number,
     probability,
+    seed,
 )
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
@@ -54,7 +55,7 @@ def _json(about: str = "Print one JSON object and nothing else.") -> Any:
 
 def _device() -> Any:
     about = "Device to run on, such as cpu, cuda or cuda:1."
-    return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
+    return option("--device NAME", RUN, about, not_empty, shown="cuda where there is one, else cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class DecodingSettings(TextSettings):
     min_p: float | None = _drawing(
         "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
     )
-    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", count, shown="a new one every time")
+    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", seed, shown="a new one every time")
     repetition_penalty: float | None = _drawing(
         "--repetition-penalty",
         "Above 1, tokens that the text already has become less likely, in greedy decoding as well.",

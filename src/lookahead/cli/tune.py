@@ -13,7 +13,7 @@ from rich.table import Table
 from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.findings import describe_setting, store_costs
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Point, clock_of, measure, timings
-from lookahead.cli import process
+from lookahead.cli import process, signals
 from lookahead.cli.loading import load_model, memory_errors_explained
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
@@ -28,13 +28,13 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
     if nodes[-1] > MAX_NODES_PER_STEP:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
     loaded = load_model(settings, consoles.notes)
-    process.raise_on_interrupt()
+    signals.raise_on_interrupt()
     contexts = _contexts(settings, loaded, consoles.notes)
     try:
         points = _measure(loaded, nodes, contexts, settings, consoles.notes)
     except KeyboardInterrupt:
         consoles.notes.print("interrupted; nothing is stored")
-        return process.INTERRUPTED
+        return signals.INTERRUPTED
     cost = StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
     clock = clock_of(loaded.model.device)

@@ -53,7 +53,8 @@ def replaced(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
             file.close()
             part.replace(target)
         except BaseException:
-            file.close()
+            with suppress(OSError):  # what is still to be written finds no room either
+                file.close()
             part.unlink()
             raise
     with suppress(OSError):  # let the new entry of the folder outlast a power cut, where the system can
