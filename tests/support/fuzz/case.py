@@ -262,7 +262,7 @@ def _described(turn: Turn) -> str:
     words += [f"cache={turn.cache}"] if turn.cache else []
     for name in ("images", "gap", "mixed", "change", "change_after"):
         value = getattr(turn, name)
-        words += [f"{name}={value!r}"] if value not in (0, "", None) or name == "change_after" == value else []
+        words += [f"{name}={value!r}"] if value != getattr(Turn, name) else []
     return " ".join([*words, _listed(turn.settings), f"[{_listed(turn.drafting)}]" if turn.ours else ""])
 
 

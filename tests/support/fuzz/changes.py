@@ -180,15 +180,16 @@ def _second_best(original: Any, model: PreTrainedModel, ids: Tensor, *args: Any,
     return ids
 
 
-def _twice(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """A `generate` that reads the text of another call of it."""
+def _twice(original: Callable[..., Any], model: PreTrainedModel, inputs: Any = None, **kwargs: Any) -> Any:
+    """A `generate` that goes on from the text of another call of it."""
+    inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
     kwargs["max_new_tokens"] = max(1, kwargs["max_new_tokens"] // 2)
-    first = original(*args, **kwargs)
+    first = original(inputs, **kwargs)
     text = first if isinstance(first, Tensor) else first.sequences
-    name = "inputs" if "inputs" in kwargs else "input_ids"
-    mask = torch.ones(len(text), text.shape[1] - kwargs[name].shape[1], dtype=torch.long)
-    kwargs["attention_mask"] = torch.cat([kwargs["attention_mask"], mask], 1)
-    return original(*args, **(kwargs | {name: text}))
+    if kwargs.get("attention_mask") is not None:
+        grown = torch.ones(len(text), text.shape[1] - inputs.shape[1], dtype=torch.long)
+        kwargs["attention_mask"] = torch.cat([kwargs["attention_mask"], grown], 1)
+    return original(text, **kwargs)
 
 
 def _prepared(

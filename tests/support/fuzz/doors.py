@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fuzz.calls import Answer, Prepared, call, prepare, prepared_answer
-from fuzz.case import Turn
+from fuzz.case import UNDO, Turn
+from fuzz.changes import change
 from lookahead import Engine, LookaheadConfig, RequestHandle
 
 STEPS, SECONDS = 2000, 120.0
@@ -34,42 +35,59 @@ class Served:
     early: bool = False
 
 
-@dataclass
-class Doors:
-    """How the rows of a turn come to `model`; an `Engine` stays for later turns."""
+class Doors(ExitStack):
+    """How the rows of turns come to `model`, and changes to it and to `reference`; an `Engine` stays for later turns.
 
-    model: PreTrainedModel
-    engine: Engine | None = None
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
+    Changes are taken back in the end.
+    """
 
-    def close(self) -> None:
-        """End what runs."""
-        if self.engine is not None and self.engine.started:
-            self.engine.close(cancel=True)
-        self._threads.shutdown()
+    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel, seed: int) -> None:
+        super().__init__()
+        self.model, self.reference, self._seed = model, reference, seed
+        self._engine: Engine | None = None
+        self._changes = ExitStack()
+        self._threads = self.enter_context(ThreadPoolExecutor(4))
+        self.callback(self._stop)
 
-    def serve(self, turn: Turn, change: Callable[[], object]) -> list[Served]:
-        """What becomes of each row of `turn`; `change` is called when it says so."""
+    def _stop(self) -> None:
+        self._changes.close()
+        if self._engine is not None and self._engine.started:
+            self._engine.close(cancel=True)
+
+    def change(self, name: str) -> None:
+        """Change both models, or undo that.
+
+        Raises:
+            CannotBuild: They cannot be changed so.
+        """
+        if name == UNDO:
+            self._changes.close()
+            return
+        for model in (self.model, self.reference):
+            self._changes.callback(change(model, name, self._seed))
+
+    def serve(self, turn: Turn) -> list[Served]:
+        """What becomes of each row of `turn`; the models change when it says so."""
         rows = turn.rows
         if turn.entry == "threads":
             return list(self._threads.map(lambda row: Served(attempt(_alone, self.model, row)), rows))
         prepared = [prepare(self.model, row, None) for row in rows]  # which sets the image token of the model
-        if self.engine is None:
+        if self._engine is None:
             engine = attempt(Engine, self.model, LookaheadConfig(**turn.drafting), max_rows=3)
             if isinstance(engine, Exception):
                 return [Served(engine) for _ in rows]
-            self.engine = engine
+            self._engine = engine
         if turn.entry == "started engine":
-            self.engine.start()
+            self._engine.start()
             return list(self._threads.map(self._wait, rows, prepared))
-        return self._step(turn, prepared, change)
+        return self._step(turn, prepared)
 
     def _submit(self, row: Turn, prepared: Prepared) -> RequestHandle:
-        assert self.engine is not None
+        assert self._engine is not None
         read = {"input_ids" if name == "inputs" else name: value for name, value in prepared.read.items()}
         config = LookaheadConfig(**row.drafting)
         seed = row.settings.get("seed", 0)
-        return self.engine.submit(**read, **prepared.values, seed=seed, lookahead_config=config)
+        return self._engine.submit(**read, **prepared.values, seed=seed, lookahead_config=config)
 
     def _wait(self, row: Turn, prepared: Prepared) -> Served:
         handle = attempt(self._submit, row, prepared)
@@ -80,8 +98,8 @@ class Doors:
         ended.wait(SECONDS)
         return self._ended(prepared, handle)
 
-    def _step(self, turn: Turn, prepared: list[Prepared], change: Callable[[], object]) -> list[Served]:
-        assert self.engine is not None
+    def _step(self, turn: Turn, prepared: list[Prepared]) -> list[Served]:
+        assert self._engine is not None
         handles: list[RequestHandle | Exception] = []
         early: list[bool] = []
         for step in range(STEPS):
@@ -90,9 +108,9 @@ class Doors:
                 handles.append(attempt(self._submit, turn.rows[number], prepared[number]))
             if step == turn.change_after:
                 early = [isinstance(handle, RequestHandle) and handle.done for handle in handles]
-                change()
+                self.change(turn.change)
             with suppress(Exception):  # of which its requests tell
-                self.engine.step()
+                self._engine.step()
             ended = all(isinstance(handle, Exception) or handle.done for handle in handles)
             if ended and len(handles) == len(prepared) and step >= (turn.change_after or 0):
                 break

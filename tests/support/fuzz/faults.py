@@ -48,6 +48,8 @@ def _base(seed: int, random: Random, families: Sequence[str], others: Callable[[
         turns.append(replace(again, cache="", ours=True))
     if random.random() < 0.5:
         turns = [replace(turn, settings=_few(turn)) for turn in turns]
+    if random.random() < 0.15:
+        turns = [replace(turn, drafting=turn.drafting | {"fallback": "plain"}) for turn in turns]
     return replace(case, turns=tuple(turns))
 
 
@@ -124,8 +126,11 @@ def _changed(seed: int, random: Random) -> Case:
     elif not any(turn.cache for turn in turns[1:]) and random.random() < 0.25:
         turns[1] = _entered(turns[1], random, ("engine",))
     turn = replace(turns[1], change=change, ours=True)
-    if turn.entry == "engine" and random.random() < 0.6:
+    # A running engine looks at a part of each weight.
+    if turn.entry == "engine" and not kind.startswith("row of a weight") and random.random() < 0.6:
         turn = replace(turn, change_after=random.choice((0, 1, 2, 3, 5, 8)))
+        if turns[0].entry == "started engine":  # whose thread would be in the midst of a step
+            turns[0] = replace(turns[0], entry="engine")
     turns[1] = turn
     if len(turns) > 2 and not turns[2].cache and (kind in PLACES or kind == "object"):
         turns[2] = replace(turns[2], change=UNDO, ours=True)

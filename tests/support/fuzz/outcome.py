@@ -6,8 +6,6 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fuzz.calls import Answer, call
-from fuzz.case import APART, UNDO, Case, Turn
-from fuzz.changes import change
+from fuzz.case import APART, Case, Turn
 from fuzz.doors import Doors, attempt, is_beginning
 from fuzz.families import CannotBuild, build
 from lookahead.errors import InvalidArgumentError, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
@@ -81,44 +78,16 @@ def _run(case: Case) -> tuple[Outcome, bool]:
 
 def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> tuple[Outcome, bool]:
     """Make the calls of `case` with `model`, and by transformers alone with `reference`, its copy."""
-    with ExitStack() as stack, warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as heard, Doors(model, reference, case.seed) as doors:
         warnings.simplefilter("always")
-        doors = Doors(model)
-        stack.callback(doors.close)
-        outcome, tie = _compare(case, Pair(case, model, reference, doors, stack))
+        outcome, tie = _compare(case, doors)
         stopped = [str(one.message) for one in heard if "drafting stopped" in str(one.message)]
     if stopped and outcome.kind == EQUAL:  # no drafter of a case is at fault
         return replace(outcome, kind=WRONG, detail=_one_line(stopped[0])), False
     return outcome, tie
 
 
-@dataclass
-class Pair:
-    """What the calls of a case are made with."""
-
-    case: Case
-    model: PreTrainedModel
-    reference: PreTrainedModel
-    doors: Doors
-    stack: ExitStack
-    undo: Callable[[], object] = lambda: None
-
-    def change(self, name: str) -> None:
-        """Change both models.
-
-        Raises:
-            CannotBuild: They cannot be changed so.
-        """
-        if name == UNDO:
-            self.undo()
-            return
-        undoing = self.stack.enter_context(ExitStack())
-        for model in (self.model, self.reference):
-            undoing.callback(change(model, name, self.case.seed))
-        self.undo = undoing.close
-
-
-def _compare(case: Case, pair: Pair) -> tuple[Outcome, bool]:
+def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
     ours: Answer | None = None
     plain: Answer | None = None
     refused: Outcome | None = None
@@ -128,16 +97,16 @@ def _compare(case: Case, pair: Pair) -> tuple[Outcome, bool]:
         before = plain
         if turn.cache in ("whole", "tail"):
             before = copy.deepcopy(plain)  # a call changes the cache that it is given
-        judge = Judge(case, pair.reference, turn, before, place, tokens)
+        judge = Judge(case, doors.reference, turn, before, place, tokens)
         try:
             if turn.change and turn.change_after is None:
-                pair.change(turn.change)
+                doors.change(turn.change)
             if turn.entry in APART and turn.ours:
-                outcome, tie = _compare_rows(judge, pair)
+                outcome, tie = _compare_rows(judge, doors)
                 ours = plain = None
             else:
-                found = attempt(call, pair.model, turn, ours, turn.ours)
-                expected = None if isinstance(found, REFUSALS) else attempt(call, pair.reference, turn, plain, False)
+                found = attempt(call, doors.model, turn, ours, turn.ours)
+                expected = None if isinstance(found, REFUSALS) else attempt(call, doors.reference, turn, plain, False)
                 outcome, tie = judge.judge(found, expected)
                 ours, plain = (None if isinstance(one, Exception) else one for one in (found, expected))
         except CannotBuild as missing:
@@ -150,17 +119,17 @@ def _compare(case: Case, pair: Pair) -> tuple[Outcome, bool]:
     return refused or Outcome(case, EQUAL, tokens=tokens), False
 
 
-def _compare_rows(judge: Judge, pair: Pair) -> tuple[Outcome, bool]:
+def _compare_rows(judge: Judge, doors: Doors) -> tuple[Outcome, bool]:
     """The outcome of a turn of which each row is a call of its own: that of its worst row."""
-    turn, case = judge.turn, pair.case
+    turn, case = judge.turn, judge.case
     rows = turn.rows
     changes = turn.change_after is not None
-    olds = [attempt(call, pair.reference, row, None, False) for row in rows] if changes else []
-    served = pair.doors.serve(turn, lambda: pair.change(turn.change))
+    olds = [attempt(call, doors.reference, row, None, False) for row in rows] if changes else []
+    served = doors.serve(turn)
     outcomes = []
     for place, (row, one) in enumerate(zip(rows, served, strict=True)):
         begun = f"{judge.place}row {place}: "
-        expected = olds[place] if one.early else attempt(call, pair.reference, row, None, False)
+        expected = olds[place] if one.early else attempt(call, doors.reference, row, None, False)
         if isinstance(one.answer, ModelChangedError) and changes and not one.early:
             told = olds[place]
             right = isinstance(told, Exception) or is_beginning(one.tokens, told)
@@ -170,7 +139,7 @@ def _compare_rows(judge: Judge, pair: Pair) -> tuple[Outcome, bool]:
         outcome, tie = replace(judge, turn=row, before=None, place=begun).judge(one.answer, expected)
         if outcome.kind == REFUSED and not changes and turn.entry != "threads":
             again = replace(row, entry=turn.entry, mixed=False)
-            alone = pair.doors.serve(again, lambda: None)[0]
+            alone = doors.serve(again)[0]
             if not isinstance(alone.answer, REFUSALS):
                 outcome = replace(outcome, kind=WRONG, detail=f"{begun}not alone, but beside others {outcome.detail}")
         outcomes.append((outcome, tie))
