@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
-from lookahead.core.protocols import StepResult
+from lookahead.core.protocols import NoDrafter, StepResult
+from lookahead.core.sequence import SequenceState
+from lookahead.core.step import ask_drafters
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy
@@ -164,6 +167,88 @@ def test_one_row_of_several_goes_on_alone_without_drafts() -> None:
         )
     assert output.tolist() == expected
     assert sent[1] < min(sent[0], sent[2])
+
+
+class OddTopK(TokenRecyclingDrafter):
+    top_k: Any
+
+    def __init__(self, top_k: Any) -> None:
+        super().__init__(8)
+        self.top_k = top_k
+
+
+class OddNodes(TokenRecyclingDrafter):
+    """Adds a node that no tree can have, past the methods of trees."""
+
+    def __init__(self, token: Any, parent: int) -> None:
+        super().__init__(8)
+        self._node = token, parent
+
+    def propose(self, tree: TokenTree) -> None:
+        tree.add_new_candidates([self._node[0]], [self._node[1]])
+
+
+@pytest.mark.parametrize("make", [lambda: OddTopK(None), lambda: OddTopK(-1), lambda: OddTopK("8")])
+def test_a_drafter_that_asks_for_no_number_of_tokens_ends_no_other_request(make: Callable[[], Any]) -> None:
+    test_other_requests_of_an_engine_go_on_with_their_drafts(failing(make))
+
+
+@pytest.mark.parametrize(
+    "node", [(float("nan"), 0), (1.5, 0), ("a", 0), (1 << 70, 0), (-1, 0), (1, -1)], ids=lambda node: f"{node}"
+)
+def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any, int]) -> None:
+    test_other_requests_of_an_engine_go_on_with_their_drafts(failing(lambda: OddNodes(*node)))
+
+
+class Together:
+    """Drafts for all rows in one call, which fails where one of them does."""
+
+    def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        for drafter, tree in zip(drafters, trees, strict=True):
+            drafter.propose(tree)
+
+    def observe_rows(self, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
+        for drafter, result in zip(drafters, results, strict=True):
+            drafter.observe(result)
+
+
+class InGroup:
+    """A drafter of one token, which may fail in one of its members."""
+
+    top_k = 0
+
+    def __init__(self, together: Together, fails: str) -> None:
+        self.together, self._fails = together, fails
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Nothing to begin."""
+
+    def propose(self, tree: TokenTree) -> None:
+        tree.add_candidates([4])
+        if self._fails == "propose":
+            raise KeyError("propose")
+
+    def observe(self, result: StepResult) -> None:
+        if self._fails == "observe":
+            raise KeyError("observe")
+
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("member", ["propose", "observe"])
+def test_what_a_group_raises_costs_those_alone_whose_matter_it_is(member: Literal["propose", "observe"]) -> None:
+    together = Together()
+    sequences = [
+        SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")
+    ]
+    trees = [TokenTree([3]) for _ in sequences]
+    asked = trees if member == "propose" else [StepResult(tree, np.array([4]), [], [4]) for tree in trees]
+    with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
+        ask_drafters(list(zip(sequences, asked, strict=True)), member)
+    assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
+    if member == "propose":
+        assert [len(tree) for tree in trees[::2]] == [2, 2]
 
 
 def test_a_trace_goes_on() -> None:

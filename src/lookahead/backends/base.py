@@ -3,6 +3,7 @@ of text."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,16 @@ from lookahead.core.protocols import Backend
 from lookahead.core.step import Batch
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many tokens `model` or its decoder reads. An adapter or a wrapper in place of the embedding need not know."""
+    reader = model.get_decoder() if model.config.is_encoder_decoder else model
+    embedding = getattr(reader, "get_input_embeddings", model.get_input_embeddings)()
+    size = getattr(embedding, "num_embeddings", None)
+    if not isinstance(size, int):
+        size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    return size if isinstance(size, int) else len(embedding.weight)
 
 
 class TextRow:
@@ -93,9 +104,11 @@ class Runner(Backend):
         engine: How passes are run; see `Statistics.engine`.
         pass_sizes: Nodes over all rows that passes are padded to, ascending; none where any number is run as it is.
         recorded: What recording passes took so far.
+        vocabulary: How many tokens the model reads; no others are drafted.
     """
 
     model: Any
+    vocabulary = sys.maxsize
     rows: list[Any]
     context: int | None = None
     last_length: int | None = None
@@ -152,6 +165,7 @@ class Runner(Backend):
             return part
         deepest = self._deepest(kept.before + len(text) - 1 + kept.shift)
         tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - kept.length)
+        tree.vocabulary = self.vocabulary
         if self.chains and not (kept.length > 0 and len(pending) <= _MOST_PENDING):
             tree.limit(0)
         return tree

@@ -192,9 +192,11 @@ def ask_drafters(asked: Sequence[tuple[SequenceState, Any]], what: Literal["prop
         try:
             drafters, arguments = [sequence.drafter for sequence, _ in group], [argument for _, argument in group]
             getattr(rows, f"{what}_rows")(drafters, arguments)
-        except Exception as error:  # it is no matter of one row
-            for sequence, _ in group:
-                sequence.stop_drafting(error)
+        except Exception:  # one after another, so that it costs those alone whose matter it is
+            for sequence, argument in group:
+                if what == "propose":
+                    argument.keep_path(())
+                ask_drafters([(sequence, argument)], what)
 
 
 def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[int]:

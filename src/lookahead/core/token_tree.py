@@ -65,6 +65,7 @@ class TokenTree:
         root: The node of the last decided token.
         certain: How many of the first candidates were added by `add_certain`.
         foresee: Tells what so many tokens below the root are sampled with, if they are; see `Sampler.foresee`.
+        vocabulary: How many tokens the model reads. Larger ones are not drafted, whoever remembers them.
 
     Raises:
         InvalidArgumentError: `pending` is empty.
@@ -82,6 +83,7 @@ class TokenTree:
         self.root = count - 1
         self.certain = 0
         self.foresee: Callable[[int], Noise | None] | None = None
+        self.vocabulary = sys.maxsize
         self._max_depth = sys.maxsize if max_depth is None else max_depth
 
     def __len__(self) -> int:
@@ -122,14 +124,15 @@ class TokenTree:
         """Add a path of candidates under `parent` (the root if not given), sharing nodes that are already there.
 
         Returns:
-            The nodes of the path in order, new or shared; shorter than `tokens` where the room ends.
+            The nodes of the path in order, new or shared; shorter than `tokens` where the room ends, or before a token
+            that the model does not know.
         """
         node = self.root if parent is None else parent
         path = []
         for token in tokens:
             child = self.child(node, token)
             if child is None:
-                if self.depths[node] >= self._max_depth:
+                if self.depths[node] >= self._max_depth or token >= self.vocabulary:
                     break
                 child = self._add(token, node, NodeKind.CANDIDATE, needs_logits=True)
             node = child
@@ -140,7 +143,7 @@ class TokenTree:
         """Add many candidates that the tree does not have yet, each after its parent.
 
         Args:
-            tokens: Their tokens; different ones under one parent.
+            tokens: Their tokens, which the model knows; different ones under one parent.
             parents: The node that each follows, which may be one of those before it here; `room` says how deep.
         """
         for parent in parents:

@@ -60,7 +60,7 @@ def build_drafter(  # noqa: PLR0913
         pace: Chooses the nodes of `"auto"`: those of this text, without a `step_budget`, or of all texts of a step;
             `FIXED_BUDGET` nodes a step if not given.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
-        vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
+        vocabulary: Tokens that the model knows, which sources of a user's own are held to.
         predicted: A text that is expected, which `"auto"` drafts from as well.
         chains: Whether drafts are single paths, for a model that runs no trees.
 
@@ -69,7 +69,7 @@ def build_drafter(  # noqa: PLR0913
     """
     fixed = min(config.step_budget or FIXED_BUDGET, most)
     if config.drafter is not None:
-        return CheckedDrafter(config.drafter, min(config.max_nodes, most), vocabulary, fixed if chains else None)
+        return CheckedDrafter(config.drafter, min(config.max_nodes, most), fixed if chains else None)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,6 @@ class CheckedDrafter:
     Args:
         make: Makes the drafter, which serves one sequence.
         most: Nodes of a step at most, the root included.
-        vocabulary: Tokens that the model knows; any are, if not given.
         chain: For a model that runs chains alone: of the tree its likeliest path is sent, of the nodes after each the
             one added first, up to so many nodes, the root included. `StepResult.tree` is what was sent.
 
@@ -40,14 +41,11 @@ class CheckedDrafter:
         InvalidArgumentError: What `make` made lacks a member of `Drafter`.
     """
 
-    def __init__(
-        self, make: Callable[[], Any], most: int, vocabulary: int | None = None, chain: int | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], most: int, chain: int | None = None) -> None:
         drafter = make()
         _check_members("drafter", drafter, ("top_k", "start", "propose", "observe", "statistics"))
         self._drafter: Drafter = drafter
         self._most = most
-        self._vocabulary = vocabulary
         self._chain = chain
         self.start: Callable[[Sequence[int]], None] = drafter.start
         self.observe: Callable[[StepResult], None] = drafter.observe
@@ -55,27 +53,43 @@ class CheckedDrafter:
 
     @property
     def top_k(self) -> int:
-        """See `Drafter`."""
-        return self._drafter.top_k
+        """See `Drafter`.
+
+        Raises:
+            InvalidArgumentError: It is no whole number, or negative. All sequences of a step go by the largest.
+        """
+        top_k = self._drafter.top_k
+        if not isinstance(top_k, Integral) or top_k < 0:
+            raise InvalidArgumentError(f"drafter={self._drafter!r} has top_k={top_k!r}; it must be 0, 1, 2, ...")
+        return int(top_k)
 
     def propose(self, tree: TokenTree) -> None:
         """See `Drafter`.
 
         Raises:
-            InvalidArgumentError: The tree has become too large, or has a token that the model does not know.
+            InvalidArgumentError: The tree has become too large, or has a token that the model does not know, or a
+                parent that does not come before its child.
         """
-        before = len(tree)
+        before, known = len(tree), tree.vocabulary
+        tree.vocabulary = sys.maxsize  # what is unknown is told below, not left out
         self._drafter.propose(tree)
+        tree.vocabulary = known
         if len(tree) - tree.root > self._most:
             raise InvalidArgumentError(
                 f"drafter={self._drafter!r} proposed {len(tree) - before} nodes, but a step may have {self._most}, the "
                 "root included; propose fewer, or choose a larger step_budget"
             )
-        for token in tree.tokens[before:]:
-            if token < 0 or (self._vocabulary is not None and token >= self._vocabulary):
+        for node in range(before, len(tree)):
+            token, parent = tree.tokens[node], tree.parents[node]
+            if not isinstance(token, Integral) or not 0 <= token < known:
                 raise InvalidArgumentError(
-                    f"drafter={self._drafter!r} proposed token {token}, which the model does not know; its tokens are "
-                    f"0 to {'...' if self._vocabulary is None else self._vocabulary - 1}"
+                    f"drafter={self._drafter!r} proposed token {token!r}, which the model does not know; its tokens "
+                    f"are 0 to {known - 1}"
+                )
+            if not tree.root <= parent < node:
+                raise InvalidArgumentError(
+                    f"drafter={self._drafter!r} proposed a token after node {parent}; give a node of the draft that "
+                    f"comes before it, or the root, {tree.root}"
                 )
         if self._chain is not None:
             path = first_path(range(before, len(tree)), tree.parents[before:], tree.root)

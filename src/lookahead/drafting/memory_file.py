@@ -159,6 +159,9 @@ def merge(memory: DraftMemory, other: DraftMemory) -> None:
         taken = np.take_along_axis(followers, kept[:, :, None], 1)
         mine.followers[:] = taken.reshape(mine.followers.shape)
         mine.evidence[:] = (mine.evidence + theirs.evidence) / 2
+        known = memory.vocabulary
+        memory.vocabulary = other.vocabulary
+        memory.fit(known)
 
 
 def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
@@ -177,9 +180,15 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
     """
     with memory.lock:
         arrays, clock = memory_arrays(memory), memory.clock
+        vocabulary = np.array(memory.vocabulary, dtype=np.int64)
     with replaced(Path(path), binary=True) as file:
         np.savez(  # compressing it takes far longer than writing it
-            file, allow_pickle=False, format=np.array(_FORMAT, dtype=np.int64), model=np.array(model), **arrays
+            file,
+            allow_pickle=False,
+            format=np.array(_FORMAT, dtype=np.int64),
+            model=np.array(model),
+            vocabulary=vocabulary,
+            **arrays,
         )
     return clock
 
@@ -204,6 +213,8 @@ def load_memory(path: str | Path, model: str) -> DraftMemory:
                     f"was written by another version of this library (format {version}, this one reads {_FORMAT})"
                 )
             if owner != model:
+                if "vocabulary" in arrays:
+                    owner += f", {arrays['vocabulary']} tokens"
                 raise _DamagedFileError(
                     f"was filled from another model ({owner}) than {model}: each model needs a file of its own"
                 )

@@ -40,7 +40,8 @@ class TokenRecyclingDrafter:
         for _ in range(self.budget - 1):
             if tree.depths[node] - tree.depths[tree.root] < tree.room:
                 for token, share in self._followers.get(tree.tokens[node], ()):
-                    heappush(queue, (-probability * share, next(pushed), node, token))
+                    if token < tree.vocabulary:
+                        heappush(queue, (-probability * share, next(pushed), node, token))
             if not queue:
                 return
             negative, _, parent, token = heappop(queue)

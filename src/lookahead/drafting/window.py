@@ -73,7 +73,8 @@ class JacobiWindow:
         """
         if not self._last_row:
             return []
-        new_row = [int(result.predictions[node]) for node in self._last_row]
+        largest = result.tree.vocabulary - 1
+        new_row = [min(int(result.predictions[node]), largest) for node in self._last_row]
         self._last_row = []
         root = result.tree.tokens[result.tree.root]
         if len(self._rows) < self.ngram_size - 2:

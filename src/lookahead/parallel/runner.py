@@ -76,7 +76,9 @@ class ParallelRunner:
             self._behind[row] = level
         self._local_trees[row] = local_tree
         pending = local_tree.tokens[self._behind[row][self.rank] :]
-        return TokenTree(pending, local_tree.room + len(pending) - 1)
+        tree = TokenTree(pending, local_tree.room + len(pending) - 1)
+        tree.vocabulary = local_tree.vocabulary
+        return tree
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
         """Run this rank's parts of `trees`.

@@ -17,8 +17,8 @@ import torch
 from llguidance import LLTokenizer
 from PIL import Image
 
+from lookahead.backends.base import vocabulary_size
 from lookahead.backends.loading import LoadedModel
-from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import callable_tools, grammar_tokenizer, token_bytes

@@ -18,12 +18,12 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.backends.base import Prompts
+from lookahead.backends.base import Prompts, vocabulary_size
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
-from lookahead.backends.transformers.limits import TRANSFORMERS, vocabulary_size
+from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.refusals import (
     check_call,
@@ -153,10 +153,7 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
             return rows
     outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
     if outside.any():
-        raise InvalidArgumentError(
-            f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
-            "entries; use the tokenizer that belongs to the model"
-        )
+        raise unknown_token(int(input_ids[outside][0]), vocabulary)
     if not mask[:, -1].all():
         row = int((~mask[:, -1]).nonzero()[0])
         raise InvalidArgumentError(
@@ -164,6 +161,14 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
             "least one token"
         )
     return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
+
+
+def unknown_token(token: int, vocabulary: int) -> InvalidArgumentError:
+    """The error of a prompt with a token that the model does not know."""
+    return InvalidArgumentError(
+        f"input_ids holds the token id {token}, but the model's vocabulary has {vocabulary} entries; use the tokenizer "
+        "that belongs to the model"
+    )
 
 
 def _whole_mask(

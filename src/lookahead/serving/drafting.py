@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.base import vocabulary_size
 from lookahead.backends.transformers.findings import describe_setting, load_costs, model_identity
-from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
@@ -142,6 +142,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
             return memory, None
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
+            state.memory.fit(vocabulary_size(model))
             return state.memory, None
         try:
             path = Path(config.memory).expanduser().absolute()
@@ -150,7 +151,9 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
             raise InvalidArgumentError(f"memory={name!r} cannot be written: {error}; choose another file") from error
         if str(path) not in state.files:
             state.files[str(path)] = MemoryFile(path, model_identity(model))
-        return state.files[str(path)].memory, state.files[str(path)]
+        file = state.files[str(path)]
+        file.memory.fit(vocabulary_size(model))
+        return file.memory, file
 
 
 Prediction = torch.Tensor | Sequence[int] | Sequence[Sequence[int] | None]

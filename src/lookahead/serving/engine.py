@@ -19,7 +19,7 @@ from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
-from lookahead.serving.arguments import Arguments, hand_over
+from lookahead.serving.arguments import Arguments, hand_over, unknown_token
 from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.engine_model import EngineModel
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
@@ -324,6 +324,9 @@ class Engine:
         self.statistics.graphs = self._model.runner.recorded
         for request in self._scheduler.requests:
             self._memory.drop(request)
+            if (largest := max(request.sequence.tokens)) >= self._model.runner.vocabulary:
+                self._leave(request, unknown_token(largest, self._model.runner.vocabulary))
+                continue
             request.arguments = replace(request.arguments, model=shell_of(self._model.model))
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:

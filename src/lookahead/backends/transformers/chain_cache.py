@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
-from lookahead.backends.base import TextRow
+from lookahead.backends.base import TextRow, vocabulary_size
 from lookahead.backends.transformers.cache_names import CACHE, CACHE_ARGUMENTS, cache_name
-from lookahead.backends.transformers.limits import limits_of, vocabulary_size
+from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.snapshots import hold_only
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 

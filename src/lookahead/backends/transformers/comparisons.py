@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.base import vocabulary_size
 from lookahead.backends.transformers.chain_cache import ChainRow, is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
-from lookahead.backends.transformers.limits import vocabulary_size
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError

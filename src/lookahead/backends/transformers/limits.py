@@ -127,15 +127,6 @@ def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
     return of_config(model, ("limits", positions_end), lambda: Limits(model.config, positions_end))
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens `model` reads. An adapter or a wrapper in place of the embedding need not know it."""
-    embedding = model.get_input_embeddings()
-    size = getattr(embedding, "num_embeddings", None)
-    if not isinstance(size, int):
-        size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    return size if isinstance(size, int) else len(embedding.weight)
-
-
 def shortest(*lengths: int | None) -> int | None:
     """The shortest of some lengths, of which `None` is any; `None` if all are."""
     return min((length for length in lengths if length is not None), default=None)

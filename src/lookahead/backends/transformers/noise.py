@@ -38,6 +38,7 @@ class SamplingNoise:
         self._passed = self._end = 0  # places that a row has come to; those that were drawn
         # A unit is the rows of a place that are drawn together. Units are numbered in the order of drawing.
         self._size = rows
+        self._type: torch.dtype | None = None  # of what was drawn last, which processors decide
         self._states: dict[int, torch.Tensor] = {}  # of the generator before each unit, and behind the last one
         self._noise: dict[int, torch.Tensor] = {}  # of units, `[rows, vocabulary]`
         self.drawn_again = 0
@@ -108,12 +109,12 @@ class SamplingNoise:
         self._size = 1 if draws_row_by_row(like.device, like.dtype, like.shape[-1]) else self._rows
         generator, here = self._generator_of(like.device), self._unit(0, self._passed)
         state = generator.get_state()
-        if here not in self._states or not torch.equal(self._states[here], state):
-            # Somebody else has drawn since: what was drawn ahead is not what comes.
+        if here not in self._states or not torch.equal(self._states[here], state) or like.dtype != self._type:
+            # Somebody else has drawn since, or numbers of another type are wanted: what was drawn ahead does not come.
             for unit in [unit for unit in self._states if unit >= here]:
                 del self._states[unit]
                 self._noise.pop(unit, None)
-            self._states[here], self._end = state, self._passed
+            self._states[here], self._end, self._type = state, self._passed, like.dtype
         if self._end >= end:
             return
         generator.set_state(self._states[self._unit(0, self._end)])

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lookahead.backends.base import Runner, TextRow, check_chain
+from lookahead.backends.base import Runner, TextRow, check_chain, vocabulary_size
 from lookahead.backends.forward_result import NOTHING, ForwardResult, forward_results
 from lookahead.backends.machine import upload
 from lookahead.backends.transformers.attention import INVARIANT_ROWS, PACKED_ROWS
@@ -70,6 +70,7 @@ class TransformersRunner(Runner):
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
         self.model, self.positions_end = model, positions_end
+        self.vocabulary = vocabulary_size(model)
         self._cache_name = cache_name(model)
         self._device = model.device
         if self._device.type == "meta":

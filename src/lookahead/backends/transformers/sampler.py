@@ -152,7 +152,7 @@ class TextSampler:
             return None  # nothing is drawn, or not yet, or where the host would have to wait for it
         if not self._noise.can_foresee(tokens, self._like):
             return None
-        places = [noise[0].numpy() for noise in self._noise.look_ahead(self._row, tokens, self._like)]
+        places = [noise[0].float().numpy() for noise in self._noise.look_ahead(self._row, tokens, self._like)]
         return Noise(places, self._temperature)
 
     def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
@@ -228,10 +228,10 @@ class TextSampler:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
         drawn = noise.take(self._row, probabilities)
-        select = _selected_here if scores.device.type == "cpu" else _selected
-        selected = int(select(probabilities, drawn))  # the host waits for one number
+        is_usual = scores.device.type == "cpu" and scores.dtype == torch.float32
+        selected = int((_selected_here if is_usual else _selected)(probabilities, drawn))  # the host waits for it
         if selected < 0:
-            torch.multinomial(probabilities, num_samples=1)  # which refuses it
+            selected = int(torch.multinomial(probabilities, num_samples=1))  # which refuses it
         return selected
 
 
@@ -243,9 +243,8 @@ def _selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 def _selected_here(probabilities: torch.Tensor, noise: torch.Tensor) -> int:
     """Likewise of one row on the CPU, in a fifth of the time that torch takes."""
-    quotients = (probabilities / noise).numpy()[0]
-    selected = int(quotients.argmax())
-    return -1 if isnan(quotients[selected]) else selected
+    selected = int((probabilities / noise).numpy()[0].argmax())
+    return -1 if isnan(probabilities[0, selected]) else selected
 
 
 def _listed(processor: Processor | None) -> list[Any]:

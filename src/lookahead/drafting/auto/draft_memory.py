@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from sys import maxsize
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,6 +33,7 @@ class DraftMemory:
             or one observation at a time, the methods here as long as they need it.
         batches: The `DraftBatch` of those who draft from it, by their settings.
         clock: How often something was inserted, here or in what this memory came from; it dates the entries.
+        vocabulary: How many tokens the model has that it is about.
 
     Args:
         orders: Longest context, in tokens. At least 1.
@@ -65,6 +67,7 @@ class DraftMemory:
             np.full((1 + len(MATCH_CLASSES), orders + 1, 2), EVIDENCE_PRIOR),
         )
         self.clock = 0
+        self.vocabulary = maxsize
         self.lock = RLock()
         self.batches: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
@@ -83,6 +86,15 @@ class DraftMemory:
             self.entries.heads.view(np.uint8).fill(0)  # numpy fills records one by one
             self.clock = 0
         self.entries.evidence.fill(EVIDENCE_PRIOR)
+
+    def fit(self, vocabulary: int) -> None:
+        """Forget the contexts that were followed by tokens which a vocabulary of this size does not have: a model may
+        have had more when they were learned."""
+        with self.lock:
+            if vocabulary < self.vocabulary and self.clock:
+                unknown = (self.entries.followers["token"] >= vocabulary).any(axis=-1)
+                self.entries.heads["tag"][unknown] = 0
+            self.vocabulary = vocabulary
 
     def occupy(self) -> None:
         """Have the system fill all pages now, rather than one by one when they are first written to."""

@@ -121,7 +121,8 @@ class AutoDrafter:
         if certain:
             tree.add_certain(certain[: self._most])
         self._certain = 0
-        if self.budget.backs_off or (certain and min(self._most, tree.room) <= len(certain)):
+        fits = len(certain) < min(self._most, tree.room) and tree.certain == len(certain)
+        if self.budget.backs_off or (certain and not fits):
             return False
         self._late += certain
         self._certain = len(certain)
@@ -193,6 +194,8 @@ class AutoDrafter:
             tree.add_new_candidates(tokens[:chosen], [first + parent for parent in parents[:chosen]])
 
         most = min(self.budget.most, self._most - self._certain)
+        if max(tokens, default=0) >= tree.vocabulary:  # what was learned of another vocabulary
+            most = min(most, next(place for place, token in enumerate(tokens) if token >= tree.vocabulary))
         self.budget.offer(likely[:most], send, tree.root + 1 if self._chains else 1)
 
     def explain(self, tree: TokenTree) -> Explanation:

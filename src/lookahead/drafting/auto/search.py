@@ -46,6 +46,9 @@ _RECENT_SHARE = 0.2
 FORESEEN = 8
 """Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
 
+_LEAST_NOISE = 1e-30
+"""Noise of 16 bits may be rounded to 0."""
+
 NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
 """Of tokens that are not sampled, or with what nobody knows."""
 
@@ -219,7 +222,7 @@ def _foreseen(token: int, level: int, noise: Noise) -> float:
     are estimates of log p."""
     if level >= FORESEEN or token >= len(noise.places[level]):
         return 0.0
-    return -noise.temperature * log(float(noise.places[level][token]))
+    return -noise.temperature * log(max(float(noise.places[level][token]), _LEAST_NOISE))
 
 
 @inner

@@ -205,6 +205,7 @@ class LookaheadProposer:
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
             self._memory = _new_memory() if reads else DraftMemory.of_texts()
+        self._memory.fit(self._vocabulary)
         self._memory.occupy()
         self._batch = DraftBatch(self._memory, self._most_drafted, chains=True, places=self._most_requests)
         self._requests = Requests(self._batch)
