@@ -27,7 +27,7 @@ from run_fuzz import Enough, draw_cases, run_all
 
 SLICE = 6
 """How many cases are run here; `make fuzz` runs more."""
-FAULTS = {17: "changed model", 16: "small vocabulary", 40: "own loop", 29: "without a cache", 8: "images in an engine"}
+FAULTS = {62: "changed model", 16: "small vocabulary", 40: "own loop", 29: "without a cache", 8: "images in an engine"}
 FAULTS |= {52: "processors"}
 """Of the cases of faults, one of each kind."""
 TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})

@@ -115,15 +115,18 @@ def _of_vocabulary(turn: Turn, size: int) -> Turn:
 
 def _changed(seed: int, random: Random) -> Case:
     """A call, and one after the model has changed, or an `Engine` while it does; sometimes one when it is as before."""
-    case = _all_entered(_base(seed, random, USUAL, family_names, calls=random.choice((2, 2, 3))), random)
-    turns = list(case.turns)
     kind = random.choice([*PLACES, *["object"] * 4, *OTHERS])
     change = f"{kind}: {random.choice(list(EFFECTS))}" if kind in PLACES else kind
     if kind == "object":
         change = f"object: {random.choice(list(METHODS))}"
+    entries = ENTRIES
     if change.startswith("object: generate"):  # which `attach` is there to replace
-        turns = list(_all_entered(case, random, ("generate", "custom_generate")).turns)
-    elif not any(turn.cache for turn in turns[1:]) and random.random() < 0.25:
+        entries = ("generate", "custom_generate")
+    elif change.startswith(("sampling", "dropout")):  # threads share torch's generator
+        entries = tuple(entry for entry in ENTRIES if entry != "threads")
+    case = _base(seed, random, USUAL, family_names, calls=random.choice((2, 2, 3)))
+    turns = list(_all_entered(case, random, entries).turns)
+    if "engine" in entries and not any(turn.cache for turn in turns[1:]) and random.random() < 0.25:
         turns[1] = _entered(turns[1], random, ("engine",))
     turn = replace(turns[1], change=change, ours=True)
     # A running engine looks at a part of each weight.
