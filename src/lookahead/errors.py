@@ -29,7 +29,7 @@ class ParallelError(LookaheadError, RuntimeError):
 
 
 class ModelChangedError(LookaheadError, RuntimeError):
-    """The model of an `Engine` changed while this text was decoded, so its rest would come from another model."""
+    """The model changed while this text was decoded, so its rest would come from another model."""
 
 
 class LookaheadWarning(UserWarning):

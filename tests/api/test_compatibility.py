@@ -316,7 +316,7 @@ CASES: dict[str, Case] = {
     "labels": Refused(PROMPT),
     "logits_to_keep": NoEffect(3),
     "output_router_logits": Refused(True, model="mixtral"),
-    "return_dict": Refused(True, model="gptj"),
+    "return_dict": Refused(True, model="falcon_new"),
     "is_causal": Refused(False),
     "num_items_in_batch": Refused(torch.tensor(1)),
     "cu_seq_lens_q": Refused(torch.tensor([0, 12])),
@@ -519,7 +519,7 @@ def test_past_key_values(llama: PreTrainedModel) -> None:
     assert torch.equal(ours_with(llama, input_ids=PROMPT, past_key_values=cache, **GREEDY), expected)
     assert cache.get_seq_length() == 23
     quantized = DynamicCache(offloading=True)
-    with pytest.raises(LookaheadError, match="past_key_values"):
+    with pytest.raises(LookaheadError, match="cache|past_key_values"):
         ours_with(llama, input_ids=PROMPT, past_key_values=quantized, **GREEDY)
 
 
@@ -534,6 +534,7 @@ FUNCTIONS: dict[str, list[Callable[..., None]]] = {
     "output_scores": [test_collected_scores_and_logits_are_those_of_generate],
     "output_logits": [test_collected_scores_and_logits_are_those_of_generate],
     "attention_mask": [test_padding_and_holes_are_hidden_as_in_generate, test_attention_mask_that_hides_the_last_token],
+    "cache": [test_past_key_values],
     "past_key_values": [test_past_key_values],
 }
 """The tests of the rows that have no entry in `CASES`: those with a difference, and those that need a tokenizer."""
@@ -777,7 +778,7 @@ BAD_VALUES = [
     ({"sequence_bias": {}}, "sequence_bias"),
     ({"cache_implementation": "fast"}, "cache_implementation"),
     ({"stop_strings": ["x"]}, "stop_strings|tokenizer"),
-    ({"past_key_values": ((PROMPT, PROMPT),)}, "past_key_values"),
+    ({"past_key_values": ((PROMPT, PROMPT),)}, "cache|past_key_values"),
     ({"cache_implementation": "dynamic", "past_key_values": DynamicCache()}, "cache_implementation"),
     ({"attention_mask": torch.ones(1, 1, 12, 12)}, "attention_mask"),
     ({"attention_mask": torch.zeros(1, 12)}, "attention_mask"),

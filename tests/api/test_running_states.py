@@ -169,7 +169,7 @@ def test_rows_of_one_call(family: str, sample: bool) -> None:
     ("config", "options", "words"),
     [
         ({}, {"attention_mask": torch.tensor([[0] * 3 + [1] * 25])}, "hides tokens"),
-        ({}, {"past_key_values": DynamicCache()}, "past_key_values=DynamicCache"),
+        ({}, {"past_key_values": DynamicCache()}, "(cache|past_key_values)=DynamicCache"),
         ({"preset": "paper"}, {}, "preset='paper'"),
         ({"pack_weights": True}, {}, "pack_weights=True"),
         ({"invariant": True}, {}, "invariant=True"),

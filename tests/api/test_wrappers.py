@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.demo import demo_model_path
 from model_zoo import build
 from quick import quickly
@@ -91,7 +92,7 @@ def test_layers_compiled_by_inductor_write_the_same_text() -> None:
     check(model)
 
 
-def adapted(name: str, config: Any, spread: float = 0.3) -> Any:
+def adapted(name: str, config: Any, spread: float = 0.3, changes_text: bool = True) -> Any:
     """A zoo model with an adapter of random weights, large enough to change the text."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(copy.deepcopy(build(name)), config(peft)).eval()
@@ -100,7 +101,8 @@ def adapted(name: str, config: Any, spread: float = 0.3) -> Any:
         for weights in (weights for weights in model.parameters() if weights.requires_grad):
             weights.add_(spread * torch.randn(weights.shape, generator=random))
     text = model.generate(input_ids=PROMPT, **GREEDY)
-    assert not torch.equal(text, build(name).generate(PROMPT, **GREEDY)), "the adapter must change the text"
+    differs = not torch.equal(text, build(name).generate(PROMPT, **GREEDY))
+    assert differs or not changes_text, "the adapter must change the text"
     return model
 
 
@@ -155,7 +157,8 @@ NOT_CARRIED = {
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_adapters_that_a_tree_cannot_carry_are_refused(name: str) -> None:
     """Virtual tokens come by a way that trees do not take; an activated LoRA counts places in a forward pass."""
-    model = adapted("llama", NOT_CARRIED[name], spread=1.0)
+    takes_prefix = TRANSFORMERS < (5, 24)  # later ones do not take the prefix under the name that PEFT gives it
+    model = adapted("llama", NOT_CARRIED[name], spread=1.0, changes_text=takes_prefix or name != "prefix")
     expected = model.generate(input_ids=PROMPT, **GREEDY)
     with pytest.raises(lookahead.UnsupportedModelError, match="adapter|LoRA"):
         lookahead.generate(model, PROMPT, **GREEDY)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers.attention import FOLDED_SDPA
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PackedLinear, can_pack
@@ -106,15 +107,20 @@ def test_changed_weights_are_packed_anew() -> None:
 
 def test_replaced_modules_and_settings_are_followed() -> None:
     model = grouped_llama()
-    assert engine_model(model) is engine_model(model)
-    first = engine_model(model)
+
+    def engine() -> PreTrainedModel:
+        open_session(model).check()
+        return engine_model(model)
+
+    first = engine()
+    assert engine() is first
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
-    second = engine_model(model)
+    second = engine()
     assert second is not first
     model.config.hidden_act = "gelu"  # nobody reads it any more, but a clone cannot know
-    assert engine_model(model) is not second
+    assert engine() is not second
     model.set_attn_implementation("eager")
-    assert engine_model(model) is model
+    assert engine() is model
 
 
 def test_a_model_with_a_replaced_forward_gets_no_clone() -> None:

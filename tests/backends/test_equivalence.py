@@ -29,6 +29,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_model
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.limits import Limits
@@ -345,7 +346,7 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
     class CountsPadding(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
             inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-            cached = inputs["past_key_values"].get_seq_length()
+            cached = inputs[CACHE].get_seq_length()
             inputs["position_ids"] = torch.arange(cached, cached + inputs["input_ids"].shape[1])[None]
             return inputs
 

@@ -185,7 +185,7 @@ def test_the_model_and_other_calls_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "config", "words"),
     [
-        ("gptj", torch.bfloat16, {}, "attention interface"),
+        ("stablelm", torch.bfloat16, {}, "attention interface"),
         ("gpt_oss", torch.bfloat16, {}, "attention sinks"),
         ("llama4_chunked", torch.bfloat16, {}, "experts multiplies in a way of its own"),
         ("llama", torch.float64, {}, "float64"),

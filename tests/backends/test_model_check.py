@@ -55,7 +55,9 @@ class Fails(LlamaForCausalLM):
 
 
 class TakesNoPositions(LlamaForCausalLM):
-    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None) -> Any: ...
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, cache: Any = None, past_key_values: Any = None
+    ) -> Any: ...
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_times_are_taken_once_for_a_kind_of_model(clock: Clock) -> None:
     second = copy.deepcopy(first)
     assert type(engine_model(second, pack_weights=True).lm_head) is torch.nn.Linear
     assert clock.runs == 1
-    assert [made for what, made in state_of(second).made.items() if what[0] == "packing"] == [0]
+    assert [made for what, made in state_of(second).trials.made.items() if what[0] == "packing"] == [0]
 
 
 def test_times_are_taken_anew_for_another_processor(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig, LookaheadOutput, LookaheadWarning
 from lookahead.backends import machine
 from lookahead.backends.transformers import fixed_passes, model_state, session, static_engine
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import (
@@ -165,7 +166,7 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 
 def kept_steps(engine: PreTrainedModel) -> StaticSteps:
     """The steps that the last call with this engine released."""
-    kept = state_of(engine).static_steps
+    kept = state_of(engine).trials.static_steps
     assert kept is not None
     return kept
 
@@ -253,7 +254,7 @@ def test_hooks_go_the_dynamic_way() -> None:
     model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module))
     assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8), expected)
     assert calls
-    assert state_of(engine_model(model)).static_steps is None
+    assert state_of(engine_model(model)).trials.static_steps is None
 
 
 # --- fixed memory -------------------------------------------------------------------------------------------
@@ -313,14 +314,14 @@ def test_the_next_call_takes_what_the_last_one_left() -> None:
 def test_nothing_is_kept_of_a_call_that_failed(llama: PreTrainedModel) -> None:
     engine = engine_model(llama)
     lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-    assert state_of(engine).static_steps is not None
+    assert state_of(engine).trials.static_steps is not None
 
     def fail(_: object) -> None:
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
         lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8, on_step=fail)
-    assert state_of(engine).static_steps is None
+    assert state_of(engine).trials.static_steps is None
 
 
 def test_memory_goes_when_the_model_goes() -> None:
@@ -595,7 +596,7 @@ def test_models_that_cannot_be_recorded_run_dynamically() -> None:
     model = grouped_llama(torch.float32)
     with recorded_with(Failing):
         got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-        assert state_of(engine_model(model)).static_steps is None
+        assert state_of(engine_model(model)).trials.static_steps is None
     assert torch.equal(got, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
 
 
@@ -605,9 +606,9 @@ def test_python_that_depends_on_the_text_is_detected(monkeypatch: pytest.MonkeyP
     engine = engine_model(model)
     plain = type(model.model).forward
 
-    def scaled(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        kept = past_key_values.get_seq_length() if past_key_values is not None else 0
-        output = plain(self, *args, past_key_values=past_key_values, **kwargs)
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
+        output = plain(self, *args, **kwargs)
         output.last_hidden_state = output.last_hidden_state * (1 + kept)
         return output
 

@@ -32,7 +32,7 @@ WITH_EXPERTS = ["deepseek_v3", "mixtral", "qwen3_moe"]
 
 def is_static(engine: PreTrainedModel) -> bool:
     """Whether the last call with this engine ran static steps."""
-    return state_of(engine).static_steps is not None
+    return state_of(engine).trials.static_steps is not None
 
 
 def on_gpu(name: str) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead
 from drafting_options import config_of
 from exactness import MODEL_SEEDS, NEAR_TIE
+from lookahead.backends.transformers.limits import TRANSFORMERS
 from model_zoo import ARCHITECTURES, ROPE_CONTEXT, VOCAB_SIZE, build, position_limit
 from sampling_exactness import SETTINGS, prepared
 
@@ -403,7 +404,8 @@ def _arguments(case: BatchCase, row: int | None = None) -> dict[str, Any]:
         arguments.update({"logits_processor": [Parity(value)]} if name == "parity" else prepared(name, value))
     if row is not None and "prefix_allowed_tokens_fn" in arguments:
         allowed = arguments["prefix_allowed_tokens_fn"]
-        arguments["prefix_allowed_tokens_fn"] = lambda _, text: allowed(row, text)
+        number = row // case.returns if TRANSFORMERS >= (5, 24) else row  # of the prompt, or of the text
+        arguments["prefix_allowed_tokens_fn"] = lambda _, text: allowed(number, text)
     return arguments
 
 

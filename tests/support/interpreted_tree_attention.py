@@ -21,6 +21,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers import static_engine
 from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.attention import TREE_ATTENTION
+from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.fixed_passes import StaticSteps
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
@@ -360,7 +361,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
         input_ids=torch.from_numpy(tokens),
         position_ids=torch.from_numpy(positions),
         attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
-        past_key_values=cache,
+        **{CACHE: cache},
     ).logits
 
 

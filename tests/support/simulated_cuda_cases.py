@@ -238,7 +238,7 @@ def test_a_short_text_is_not_worth_a_capture(
         options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0, **GREEDY}
         assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo_model, inputs, **options))
         engine = engine_model(model)
-        kept = state_of(engine).static_steps
+        kept = state_of(engine).trials.static_steps
         assert kept is not None
         assert (kept.recorded.count > 0) == captures
 

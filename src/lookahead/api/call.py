@@ -18,6 +18,7 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.drafting.checked import shielded
+from lookahead.errors import ModelChangedError
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
@@ -93,6 +94,11 @@ class Call:
         statistics.seconds.prepare += perf_counter() - start
         try:
             self._decode()
+            if not call.model_holds():
+                raise ModelChangedError(
+                    "the model changed while its text was decoded: a hook, module, method, mode or setting is another "
+                    "than at the beginning, so that the text may be of neither; change models between calls"
+                )
             if keeps_cache:
                 self._complete()
         except BaseException as error:

@@ -219,12 +219,14 @@ class Call:
             rows when the call begins.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         invariant_rows: See `Statistics.invariant_rows`.
+        model_holds: Whether the model is still composed as it was when the call began.
     """
 
     runner: Runner
     clock: Callable[[], float]
     rows_leave = keeps_cache = False
     invariant_rows = 0
+    model_holds: Callable[[], bool] = staticmethod(lambda: True)
 
     @property
     def state_bytes(self) -> int:

@@ -144,6 +144,7 @@ class RanksCall(Call):
     def __init__(self, exchange: Exchange, local: Call, runner: ModelRunner) -> None:
         self._exchange, self._local, self.runner = exchange, local, runner
         self.clock, self.keeps_cache, self.invariant_rows = local.clock, local.keeps_cache, local.invariant_rows
+        self.model_holds = local.model_holds
 
     def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
         """What runs the trees of `batch` on all ranks, which then walk them together."""

@@ -47,7 +47,8 @@ def _narrow(processor: processing.LogitsProcessor, row: int, batch_size: int) ->
         )
     if isinstance(processor, processing.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        return processing.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), processor._num_beams)
+        prompt = row // processor._num_beams  # from transformers 5.24 on, rows of one prompt count as its beams
+        return processing.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(prompt, text), 1)
     narrowed = copy.copy(processor)
     if isinstance(processor, processing.EncoderRepetitionPenaltyLogitsProcessor):
         prompts = processor.encoder_input_ids

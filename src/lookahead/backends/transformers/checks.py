@@ -35,7 +35,7 @@ from lookahead.backends.transformers.chain_cache import has_running_state, is_en
 from lookahead.backends.transformers.comparisons import goes_on_rightly, reads_trees
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
-from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
+from lookahead.backends.transformers.model_state import forward_arguments, model_setting, once, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
@@ -149,7 +149,7 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: It cannot; the message says why.
     """
     _check_outside(model)
-    state_of(model).once(("trees", *model_setting(model)), lambda: _try_trees(model))
+    once(model, ("trees", *model_setting(model)), lambda: _try_trees(model))
     if not equivalence(model).holds("trees"):
         raise UnsupportedModelError(
             f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
@@ -168,7 +168,7 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
         UnsupportedModelError: It can be run on neither; the message says why.
     """
     _check_outside(model)
-    made, setting = state_of(model).made, model_setting(model)
+    made, setting = state_of(model).trials.made, model_setting(model)
     if ("chains", *setting) in made:
         return True
     if ("trees", *setting) in made:
@@ -264,7 +264,7 @@ def _check_chains(model: PreTrainedModel) -> None:
             else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
         )
         raise UnsupportedModelError(f"{what}, and {found}. Use model.generate")
-    state_of(model).once(("chains", *model_setting(model)), lambda: _try_chains(model, what))
+    once(model, ("chains", *model_setting(model)), lambda: _try_chains(model, what))
 
 
 def _try_chains(model: PreTrainedModel, what: str) -> None:

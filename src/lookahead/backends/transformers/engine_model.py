@@ -20,7 +20,7 @@ from lookahead.backends.transformers.checks import check_model, check_setting, n
 from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import model_setting, state_of
+from lookahead.backends.transformers.model_state import model_setting, once
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import (
     DIFFERS,
@@ -133,7 +133,7 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
         if not same:
             raise _unsupported(model, f"{packed}, and padded ones gave other logits together than each alone")
 
-    state_of(model).once(("padded rows", *model_setting(model)), check)
+    once(model, ("padded rows", *model_setting(model)), check)
     return runner
 
 

@@ -22,6 +22,7 @@ from lookahead.backends.transformers.attention import PACKED_ROWS
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
+from lookahead.backends.transformers.composition import Surroundings
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import of_config
@@ -211,9 +212,15 @@ class Equivalence:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._class, self._config = type(model), deepcopy(model.config)  # which may be changed before it is tried
+        self._code = Surroundings(model)
         self._comparisons: dict[int, _Comparison] = {}
         self._answers: dict[str, bool] = {}
         self._lock = Lock()  # models of several threads may be of one kind
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the classes of the model have the code that they had."""
+        return self._code.hold()
 
     def holds(self, name: str) -> bool:
         """The answer to one of `QUESTIONS`."""
@@ -263,7 +270,10 @@ def _look_up(model: PreTrainedModel) -> Equivalence:
     values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     kind = (type(model), values, model.config._attn_implementation)
     with _lock:
-        _by_kind[kind] = found = _by_kind.pop(kind, None) or Equivalence(model)
+        found = _by_kind.pop(kind, None)
+        if found is None or not found.is_current:
+            found = Equivalence(model)
+        _by_kind[kind] = found
         if len(_by_kind) > _KEPT:
             del _by_kind[next(iter(_by_kind))]
         return found

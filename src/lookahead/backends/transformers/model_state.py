@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.composition import Composition
 from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
@@ -28,6 +29,32 @@ T = TypeVar("T")
 Setting = tuple[object, ...]
 """How a model was set when something was made or tried for it: its attention, number type, device, ..."""
 
+_RECENT = 4
+"""Compositions of a model whose trials are kept: a hook that comes and goes is not tried each time."""
+
+
+@dataclass(eq=False)
+class Trials:
+    """All that was tried and made of a model while it had one composition.
+
+    Attributes:
+        composition: That composition; `None` for modules of ours, which only change with the caller's model.
+        made: Results of `once`, by what was asked and how the model was set.
+        clones: Shared-weight clones by their settings; in place of one that failed its trial, the reason.
+        static_steps: The steps that the last call released: what was captured serves the next call as well.
+        of_config: Results of `of_config`, each with the values of the configuration that it was made of.
+    """
+
+    composition: Composition | None = None
+    made: dict[Setting, Any] = field(default_factory=dict)
+    clones: dict[Setting, SharedClone | str] = field(default_factory=dict)
+    static_steps: StaticSteps | None = None
+    of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
+
+    def holds(self, model: PreTrainedModel) -> bool:
+        """Whether these are about the model as it is now."""
+        return self.composition is None or self.composition.holds(model)
+
 
 @dataclass(eq=False)
 class ModelState:
@@ -38,41 +65,77 @@ class ModelState:
 
     Attributes:
         lock: Held by a thread while it looks for something in here and makes it where it is missing.
-        made: What `once` made or tried, by what it is and how the model was set.
-        clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
-            none, where it did not do what it should.
-        static_steps: Those that its last call released: what was captured serves the next call as well.
+        trials: What was tried and made of the model as it is composed now.
+        recent: The same of compositions that it had before.
         costs: What its steps cost, by setting.
         paces: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
         spares: n-gram memories of texts that have ended, for the next ones to begin anew.
         files: Open memory files, by path.
-        of_config: What was made of its configuration, by what it is, and the values that it had; see `of_config`.
     """
 
     lock: RLock = field(default_factory=RLock)
-    made: dict[Setting, Any] = field(default_factory=dict)
-    clones: dict[Setting, tuple[list[object], SharedClone | str]] = field(default_factory=dict)
-    static_steps: StaticSteps | None = None
+    trials: Trials = field(default_factory=Trials)
+    recent: list[Trials] = field(default_factory=list)
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
     spares: list[DraftMemory] = field(default_factory=list)
     files: dict[str, MemoryFile] = field(default_factory=dict)
-    of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
-    def once(self, what: Setting, make: Callable[[], T]) -> T:
-        """What `make` gave when it was first called for `what`; what it raises is not kept."""
-        with self.lock:
-            if what not in self.made:
-                self.made[what] = make()
-            made: T = self.made[what]
+    def _leave(self) -> None:
+        """Keep what was tried of the composition until now, without what takes much memory."""
+        self.trials.static_steps = None
+        self.trials.clones = {setting: clone for setting, clone in self.trials.clones.items() if not setting[-1]}
+        self.recent = [self.trials, *self.recent][:_RECENT]
+
+
+def follow(model: PreTrainedModel) -> Composition:
+    """Take the model as it is composed now: what was tried of another composition is not trusted.
+
+    Every call does so once before it runs the model.
+
+    Returns:
+        The composition, by which a call sees at its end whether the model has changed meanwhile.
+    """
+    state = state_of(model)
+    with state.lock:
+        composition = state.trials.composition
+        if composition is not None and composition.holds(model):
+            return composition
+        if composition is not None:
+            state._leave()
+        known = next((trials for trials in state.recent if trials.holds(model)), None)
+        if known is not None:
+            state.recent.remove(known)
+        state.trials = known or Trials(Composition(model))
+        assert state.trials.composition is not None
+        return state.trials.composition
+
+
+def once(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
+    """The result of the first call of `make` for `what`, while the model is composed as it is.
+
+    Errors are not kept, nor the result of a trial during which the model changed.
+    """
+    state = state_of(model)
+    with state.lock:
+        trials = state.trials
+        if what in trials.made:
+            made: T = trials.made[what]
             return made
+        made = make()
+        if trials.holds(model):
+            trials.made[what] = made
+        return made
 
 
 def model_setting(model: PreTrainedModel) -> Setting:
-    """How a model is set. Another attention implementation is another way to read a mask."""
-    return (model.config._attn_implementation, model.dtype, model.device)
+    """Modes that a model is run in: each has other kernels, or another way to read a mask."""
+    kind = model.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = torch.get_autocast_dtype(kind) if is_cast else None
+    return (model.config._attn_implementation, model.dtype, model.device, autocast)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
@@ -86,7 +149,7 @@ def state_of(model: PreTrainedModel) -> ModelState:
 def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
     """What `make` makes of the configuration of `model`, or made when it had the same values: writing it out takes far
     longer than comparing two. By `what` it is told from other things that are made of configurations."""
-    kept, values = state_of(model).of_config, vars(model.config)
+    kept, values = state_of(model).trials.of_config, vars(model.config)
     if what not in kept or not _are_same(kept[what][0], values):
         kept[what] = (copy.deepcopy(values), make())
     made: T = kept[what][1]
@@ -113,7 +176,7 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
     if not pack_weights or invariant:
         return int(pack_weights)
     setting = ("packing", model.dtype, torch.get_num_threads())
-    return state_of(model).once(setting, lambda: fastest_packing(model))
+    return once(model, setting, lambda: fastest_packing(model))
 
 
 _parameters: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()

@@ -131,7 +131,7 @@ class PromptPass:
             raise self._refusal("its cache has other columns than the prompt has tokens")
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
         kind = ("prompt", type(self._runner), len(self._mask) > 1, *self._names())
-        tried, made = (*kind, *model_setting(model)), state_of(model).made
+        tried, made = (*kind, *model_setting(model)), state_of(model).trials.made
         tries = tried not in made
         trials = list(zip(*likely, strict=True))[: _TRIALS if tries else 1]
         steps = [self._step(arguments, tokens) for tokens in trials]

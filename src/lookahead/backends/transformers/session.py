@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from itertools import chain
 
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -23,7 +24,7 @@ from lookahead.backends.transformers.engine_model import engine_model, packed_ru
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import follow, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
@@ -42,10 +43,12 @@ class TransformersSession(Session):
 
     def check(self) -> None:
         """Refuse a model that runs neither trees nor chains."""
+        follow(self._model)
         runs_on_chains(self._model)
 
     def prepare(self, config: LookaheadConfig) -> None:
         """Make the module that runs the model, and try it."""
+        follow(self._model)
         if not runs_on_chains(self._model):
             engine_model(self._model, config.pack_weights, config.invariant)
 
@@ -53,13 +56,17 @@ class TransformersSession(Session):
         self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> TreeCall | ChainCall:
         """Acquire what a call needs."""
+        composition = follow(self._model)
         kind = ChainCall if runs_on_chains(self._model) else TreeCall
-        return kind(self._model, prompts, config, generation_config)
+        call = kind(self._model, prompts, config, generation_config)
+        call.model_holds = partial(composition.holds, self._model)
+        return call
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[ModelRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
+        follow(self._model)
         on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
         if on_chains:
             check_chain_settings(self._model, config)
@@ -124,7 +131,7 @@ class TreeCall(Call):
             given = empty_cache(self._model) or DynamicCache() if given is None else given
             cache = return_cache(self.runner.texts, given, self._prompts.mask)
         if self._steps is not None:  # for the next call; not after one that failed
-            state_of(self._engine).static_steps = self._steps
+            state_of(self._engine).trials.static_steps = self._steps
         return cache
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -17,10 +16,11 @@ from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, IN
 from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.comparisons import goes_on_rightly
+from lookahead.backends.transformers.composition import all_modules
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
-from lookahead.backends.transformers.model_state import chosen_packing, state_of
+from lookahead.backends.transformers.model_state import chosen_packing, model_setting, state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
-from lookahead.backends.transformers.snapshots import all_modules, hold_only, in_threads, preserved_state
+from lookahead.backends.transformers.snapshots import hold_only, in_threads, preserved_state
 from lookahead.errors import UnsupportedModelError
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
@@ -42,26 +42,6 @@ def can_be_cloned(model: PreTrainedModel) -> bool:
 def _runs_others(module: torch.nn.Module) -> bool:
     attributes = vars(module)
     return "forward" in attributes or attributes.get("_compiled_call_impl") is not None
-
-
-def structure(modules: Sequence[torch.nn.Module], packing: int) -> list[object]:
-    """What modules there are, and their configurations. Equal lists mean that a clone still fits.
-
-    What is set on a module is no part of it: a clone takes that over. Modules are weakly referenced: an `id` may come
-    back with another module once the first is gone, and a strong reference would keep the model. Every call asks, so
-    it must not take long.
-
-    Args:
-        modules: `all_modules` of the model.
-        packing: See `chosen_packing`. If there is any, it counts which layers can be packed.
-    """
-    configs = {id(module.config): module.config for module in modules if "config" in vars(module)}
-    return [
-        *((weakref.ref(m), type(m), _runs_others(m), id(vars(m).get("config"))) for m in modules),
-        *(list(map(can_pack, modules)) if packing else ()),
-        # With the private settings that its JSON leaves out.
-        *(f"{vars(config) if hasattr(config, '__dict__') else config!r}" for config in configs.values()),
-    ]
 
 
 class SharedClone:
@@ -99,7 +79,7 @@ class SharedClone:
         """Take over what has been set on modules since, and pack the weights anew that have changed.
 
         Args:
-            modules: `all_modules` of the model it was made of, whose `structure` is unchanged.
+            modules: `all_modules` of the model it was made of, whose `Composition` is unchanged.
         """
         clones = self._clones
         for module in modules:
@@ -174,21 +154,21 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
     trial, which leaves no trace in the model, the reason. Weights are packed by `chosen_packing`."""
     state = state_of(model)
     with state.lock:
+        trials, modules = state.trials, all_modules(model)
         packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
-        setting = (model.config._attn_implementation, attention, trial.__name__, model.dtype, packing)
-        modules = all_modules(model)
-        parts = structure(modules, packing)
-        if setting in state.clones and state.clones[setting][0] == parts:
-            clone = state.clones[setting][1]
+        packable = tuple(map(can_pack, modules)) if packing else ()
+        setting = (attention, trial.__name__, *model_setting(model), packable, packing)
+        if setting in trials.clones:
+            clone = trials.clones[setting]
             if isinstance(clone, SharedClone):
                 clone.refresh(modules)
             return clone
-        state.clones.pop(setting, None)
         if packing:  # packed weights are large: the old ones go before there are new ones
-            for other in [other for other in state.clones if other[-1]]:
-                del state.clones[other]
+            for other in [other for other in trials.clones if other[-1]]:
+                del trials.clones[other]
         clone = _tried(model, attention, packing, trial) if can_be_cloned(model) else FORWARD_IS_REPLACED
-        state.clones[setting] = (parts, clone)
+        if trials.holds(model):
+            trials.clones[setting] = clone
         return clone
 
 

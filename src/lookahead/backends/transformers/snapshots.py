@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_int32
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
 from lookahead.core.compiled import compiled
 
 T = TypeVar("T")
@@ -64,15 +65,17 @@ def _add_up(words: NDArray[np.uint32], keys: NDArray[np.uint32], sums: NDArray[n
 
 @contextmanager
 def preserved_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of the modules of `model` that passes change meanwhile.
+    """Restore what passes change meanwhile: attributes and buffers of the modules of `model`, and torch's generators.
 
     The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
     a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
     """
     kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {weight.device for weight in model.parameters() if weight.is_cuda}
     try:
-        yield
+        with torch.random.fork_rng(devices=devices):
+            yield
     finally:
         for module, attributes, buffers in kept:
             hold_only(vars(module), attributes)
@@ -91,21 +94,6 @@ def hold_only(target: dict[Any, Any], items: Mapping[Any, Any]) -> None:
             del target[name]
 
 
-def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """`model` and all modules in it, each once; in a third of the time that `model.modules()` takes."""
-    found: list[torch.nn.Module] = [model]
-    seen = {id(model)}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
-
-
-_IRRELEVANT = frozenset({"generate", "generation_config", "rope_deltas"})
-"""Attributes of a model that no forward pass reads, or none that is handed positions."""
-
 _UNREAD = frozenset(vars(torch.nn.Module())) - {
     "_parameters",
     "_buffers",
@@ -123,20 +111,21 @@ _version = attrgetter("_version")
 class ModelWatch:
     """Remembers what a model was, and says whether it still is that; a look takes microseconds.
 
-    What a look finds: another value of an attribute of any module, another module, hook, parameter or buffer, another
-    value in a configuration, and weights that were written. Torch counts most writes; of those that it does not count
-    (through `.data`, by numpy) a look finds those that change the word in the middle of a tensor on a CPU, and a
-    thorough look those that change any bit of a parameter on a CPU.
+    A look finds a changed `Composition`, another value of an attribute of any module, another module, hook, parameter
+    or buffer, another value in a configuration, and weights that were written. Torch counts most writes; of those that
+    it does not count (through `.data`, by numpy) a look finds those that change the word in the middle of a tensor on a
+    CPU, and a thorough look those that change any bit of a parameter on a CPU.
 
     Args:
-        engine: What runs its passes: the model, or a clone of it. What passes change in modules that are the model's is
-            no change, if `settle` is told of each pass.
+        engine: What runs its passes: the model, or a clone of it. Values that passes write into modules of the model
+            are no change, if `settle` is called after each pass.
         compares_bits: Whether looks can be thorough. Takes a pass over all weights.
     """
 
     def __init__(self, model: PreTrainedModel, engine: PreTrainedModel, compares_bits: bool) -> None:
         self._model = model
         self._runs = {id(module) for module in all_modules(engine)}
+        self._composition = Composition(model)
         self._note()
         self._bits = _fingerprints(model) if compares_bits else None
 
@@ -146,7 +135,7 @@ class ModelWatch:
         Args:
             thorough: Compare all bits of the weights as well, which takes about as long as a step of one token.
         """
-        if not self._whole.holds():
+        if not (self._composition.has_same_code_around() and self._whole.holds()):
             return True
         if not thorough or self._bits is None:
             return False
@@ -154,8 +143,11 @@ class ModelWatch:
         return len(bits) != len(self._bits) or not all(map(np.array_equal, bits, self._bits))
 
     def settle(self) -> None:
-        """Take what the pass that has just run changed in the model as the model's."""
-        if not self._shared.holds():
+        """Take the values that the pass of this moment wrote into the model as the model's.
+
+        Code and weights are not written by passes: another thread has changed them, which the next look finds.
+        """
+        if not self._shared.holds() and self._composition.holds(self._model) and self._whole.weights_hold():
             self._note()
 
     def _note(self) -> None:
@@ -168,6 +160,8 @@ class _Snapshot:
     """What modules were when this was made."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = modules
+        self._kinds = list(map(type, modules))
         self._models = [module for module in modules if isinstance(module, PreTrainedModel)]
         self._views = [vars(module).values() for module in modules if not isinstance(module, PreTrainedModel)]
         self._attributes = self._current_attributes()
@@ -185,7 +179,47 @@ class _Snapshot:
         self._empty: list[Any] = [container for container in containers if not container]
         self._filled: list[Any] = [container for container in containers if container]
         self._contents: list[Any] = list(map(copy.copy, self._filled))
-        tensors = _tensors(modules)
+        self._weights = _Memory(weight for module in modules for weight in module._parameters.values())
+        self._others = _Memory(
+            value for module in modules for value in (*module._buffers.values(), *vars(module).values())
+        )
+
+    def holds(self) -> bool:
+        """Whether they are still that."""
+        try:
+            return (
+                list(map(type, self._modules)) == self._kinds
+                and self._attributes == self._current_attributes()
+                and not any(self._empty)
+                and self._filled == self._contents
+                and [vars(config) for config in self._configs] == self._settings
+                and self._weights.holds()
+                and self._others.holds()
+            )
+        except (TypeError, ValueError, RuntimeError):  # another tensor or array is not compared to the one before it
+            return False
+
+    def weights_hold(self) -> bool:
+        """Whether nobody has written into the weights."""
+        return self._weights.holds()
+
+    def _current_attributes(self) -> list[object]:
+        """Which objects the modules have for attributes. Comparing tuples of the same objects takes next to no time."""
+        models: list[object] = [
+            {name: value for name, value in vars(model).items() if name not in IRRELEVANT} for model in self._models
+        ]
+        return [*models, *map(tuple, self._views)]
+
+
+class _Memory:
+    """What the memory of tensors held when this was made, as far as torch's counts and single words tell.
+
+    Args:
+        values: The tensors, among other objects.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        tensors = list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = list(map(_version, self._counted))
         self._placed = [tensor for tensor in tensors if _has_place(tensor)]
@@ -197,41 +231,17 @@ class _Snapshot:
         self._values = [word.value for word in self._words]
 
     def holds(self) -> bool:
-        """Whether they are still that."""
-        try:
-            return (
-                self._attributes == self._current_attributes()
-                and not any(self._empty)
-                and self._filled == self._contents
-                and [vars(config) for config in self._configs] == self._settings
-                and list(map(_version, self._counted)) == self._versions
-                and [tensor.data_ptr() for tensor in self._placed] == self._places
-                and [word.value for word in self._words] == self._values
-            )
-        except (TypeError, ValueError, RuntimeError):  # another tensor or array is not compared to the one before it
-            return False
-
-    def _current_attributes(self) -> list[object]:
-        """Which objects the modules have for attributes. Comparing tuples of the same objects takes next to no time."""
-        models: list[object] = [
-            {name: value for name, value in vars(model).items() if name not in _IRRELEVANT} for model in self._models
-        ]
-        return [*models, *map(tuple, self._views)]
+        """Whether it holds the same."""
+        return (
+            list(map(_version, self._counted)) == self._versions
+            and [tensor.data_ptr() for tensor in self._placed] == self._places
+            and [word.value for word in self._words] == self._values
+        )
 
 
 def _config(module: torch.nn.Module) -> Any:
     config = vars(module).get("config")
     return config if hasattr(config, "__dict__") else None
-
-
-def _tensors(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Their parameters and buffers, and attributes that are tensors, each once."""
-    found: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(value, torch.Tensor):
-                found[id(value)] = value
-    return list(found.values())
 
 
 def _has_place(tensor: torch.Tensor) -> bool:

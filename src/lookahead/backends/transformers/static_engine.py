@@ -20,7 +20,7 @@ from lookahead.backends.transformers.fixed_passes import (
     rounded,
 )
 from lookahead.backends.transformers.limits import limits_of
-from lookahead.backends.transformers.model_state import model_setting, state_of
+from lookahead.backends.transformers.model_state import model_setting, once, state_of
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.rows import LayerShape, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
@@ -67,7 +67,7 @@ def acquire_steps(
         return f"it would take memory beyond {first} tokens for text"
     made_for, state = (_wiring(model), batch, sizes, most), state_of(model)
     with state.lock:
-        steps, state.static_steps = state.static_steps, None
+        steps, state.trials.static_steps = state.trials.static_steps, None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # before new memory is taken
         steps = StaticSteps(model, shapes, batch, capacity, sizes, most)
@@ -158,7 +158,7 @@ def _tried(
             # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
             return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
 
-    return state_of(model).once((*kind, *model_setting(model)), shapes_or_why)
+    return once(model, (*kind, *model_setting(model)), shapes_or_why)
 
 
 def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:

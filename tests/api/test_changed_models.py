@@ -1,0 +1,309 @@
+"""A model that changes after its first call is tried anew: it writes what `generate` writes now, or is refused with the
+words that a fresh model gets."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import lookahead
+from lookahead import Engine, LookaheadConfig, LookaheadError
+from model_zoo import build
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+DRAFTS = LookaheadConfig(step_budget=16)
+
+Change = Callable[[PreTrainedModel], Any]
+Hook = Callable[..., Any]
+
+
+def shifted(where: Callable[[torch.Tensor], Any]) -> Hook:
+    """A hook that adds to the states of a pass in the places that `where` chooses."""
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        states = (output[0] if isinstance(output, tuple) else output).clone()
+        places = where(states)
+        if places is not None:
+            states[:, places] += 1.5
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    return hook
+
+
+EVERYWHERE = shifted(lambda states: slice(None))
+LAST = shifted(lambda states: slice(-1, None))
+SINGLE = shifted(lambda states: slice(None) if states.shape[1] == 1 else None)
+SEVERAL = shifted(lambda states: slice(None) if states.shape[1] > 1 else None)
+
+
+def hooked(hook: Hook) -> Change:
+    return lambda model: model.model.layers[1].register_forward_hook(hook).remove
+
+
+def pre_hooked(model: PreTrainedModel) -> Any:
+    def double(module: Any, inputs: Any) -> Any:
+        return (inputs[0] * 2,) if inputs[0].shape[1] == 1 else None
+
+    return model.lm_head.register_forward_pre_hook(double).remove
+
+
+def hooked_for_all(model: PreTrainedModel) -> Any:
+    layer = model.model.layers[1].mlp
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        return SINGLE(module, inputs, output) if isinstance(module, type(layer)) else None
+
+    return torch_module.register_module_forward_hook(hook).remove
+
+
+def forward_replaced(model: PreTrainedModel) -> Any:
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        if output.logits.shape[1] == 1:
+            output.logits = output.logits.flip(-1)
+        return output
+
+    model.forward = forward
+
+
+def layer_forward_replaced(model: PreTrainedModel) -> Any:
+    layer = model.model.layers[0].mlp
+    plain = layer.forward
+    layer.forward = lambda states: plain(states) + states.mean(1, keepdim=True)
+
+
+class Mixing(torch.nn.Module):
+    """A layer that looks at all places of a pass."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.inner(states) + states.mean(1, keepdim=True)
+        return mixed
+
+
+def module_swapped(model: PreTrainedModel) -> Any:
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+
+
+class FlipsSingles(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.logits.shape[1] == 1:
+            output.logits = output.logits.flip(-1)
+        return output
+
+
+def class_assigned(model: PreTrainedModel) -> Any:
+    model.__class__ = FlipsSingles
+
+
+def function_of_the_file_replaced(model: PreTrainedModel) -> Any:
+    plain = modeling_llama.LlamaMLP.forward
+
+    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = plain(self, states) + states.mean(1, keepdim=True)
+        return mixed
+
+    modeling_llama.LlamaMLP.forward = forward
+    return lambda: setattr(modeling_llama.LlamaMLP, "forward", plain)
+
+
+def training_with_dropout(model: PreTrainedModel) -> Any:
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, torch.nn.Dropout(0.5))
+    model.train()
+
+
+def checkpointed(model: PreTrainedModel) -> Any:
+    model.gradient_checkpointing_enable()
+    model.train()
+
+
+CHANGES: dict[str, Change] = {
+    "hook everywhere": hooked(EVERYWHERE),
+    "hook on the last place": hooked(LAST),
+    "hook on single tokens": hooked(SINGLE),
+    "hook on several tokens": hooked(SEVERAL),
+    "pre-hook": pre_hooked,
+    "global hook": hooked_for_all,
+    "forward of the model": forward_replaced,
+    "forward of a layer": layer_forward_replaced,
+    "module": module_swapped,
+    "class": class_assigned,
+    "code of a class": function_of_the_file_replaced,
+    "dropout": training_with_dropout,
+    "gradient checkpointing": checkpointed,
+}
+
+
+UNDONE = [name for name in CHANGES if "hook" in name or name == "code of a class"]
+"""Changes that `changed` takes back at its end."""
+
+
+@contextmanager
+def changed(model: PreTrainedModel, name: str) -> Iterator[None]:
+    undo = CHANGES[name](model)
+    try:
+        yield
+    finally:
+        if callable(undo):
+            undo()
+
+
+def fresh() -> PreTrainedModel:
+    return copy.deepcopy(build("llama"))
+
+
+def outcome(call: Callable[[], torch.Tensor]) -> list[int] | str:
+    try:
+        return call()[0].tolist()
+    except LookaheadError as refusal:
+        return str(refusal)
+
+
+def by_generate(model: PreTrainedModel) -> torch.Tensor:
+    text: torch.Tensor = lookahead.generate(model, PROMPT, lookahead_config=DRAFTS, **GREEDY)
+    return text
+
+
+def by_attachment(model: PreTrainedModel) -> torch.Tensor:
+    if "generate" not in vars(model):
+        lookahead.attach(model, DRAFTS)
+    text: torch.Tensor = model.generate(PROMPT, **GREEDY)
+    return text
+
+
+def by_hook_of_transformers(model: PreTrainedModel) -> torch.Tensor:
+    text: torch.Tensor = model.generate(PROMPT, custom_generate=lookahead.generate, lookahead_config=DRAFTS, **GREEDY)
+    return text
+
+
+def by_rows(model: PreTrainedModel) -> torch.Tensor:
+    text: torch.Tensor = lookahead.generate(model, PROMPT.repeat(2, 1), lookahead_config=DRAFTS, **GREEDY)
+    assert torch.equal(text[0], text[1]) or model.training
+    return text
+
+
+DOORS = {"generate": by_generate, "attach": by_attachment, "custom_generate": by_hook_of_transformers, "rows": by_rows}
+
+
+def plainly(model: PreTrainedModel) -> list[int]:
+    torch.manual_seed(0)
+    text: list[int] = type(model).generate(model, PROMPT, **GREEDY)[0].tolist()
+    return text
+
+
+def check(found: list[int] | str, model: PreTrainedModel, door: Callable[[PreTrainedModel], torch.Tensor]) -> None:
+    """The text of `generate`; or the refusal that a model gets which was never called before."""
+    if isinstance(found, str):
+        twin = copy.deepcopy(model)
+        vars(twin).pop("generate", None)
+        assert found == outcome(lambda: door(twin))
+    else:
+        assert found == plainly(model)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_changed_model_is_tried_anew(name: str, door: str) -> None:
+    model, call = fresh(), DOORS[door]
+    assert outcome(lambda: call(model)) == plainly(model)
+    with changed(model, name):
+        check(outcome(lambda: call(model)), model, call)
+    if name in UNDONE:
+        assert outcome(lambda: call(model)) == plainly(model), "the change is undone"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_live_engine_tries_a_changed_model_anew(name: str) -> None:
+    model = fresh()
+    engine = Engine(model, DRAFTS)
+
+    def serve(engine: Engine) -> torch.Tensor:
+        handle = engine.submit(PROMPT, **GREEDY)
+        try:
+            engine.run()
+        except LookaheadError:
+            handle.result()  # raises the same
+            raise
+        text: torch.Tensor = handle.result()
+        return text
+
+    assert outcome(lambda: serve(engine)) == plainly(model)
+    with changed(model, name):
+        check(outcome(lambda: serve(engine)), model, lambda twin: serve(Engine(twin, DRAFTS)))
+
+
+@pytest.mark.parametrize("name", ["hook on single tokens", "global hook", "class", "dropout"])
+def test_a_changed_model_is_decoded_plainly_where_that_is_asked_for(name: str) -> None:
+    model = fresh()
+    by_generate(model)
+    config = LookaheadConfig(step_budget=16, fallback="plain")
+    with changed(model, name):
+        expected = plainly(model)
+        torch.manual_seed(0)
+        with pytest.warns(lookahead.LookaheadWarning, match="decoded plainly"):
+            found = lookahead.generate(model, PROMPT, lookahead_config=config, **GREEDY)
+    assert found[0].tolist() == expected
+
+
+def test_a_model_that_changes_while_it_writes_is_an_error() -> None:
+    """Here in a callback; another thread may do the same."""
+    model = fresh()
+    handles: list[Any] = []
+
+    def change(record: Any) -> None:
+        if not handles:
+            handles.append(model.model.layers[0].register_forward_hook(EVERYWHERE))
+
+    with pytest.raises(lookahead.ModelChangedError, match="changed while its text was decoded"):
+        lookahead.generate(model, PROMPT, lookahead_config=DRAFTS, on_step=change, **GREEDY)
+    handles[0].remove()
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+
+
+def test_a_hook_that_comes_and_goes_is_tried_once() -> None:
+    model = fresh()
+    passes: list[int] = []
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        passes.append(1)
+
+    def call(is_hooked: bool) -> int:
+        counter = model.lm_head.register_forward_hook(count) if is_hooked else None
+        passes.clear()
+        by_generate(model)
+        if counter is not None:
+            counter.remove()
+        return len(passes)
+
+    call(False)
+    tried = call(True)
+    call(False)
+    assert call(True) < tried, "the same hook was tried before"
+
+
+def test_a_changed_model_is_not_kept_alive_by_what_was_tried() -> None:
+    model = copy.deepcopy(build("llama", attention="eager"))
+    by_generate(model)
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output, kept=model: None)
+    by_generate(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
