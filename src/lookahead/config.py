@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import check_path, require, whole_number
 
 PRESETS = ("auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive")
 
@@ -38,24 +38,14 @@ _Check = Callable[[str, Any, Mapping[str, Any]], Any]
 
 
 def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
-    least, most, meaning = about["least"], about["most"], about["meaning"]
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidArgumentError(f"{name}={value!r} must be a whole number ({meaning})")
-    number = int(value)
-    allowed = f"at least {least}" if most is None else f"at least {least} and at most {most}"
-    too_large = most is not None and number > most
-    if number < least or too_large:
-        advice = ": choose a smaller one" if too_large else ""
-        raise InvalidArgumentError(f"{name}={number} is out of range; it must be {allowed} ({meaning}){advice}")
-    return number
+    return whole_number(name, value, about["least"], about["most"], about["meaning"])
 
 
 def _that(fits: Callable[[Any], bool], requirement: str) -> _Check:
     """A check of values that have but one `requirement`, which a field may word otherwise."""
 
     def check(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-        if not fits(value):
-            raise InvalidArgumentError(f"{name}={value!r} {about.get('requirement', requirement)}")
+        require(fits(value), name, value, about.get("requirement", requirement))
         return value
 
     return check
@@ -70,24 +60,24 @@ _recorder = _that(
 
 
 def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callable[[], Any], ...]:
-    if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
-        raise InvalidArgumentError(
-            f"{name}={value!r} must be a tuple of what makes a new source for each sequence: classes, or functions"
-        )
+    are_factories = isinstance(value, (tuple, list)) and all(map(callable, value))
+    require(
+        are_factories,
+        name,
+        value,
+        "must be a tuple of what makes a new source for each sequence: classes, or functions",
+    )
     return tuple(value)
 
 
 def _one_of_choices(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-    if value not in about["choices"]:
-        raise InvalidArgumentError(f"{name}={value!r} is not known; choose one of {', '.join(about['choices'])}")
+    is_known = isinstance(value, str) and value in about["choices"]
+    require(is_known, name, value, f"is not known; choose one of {', '.join(about['choices'])}")
     return value
 
 
 def _scope_or_file(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise InvalidArgumentError(
-            f'{name}={value!r} must be "request", "process", or the path of a file to keep the memory in'
-        )
+    check_path(name, value, 'must be "request", "process", or the path of a file to keep the memory in')
     # One wrong letter in "process" must not make a file; nobody takes a text without folders and ending for one.
     marks = {os.sep, os.altsep or os.sep, "~"}.intersection(os.fspath(value))
     if isinstance(value, str) and value not in MEMORY_SCOPES and not (marks or os.path.splitext(value)[1]):
@@ -327,6 +317,7 @@ class LookaheadConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
         """Build a configuration from a dictionary, refusing names that are no field of it."""
+        require(isinstance(values, Mapping), "values", values, "must be a dictionary of fields of LookaheadConfig")
         names = {field.name for field in fields(cls)}
         for name in values:
             if name not in names:
@@ -347,8 +338,6 @@ def check_config(config: object) -> LookaheadConfig:
     """
     if config is None:
         return _DEFAULT
-    if not isinstance(config, LookaheadConfig):
-        raise InvalidArgumentError(
-            f"lookahead_config={config!r} must be a lookahead.LookaheadConfig, or None for the default one"
-        )
-    return config
+    is_config = isinstance(config, LookaheadConfig)
+    require(is_config, "lookahead_config", config, "must be a lookahead.LookaheadConfig, or None for the default one")
+    return cast(LookaheadConfig, config)

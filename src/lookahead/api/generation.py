@@ -21,6 +21,8 @@ from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, wa
 from lookahead.serving.arguments import Arguments, hand_over, language_model, language_model_or_wrapper, read_arguments
 from lookahead.serving.drafting import Prediction
 from lookahead.serving.output import LookaheadOutput
+from lookahead.serving.refusals import ON_STEP
+from lookahead.values import check_callable, require
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -74,6 +76,10 @@ def generate(
     start = perf_counter()
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
+    if on_step is not None:
+        check_callable("on_step", on_step, 1, ON_STEP)
+    joins = parallel is None or callable(getattr(parallel, "open_session", None))
+    require(joins, "parallel", parallel, "is no group; give what lookahead.parallel.join returns, or None")
     falls_back = config.fallback == "plain" and parallel is None  # which other ranks would not know of
     written = False  # from then on the call can only go on or fail
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.token_tree import Noise, TokenTree
-from lookahead.errors import InvalidArgumentError
+from lookahead.values import finite_number, whole_number
 
 
 class NodeOutputs(Protocol):
@@ -205,12 +205,10 @@ class FixedBudget:
     backs_off = False
 
     def __init__(self, nodes: int, least: float = 0.0) -> None:
-        if nodes < 1:
-            raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least its root")
-        self.most = nodes - 1
+        self.most = whole_number("nodes", nodes, 1, meaning="a step has at least its root") - 1
         if not self.most:  # what is learned would never be sent
             self.backs_off = True
-        self.least = least
+        self.least = finite_number("least", least, "must be a probability, 0 for any")
 
     def begin(self, teaches: bool = True) -> None:
         """See `StepBudget`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import require, whole_number
 
 
 class NGramPool:
@@ -18,11 +19,14 @@ class NGramPool:
     Args:
         ngram_size: N, tokens in an n-gram, its first token included.
         guess_set_size: G, n-grams kept for each first token.
+
+    Raises:
+        InvalidArgumentError: A size is no whole number, or too small.
     """
 
     def __init__(self, ngram_size: int, guess_set_size: int) -> None:
-        self.ngram_size = ngram_size
-        self.guess_set_size = guess_set_size
+        self.ngram_size = whole_number("ngram_size", ngram_size, 2)
+        self.guess_set_size = whole_number("guess_set_size", guess_set_size, 1)
         # first token -> the N-1 tokens that followed it, oldest first (a dict keeps order and finds quickly)
         self._guesses: dict[int, dict[tuple[int, ...], None]] = {}
 
@@ -72,8 +76,8 @@ def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
     """
     if pool is None:
         return
-    if not isinstance(pool, NGramPool):
-        raise InvalidArgumentError(f"ngram_pool={pool!r} must be a lookahead.NGramPool, or None for a new one")
+    is_pool = isinstance(pool, NGramPool)
+    require(is_pool, "ngram_pool", pool, "must be a lookahead.NGramPool, or None for a new one")
     if config.preset != "paper":
         raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
     if pool.ngram_size != config.ngram_size:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.config import LookaheadConfig, check_config
+from lookahead.errors import UnsupportedArgumentError
+from lookahead.values import whole_number
 
 if TYPE_CHECKING:
     from lookahead.parallel.group import TIMEOUT, ParallelGroup, join, shard_model
@@ -39,10 +40,9 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
         ranks: Devices that work together.
 
     Raises:
-        InvalidArgumentError: `ranks` is not positive, or the sizes become too large.
+        InvalidArgumentError: `config` is none, `ranks` is not positive, or the sizes become too large.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise InvalidArgumentError(f"ranks={ranks!r} must be a whole number of at least 1")
+    config, ranks = check_config(config), whole_number("ranks", ranks, 1)
     if config.preset == "paper":
         return replace(config, window_size=config.window_size * ranks, guess_set_size=config.guess_set_size * ranks)
     if config.step_budget is not None:

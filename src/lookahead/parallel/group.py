@@ -27,10 +27,13 @@ from lookahead.parallel import check_memory
 from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
+from lookahead.values import finite_number, require, whole_number
 from lookahead.version import __version__
 
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
+
+_LONGEST_WAIT = 10**8
 
 
 class ParallelGroup:
@@ -190,9 +193,11 @@ def join(
     Raises:
         InvalidArgumentError: The processes were not started together, or do not divide into copies of the model.
     """
-    _check("timeout", timeout, 0 < timeout < float("inf"), "seconds, above 0")
-    is_whole = isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) and tensor_parallel >= 1
-    _check("tensor_parallel", tensor_parallel, is_whole, "a whole number of at least 1")
+    timeout = finite_number("timeout", timeout, "must be seconds, above 0")
+    require(0 < timeout < _LONGEST_WAIT, "timeout", timeout, f"must be seconds, above 0 and below {_LONGEST_WAIT}")
+    tensor_parallel = whole_number("tensor_parallel", tensor_parallel, 1)
+    is_known = device_type in (None, "cpu", "cuda")
+    require(is_known, "device_type", device_type, "must be 'cpu' or 'cuda', or None for what the machine has")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     owns_processes = not dist.is_initialized()
     if owns_processes:
@@ -205,7 +210,8 @@ def join(
                 "call torch.distributed.init_process_group first"
             ) from error
     world, this_rank = dist.get_world_size(), dist.get_rank()
-    _check("tensor_parallel", tensor_parallel, world % tensor_parallel == 0, f"a divisor of {world} processes")
+    divides = world % tensor_parallel == 0
+    require(divides, "tensor_parallel", tensor_parallel, f"must be a divisor of {world} processes")
     if process_group is None:  # the ranks that hold the same part of the model
         parts = [list(range(part, world, tensor_parallel)) for part in range(tensor_parallel)]
         names = parts[this_rank % tensor_parallel]
@@ -214,7 +220,7 @@ def join(
         group, _ = dist.new_subgroups_by_enumeration(parts, patience, "gloo")  # type: ignore[no-untyped-call]
     else:
         group, names = process_group, dist.get_process_group_ranks(process_group)
-        _check("tensor_parallel", tensor_parallel, tensor_parallel == 1, "1 with a process_group")
+        require(tensor_parallel == 1, "tensor_parallel", tensor_parallel, "must be 1 with a process_group")
     mesh = None
     if tensor_parallel > 1:
         shape = (world // tensor_parallel, tensor_parallel)
@@ -222,11 +228,6 @@ def join(
     store = PrefixStore(f"lookahead/{group.group_name}", _get_default_store())
     monitor = Monitor(store, names.index(this_rank), len(names))
     return ParallelGroup(Exchange(group, monitor, names, timeout), mesh, owns_processes)
-
-
-def _check(name: str, value: object, holds: bool, meaning: str) -> None:
-    if not holds:
-        raise InvalidArgumentError(f"{name}={value!r} must be {meaning}")
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -23,6 +24,7 @@ from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, b
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
 from lookahead.serving.refusals import check_values
+from lookahead.values import require
 
 _SPARES = 16
 """Memories of 10 MiB that are kept at most: the system takes 2 to 14 ms to fill the pages of a new one."""
@@ -168,11 +170,12 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
     """
     try:
         ids = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # an object of the user's own may raise anything
         ids = torch.empty(1)
     check_values("prediction", ids)
-    is_whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
-    if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not is_whole or ((ids < 0) | (ids >= vocabulary)).any():
+    is_whole = ids.layout is torch.strided and not ids.is_nested and not (ids.is_complex() or ids.dtype == torch.bool)
+    is_whole = is_whole and (ids.numel() == 0 or not ids.is_floating_point())
+    if not is_whole or ids.numel() != (ids.shape[-1] if ids.dim() else 0) or ((ids < 0) | (ids >= vocabulary)).any():
         raise InvalidArgumentError(
             f"prediction must be the token ids of one text, whole numbers from 0 to {vocabulary - 1}"
         )
@@ -205,9 +208,16 @@ def predicted_texts(
     return [PredictedText(text) if text else None for text in texts]
 
 
-def _rows(prediction: Prediction) -> Sequence[Any]:
-    """The text of each row, of which there may be one alone."""
-    if isinstance(prediction, torch.Tensor):
-        return list(prediction) if prediction.dim() == 2 else [prediction]
-    is_nested = any(item is None or isinstance(item, (Sequence, torch.Tensor)) for item in prediction)
-    return prediction if is_nested else [prediction]
+def _rows(prediction: Any) -> Sequence[Any]:
+    """The text of each row, of which there may be one alone.
+
+    Raises:
+        InvalidArgumentError: It is neither a list nor a tensor.
+    """
+    is_array = isinstance(prediction, (torch.Tensor, np.ndarray))
+    is_list = is_array or (isinstance(prediction, Sequence) and not isinstance(prediction, (str, bytes)))
+    require(is_list, "prediction", prediction, "must be token ids: a list, or a tensor [tokens]")
+    if is_array:
+        return list(prediction) if prediction.ndim == 2 else [prediction]
+    is_nested = any(item is None or isinstance(item, (Sequence, torch.Tensor, np.ndarray)) for item in prediction)
+    return list(prediction) if is_nested else [prediction]

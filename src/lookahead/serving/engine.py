@@ -23,9 +23,14 @@ from lookahead.serving.arguments import Arguments, hand_over, unknown_token
 from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.engine_model import EngineModel
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
-from lookahead.serving.refusals import check_prompt_ids
+from lookahead.serving.refusals import ON_STEP, read_prompt
 from lookahead.serving.request import Request
 from lookahead.serving.scheduler import PATIENCE, Scheduler
+from lookahead.values import check_callable, whole_number, yes_or_no
+
+_MOST_SIZE = 2**63 - 1
+_SEEDS = (-(2**63), 2**64 - 1)
+"""Those that `torch.manual_seed` takes."""
 
 
 class Engine:
@@ -72,10 +77,11 @@ class Engine:
         prefix_cache: bool = True,
         prefix_bytes: int | None = None,
     ) -> None:
-        sizes = {"max_rows": max_rows, "prompt_tokens": prompt_tokens, "kv_bytes": kv_bytes}
-        for name, value in (sizes | {"prefix_bytes": prefix_bytes}).items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
+        max_rows = whole_number("max_rows", max_rows, 1, _MOST_SIZE)
+        prompt_tokens = whole_number("prompt_tokens", prompt_tokens, 1, _MOST_SIZE)
+        kv_bytes = None if kv_bytes is None else whole_number("kv_bytes", kv_bytes, 1, _MOST_SIZE)
+        prefix_bytes = None if prefix_bytes is None else whole_number("prefix_bytes", prefix_bytes, 1, _MOST_SIZE)
+        yes_or_no("prefix_cache", prefix_cache)
         self._model = EngineModel(model, config, max_rows, kv_bytes, prefix_cache, prefix_bytes)
         self._memory = self._model.memory
         self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
@@ -124,13 +130,14 @@ class Engine:
         self.check_process()
         if self._closing:
             raise InvalidArgumentError("this Engine is closed; make another one")
-        if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
-            raise InvalidArgumentError(f"logprobs={logprobs!r} must be a whole number, at least 0")
+        logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0)
+        priority = whole_number("priority", priority)
+        seed = None if seed is None else whole_number("seed", seed, *_SEEDS)
+        if on_step is not None:
+            check_callable("on_step", on_step, 1, ON_STEP)
         config = self._model.config_of(lookahead_config)
         model, runner = self._model.model, self._model.runner
-        ids = torch.as_tensor(input_ids)
-        ids = ids[None] if ids.dim() == 1 else ids
-        check_prompt_ids(ids)
+        ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may note things on it, which are of this request alone
         arguments: Arguments = hand_over(shell, ids.to(model.device), kwargs, lambda read: read, checked=True)
         self._model.check(arguments, config)
@@ -174,10 +181,16 @@ class Engine:
             pass
 
     def start(self) -> None:
-        """Begin to run steps in a thread of its own, whenever there are requests. Starting twice does no harm."""
+        """Begin to run steps in a thread of its own, whenever there are requests. Starting twice does no harm.
+
+        Raises:
+            InvalidArgumentError: It is closed.
+        """
         self.check_process()
         with self._changed:
-            if self._thread is None and not self._closing:
+            if self._closing:
+                raise InvalidArgumentError("this Engine is closed; make another one")
+            if self._thread is None:
                 self._thread = Thread(target=self._serve, name="lookahead-engine", daemon=True)
                 self._thread.start()
 
@@ -186,7 +199,11 @@ class Engine:
 
         Args:
             cancel: Give them up instead.
+
+        Raises:
+            InvalidArgumentError: `cancel` is neither `True` nor `False`.
         """
+        yes_or_no("cancel", cancel)
         self.check_process()
         with self._changed:
             self._closing = True

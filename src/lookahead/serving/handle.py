@@ -17,6 +17,7 @@ import torch
 from lookahead.backends.base import Recorded
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.output import LookaheadOutput
+from lookahead.values import check_callable
 
 if TYPE_CHECKING:
     from lookahead.serving.engine import Engine
@@ -107,7 +108,12 @@ class RequestHandle:
         return self._outcome.result()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once it is done, in the thread that ends it; at once if it is done."""
+        """Have `callback` called once it is done, in the thread that ends it; at once if it is done.
+
+        Raises:
+            InvalidArgumentError: It is not callable.
+        """
+        check_callable("callback", callback, 0, "must be callable without arguments")
         self._outcome.add_done_callback(lambda _: callback())
 
     def events(self) -> TokenEvents:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.values import require, shown, whole_number
 
 _CONSUMED = (
     *("attention_mask", "position_ids", "cache", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
@@ -46,6 +50,13 @@ _OTHER_MODES = {
 """Settings of ways of decoding that are neither greedy nor sampling, and of outputs that a tree does not give; unless
 they are `None`, `False` or one of `_HARMLESS`."""
 
+ON_STEP = "must be a function that takes a StepRecord"
+"""What an argument `on_step` has to be."""
+
+_LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+
+_FIELDS = {field.name for field in fields(LookaheadConfig)}
+
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
     "penalty_alpha": (0,),
@@ -64,9 +75,11 @@ def check_prompt_ids(input_ids: object) -> None:
             f"input_ids={type(input_ids).__name__} must be a tensor of token ids [batch, tokens]; "
             "tokenizer(text, return_tensors='pt').input_ids makes one"
         )
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
+    is_plain = input_ids.layout is torch.strided and not input_ids.is_nested
+    if not is_plain or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        shape = tuple(input_ids.shape) if is_plain else input_ids.layout
         raise InvalidArgumentError(
-            f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype} must be token ids [batch, tokens]"
+            f"input_ids of shape {shape} and dtype {input_ids.dtype} must be token ids [batch, tokens], int64 or int32"
         )
     if input_ids.shape[1] == 0:
         raise InvalidArgumentError(
@@ -76,6 +89,56 @@ def check_prompt_ids(input_ids: object) -> None:
     if input_ids.shape[0] == 0:
         raise InvalidArgumentError(f"input_ids of shape {tuple(input_ids.shape)} has no rows; give at least one prompt")
     check_values("input_ids", input_ids)
+
+
+def read_prompt(input_ids: object) -> torch.Tensor:
+    """The token ids of one text as a tensor, `[1, tokens]` int64.
+
+    Raises:
+        InvalidArgumentError: `input_ids` is neither a list of token ids nor a tensor of them.
+    """
+    try:
+        ids = torch.as_tensor(input_ids)
+    except Exception as error:  # an object of the user's own may raise anything
+        raise InvalidArgumentError(
+            f"input_ids={shown(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
+            "tokenizer(text).input_ids makes one"
+        ) from error
+    ids = ids[None] if ids.dim() == 1 else ids
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    ids = ids.long() if is_whole and ids.layout is torch.strided else ids
+    check_prompt_ids(ids)
+    return ids
+
+
+def check_lengths(setting: Callable[[str], Any]) -> None:
+    """Refuse lengths that are no whole numbers: a text up to nan tokens never ends.
+
+    Args:
+        setting: Gives what is set for a name.
+
+    Raises:
+        InvalidArgumentError: One is something else.
+    """
+    for name in _LENGTHS:
+        length = setting(name)
+        if length is not None:
+            whole_number(name, length, meaning="tokens")
+
+
+def _check_names(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Refuse fields of the configuration among the arguments, unless the model has such an argument.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for name in kwargs.keys() & _FIELDS:
+        methods = (model.forward, model.prepare_inputs_for_generation)
+        if not any(name in inspect.signature(method).parameters for method in methods):
+            raise InvalidArgumentError(
+                f"{name}={shown(kwargs[name])} is no argument of generate; pass "
+                f"lookahead_config=lookahead.LookaheadConfig({name}={shown(kwargs[name])})"
+            )
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:
@@ -109,6 +172,11 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             check_values(name, value)
+    _check_names(model, kwargs)
+    check_lengths(lambda name: effective_setting(model, kwargs, name))
+    streamer = kwargs.get("streamer")
+    puts = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+    require(puts, "streamer", streamer, "takes no tokens; give a streamer of transformers, with put and end")
     if kwargs.pop("custom_generate", None) is not None:
         raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
     if kwargs.pop("assistant_model", None) is not None:
@@ -145,18 +213,18 @@ def check_mode(config: GenerationConfig) -> None:
     """Refuse the ways of decoding that are neither greedy nor sampling, and outputs that a tree does not give.
 
     Raises:
+        InvalidArgumentError: A length is none, or the settings of a prompt's chunks cannot work.
         UnsupportedArgumentError: One of them is asked for; the message names the argument.
     """
+    check_lengths(partial(getattr, config))
     for name, advice in _OTHER_MODES.items():
         value = getattr(config, name, None)
         if value is None or value is False or value in _HARMLESS.get(name, ()):
             continue
         if name != "penalty_alpha" or not config.do_sample:  # which goes before it
             raise _unsupported(name, value, advice)
-    if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
-        raise InvalidArgumentError(
-            f"prefill_chunk_size={config.prefill_chunk_size} must be at least 1, or None for no chunks"
-        )
+    if config.prefill_chunk_size is not None:
+        whole_number("prefill_chunk_size", config.prefill_chunk_size, 1, meaning="None for no chunks")
     if config.prefill_chunk_size is not None and not config.use_cache:
         raise InvalidArgumentError("use_cache=False leaves nothing for prefill_chunk_size to fill; drop one of them")
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import count
@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from lookahead import values
 from lookahead.core.files import replaced
 from lookahead.core.protocols import StepResult
 from lookahead.core.statistics import Seconds
@@ -139,7 +140,7 @@ class Trace:
         texts: What was recorded: one for each row of each call, in the order in which they began.
 
     Raises:
-        InvalidArgumentError: Nothing can be written to `path`.
+        InvalidArgumentError: Nothing can be written to `path`, or an argument is of another kind.
     """
 
     def __init__(
@@ -149,10 +150,16 @@ class Trace:
         title: str = "Lookahead decoding, step by step",
         facts: dict[str, str] | None = None,
     ) -> None:
+        if path is not None:
+            values.check_path("path", path, _PATH)
+        decodes = tokenizer is None or callable(getattr(tokenizer, "decode", None))
+        values.require(decodes, "tokenizer", tokenizer, "decodes nothing; give the model's tokenizer, or None")
+        values.require(isinstance(title, str), "title", title, "must be a text")
+        values.require(facts is None or isinstance(facts, Mapping), "facts", facts, "must be texts by name, in a dict")
         self.path = None if path is None else Path(path)
         self.tokenizer = tokenizer
         self.title = title
-        self.facts = dict(facts or {})
+        self.facts = {str(name): str(fact) for name, fact in (facts or {}).items()}
         self.texts: list[TracedText] = []
         if self.path is not None:
             check_path(self.path)
@@ -172,6 +179,8 @@ class Trace:
         Raises:
             InvalidArgumentError: There is no path, or it cannot be written.
         """
+        if path is not None:
+            values.check_path("path", path, _PATH)
         chosen = self.path if path is None else Path(path)
         if chosen is None:
             raise InvalidArgumentError("path is not given; say where to write the page, as in write('trace.html')")
@@ -224,6 +233,8 @@ def _refusal(path: Path, error: OSError) -> InvalidArgumentError:
 
 
 FORMAT = 1
+
+_PATH = "must be the path of the page, as in 'trace.html'"
 
 _MARK, _HEAD = b'<meta name="generator" content="lookahead trace">', 256
 """What tells our pages from others, and within how many bytes it comes."""

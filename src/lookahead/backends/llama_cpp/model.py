@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lookahead.backends.llama_cpp.checks import check_model, refuse_cache
 from lookahead.backends.llama_cpp.file import LlamaModel, Vocabulary
 from lookahead.backends.llama_cpp.runner import PlainReader
-from lookahead.errors import InvalidArgumentError
+from lookahead.values import check_path, whole_number, yes_or_no
 
 
 def load_gguf(
@@ -40,12 +40,10 @@ def load_gguf(
         InvalidArgumentError: The file cannot be loaded, or llama-cpp-python is not installed.
         UnsupportedModelError: The model can be run neither on token trees nor on chains of tokens.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidArgumentError(f"path={path!r} must be the path of a GGUF file")
-    threads = torch.get_num_threads() if n_threads is None else n_threads
-    for name, value, least in (("n_threads", threads, 1), ("n_gpu_layers", n_gpu_layers, -1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidArgumentError(f"{name}={value!r} must be a whole number of at least {least}")
+    check_path("path", path, "must be the path of a GGUF file")
+    threads = whole_number("n_threads", torch.get_num_threads() if n_threads is None else n_threads, 1, 2**31 - 1)
+    n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
+    yes_or_no("fast_kv", fast_kv)
     llama = LlamaModel(Path(path).expanduser(), n_gpu_layers, threads, fast_kv)
     check_model(llama)
     return GGUFModel(llama)

@@ -13,7 +13,7 @@ import numpy as np
 from lookahead.drafting.auto.ngrams import ENTRY, EVIDENCE_PRIOR, FOLLOWER, OLD_SHARE, WAYS, WRITTEN, Entries, Writing
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import TEXT_WEIGHTS
-from lookahead.errors import InvalidArgumentError
+from lookahead.values import finite_number, require, whole_number, yes_or_no
 
 
 class DraftMemory:
@@ -52,11 +52,12 @@ class DraftMemory:
     def __init__(
         self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3, observed: bool = False
     ) -> None:
-        if not 0 <= old_share < 1:
-            raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
-        for name, value in (("orders", orders), ("capacity", capacity), ("top_k", top_k)):
-            if value < 1:
-                raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least 1")
+        requirement = "is out of range; it must be at least 0 and below 1"
+        old_share = finite_number("old_share", old_share, requirement)
+        require(0 <= old_share < 1, "old_share", old_share, requirement)
+        orders, top_k = whole_number("orders", orders, 1), whole_number("top_k", top_k, 1)
+        capacity = whole_number("capacity", capacity, 1)
+        yes_or_no("observed", observed)
         self.orders, self.top_k = orders, top_k
         self.old_share, self.observed = old_share, observed
         #: Contexts kept for each context length.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.protocols import FixedBudget, StepBudget, StepResult
 from lookahead.core.token_tree import Noise, TokenTree, first_path
 from lookahead.core.watching import CERTAIN, Explanation, Origin
@@ -19,6 +19,7 @@ from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.auto.texts import MATCH_CLASSES
+from lookahead.values import require, whole_number
 
 _SEARCHED_WHERE_FORBIDDEN = 4
 """How many times as many nodes are searched, at most, where a source may forbid some of them."""
@@ -46,7 +47,7 @@ class AutoDrafter:
         chains: Draft one path: the likeliest token, and the likeliest after that; for models that run no trees.
 
     Raises:
-        InvalidArgumentError: The budget is less than one node.
+        InvalidArgumentError: The budget is less than one node, or an argument is of another kind.
     """
 
     def __init__(
@@ -59,8 +60,13 @@ class AutoDrafter:
         predicted: PredictedText | None = None,
         chains: bool = False,
     ) -> None:
-        most = budget if isinstance(budget, int) else most
-        self.budget: StepBudget = FixedBudget(budget) if isinstance(budget, int) else budget
+        is_memory = memory is None or isinstance(memory, DraftMemory)
+        require(is_memory, "memory", memory, "must be a DraftMemory, or None to remember nothing")
+        if not callable(getattr(budget, "offer", None)):
+            most = whole_number("budget", budget, 1, MAX_NODES_PER_STEP, "nodes of a step, or what chooses them")
+            budget = FixedBudget(most)
+        most = whole_number("most", most, 1)
+        self.budget: StepBudget = cast(StepBudget, budget)
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self._learns = memory is not None
         self._most = most - 1
