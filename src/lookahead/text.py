@@ -56,6 +56,11 @@ class TextBuilder:
         self._read(last=len(self._window) - self._decoded >= _MOST_INCOMPLETE)
         return self.stopped
 
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._text
+
     def take(self) -> str:
         """The text that is certain and was not taken yet."""
         held = 0 if self.stopped else held_back(self._text, self._stops)

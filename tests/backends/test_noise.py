@@ -143,3 +143,26 @@ def test_invalid_probabilities_are_refused_as_by_multinomial(value: float) -> No
     sampler = TextSampler(noise=SamplingNoise())
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         sampler.choose(None, logits)
+
+
+class Fixed(SamplingNoise):
+    """Noise that was not drawn."""
+
+    def __init__(self, noise: torch.Tensor) -> None:
+        super().__init__()
+        self._fixed = noise
+
+    def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
+        return self._fixed
+
+
+def test_a_noise_of_zero_selects_what_multinomial_selects_with_it() -> None:
+    torch.manual_seed(0)
+    for zero in range(20):
+        scores = torch.randn(1, VOCABULARY)
+        scores[0, zero] = -torch.inf
+        noise = torch.rand(1, VOCABULARY) + 0.1
+        noise[0, zero] = 0
+        sampler = TextSampler(noise=Fixed(noise))
+        expected = int((scores.softmax(-1) / noise).argmax())  # as `multinomial` divides and compares
+        assert sampler.choose(None, scores) == expected == zero

@@ -124,6 +124,23 @@ def test_other_requests_of_an_engine_go_on_with_their_drafts(config: LookaheadCo
     assert all(handle.statistics.steps < TOKENS for handle in (handles[0], handles[2]))
 
 
+@pytest.mark.parametrize("config", CONFIGS[:3])
+def test_where_the_warning_is_an_error_it_ends_its_own_request(config: LookaheadConfig) -> None:
+    model = build("llama", seed=0)
+    expected = [[*prompt, *greedy(model, tuple(prompt), TOKENS)] for prompt in PROMPTS]
+    engine = Engine(model, DRAFTING)
+    handles = [
+        engine.submit(prompt, max_new_tokens=TOKENS, do_sample=False, lookahead_config=config if place == 1 else None)
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run()
+    assert [handles[place].result()[0].tolist() for place in (0, 2)] == [expected[0], expected[2]]
+    with pytest.raises(LookaheadWarning, match="drafting stopped"):
+        handles[1].result()
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rows_of_generate_go_on(config: LookaheadConfig, rows: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,6 +23,16 @@ TEMPLATE = (
     "{% if tools %}# tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Print with a failure what the servers have logged: it names errors, and tokens of answers that are no JSON."""
+    report = yield
+    if report.failed:
+        for process in ServerProcess.running:
+            report.sections.append((f"log of the server at {process.url}", "".join(process.lines[-20:])))
+    return report
 
 
 @pytest.fixture(scope="session")

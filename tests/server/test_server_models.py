@@ -257,6 +257,30 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
             told(asked(as_url(picture(1))) * 17)
 
 
+def test_images_are_bounded_and_of_allowed_hosts_alone(seeing: Path, host: str) -> None:
+    allowed, port = host.split(":")
+    large = BytesIO()
+    Image.new("1", (2**13, 2**12)).save(large, "PNG")
+    with ServerProcess("--model", seeing, "--image-host", allowed, "--max-rows", "1", "--queue", "1") as server:
+        client = connected(server)
+        padded = f"http://{allowed}".rjust(2048) + f":{port}/picture"
+        picture_url = as_url(picture(1))
+        for urls, said in (
+            ([padded], "characters; the most is"),
+            ([padded.strip()], "no host"),
+            ([f"http://{allowed}@{host}/picture"], "no host"),
+            ([f"HTTP://{host}/picture"], "no host"),
+            ([as_url(large.getvalue())] * 3, "pixels in all"),
+            ([f"data:image/png,{'%41' * 10}"], "no image"),
+        ):
+            pictures = [part for url in urls for part in asked(url)[0]["content"]]
+            with pytest.raises(BadRequestError, match=said):
+                client.chat.completions.create(model="seeing", messages=[{"role": "user", "content": pictures}])
+        with pytest.raises(BadRequestError, match="3 answers are more than the 2"):
+            client.chat.completions.create(model="seeing", messages=asked("http://host.of.nobody/"), n=3)  # type: ignore[arg-type]
+        assert client.chat.completions.create(model="seeing", messages=asked(picture_url), max_tokens=1).choices  # type: ignore[arg-type]
+
+
 def test_a_model_that_reads_text_alone_refuses_images(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="reads text alone"):
         client.chat.completions.create(model="chatty", messages=asked(as_url(picture(1))))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import uvicorn
 from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI, RateLimitError
@@ -29,6 +30,7 @@ from lookahead.cli.inputs import read_api_keys
 from lookahead.errors import InvalidArgumentError
 from lookahead.server import process
 from lookahead.server.app import create_app
+from lookahead.server.grammar import GrammarProcessor
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
@@ -213,6 +215,69 @@ def test_errors_inside_a_stream_are_logged(
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": True})
     assert "the server failed; its log says why" in answer.text
     assert "RuntimeError: this tokenizer is broken" in capsys.readouterr().err
+
+
+def test_the_log_tells_what_failed_and_where(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> str:
+        raise KeyError("this model is broken")
+
+    served = served_model("demo", *demo)
+    app = create_app([served], ServerSettings())
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+
+        def logged(*owner_and_name: Any, **fields: Any) -> dict[str, Any]:
+            with monkeypatch.context() as patched:
+                patched.setattr(*owner_and_name, fail)
+                answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": 4} | fields)
+                assert fields or answer.status_code == 500
+            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+            return dict(json.loads(lines[-1]))
+
+        for entry, stage in (
+            (logged(ServedModel, "encode"), "prepare"),
+            (logged(served.engine, "submit"), "submit"),
+            (logged(served.tokenizer, "decode"), "answer"),
+            (logged(served.tokenizer, "decode", stream=True), "answer"),
+        ):
+            assert entry["stage"] == stage
+            assert entry["error"].startswith("builtins.KeyError: 'this model is broken'")
+            assert "test_server_operation.py:" in entry["error"]
+
+
+def test_the_log_has_the_tokens_of_an_answer_that_is_no_json(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = demo
+    served = served_model("demo", model, tokenizer)
+    body = {"model": "demo", "prompt": "x", "temperature": 0, "lookahead": {"enabled": False}}
+    shaped = {"structured_outputs": {"json": {"type": "boolean"}}}
+    with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
+
+        def logged(**fields: Any) -> dict[str, Any]:
+            text = client.post("/v1/completions", json=body | fields).json()["choices"][0]["text"]
+            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+            return {"text": text, **json.loads(lines[-1])}
+
+        assert "no_json" not in logged(**shaped)
+        ids = tokenizer('{"a": ')["input_ids"]
+
+        def forget(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            place = input_ids.shape[1] - 1
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, ids[place] if place < len(ids) else tokenizer.eos_token_id] = 0
+            return forced
+
+        monkeypatch.setattr(GrammarProcessor, "__call__", forget)
+        entry = logged(**shaped)
+        assert entry["text"] == '{"a": '
+        (fault,) = entry["no_json"]
+        assert (fault["index"], fault["finish_reason"]) == (0, "stop")
+        assert fault["token_ids"] == [*ids, tokenizer.eos_token_id]
+        assert fault["steps"] == len(ids) + 1
+        assert "no_json" not in logged(**shaped, max_tokens=2), "it was cut"
+        assert "no_json" not in logged(structured_outputs={"regex": "x"})
 
 
 def test_a_server_goes_on_where_its_log_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 from lookahead import Engine, LookaheadConfig
 from preloaded import Command
@@ -26,7 +26,10 @@ class ServerProcess:
         url: Where it listens.
         lines: What it has written to standard error.
         process: The process.
+        running: All that run.
     """
+
+    running: ClassVar[list[ServerProcess]] = []
 
     def __init__(self, *options: str | Path, from_scratch: bool = False) -> None:
         arguments = ["serve", "--port", "0", *map(str, options)]
@@ -42,11 +45,13 @@ class ServerProcess:
         self.url = self._read_url()
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.running.append(self)
 
     def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.running.remove(self)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

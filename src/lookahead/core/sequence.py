@@ -88,15 +88,18 @@ class SequenceState:
             return otherwise
 
     def stop_drafting(self, error: Exception) -> None:
-        """Go on without drafts, which change no text, and warn of it."""
+        """Go on without drafts, which change no text, and warn of it. Where the warning is an error, this text ends."""
         self.drafter = NoDrafter()
         place = extract_tb(error.__traceback__)[-1]
-        warnings.warn(
-            f"drafting stopped, and the text goes on without drafts: {type(error).__name__}: {error} "
-            f"({place.filename}:{place.lineno})",
-            LookaheadWarning,
-            stacklevel=2,
-        )
+        try:
+            warnings.warn(
+                f"drafting stopped, and the text goes on without drafts: {type(error).__name__}: {error} "
+                f"({place.filename}:{place.lineno})",
+                LookaheadWarning,
+                stacklevel=2,
+            )
+        except LookaheadWarning as warning:  # of this text, and no other one in its step
+            self.fail(warning)
 
     def append(self, token: int) -> bool:
         """Add a token to the text; whether the text is complete with it."""

@@ -132,25 +132,28 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             raise error.renamed(RESPONSES_NAMES) from error
 
     @app.post("/tokenize")
-    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: TokenizeRequest, http: Request) -> dict[str, Any]:
         """The tokens of a text, or of a conversation."""
         served = service.model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "give prompt or messages, one of them", "prompt", "invalid_value")
-        prompt, messages = request.prompt, request.messages
-        if prompt is not None:
-            tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
-        else:
-            images = await service.images(served, messages or [])
-            tokens = (await service.prepared(lambda: served.encode_chat(messages or [], images=images))).tokens
+        with service.place():
+            if (prompt := request.prompt) is not None:
+                tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens), http)
+            else:
+                messages = request.messages or []
+                read = partial(served.encode_chat, messages, (), None)
+                tokens = (await service.with_images(served, messages, http, read)).tokens
         return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens}
 
     @app.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: DetokenizeRequest, http: Request) -> dict[str, str]:
         """The text of tokens."""
         served = service.model(request.model)
+        served.check_length(request.tokens, "tokens")
         served.check_tokens(request.tokens, "tokens")
-        return {"prompt": await service.prepared(lambda: served.tokenizer.decode(request.tokens))}
+        with service.place():
+            return {"prompt": await service.prepared(lambda: served.tokenizer.decode(request.tokens), http)}
 
 
 def _card(served: ServedModel) -> dict[str, Any]:

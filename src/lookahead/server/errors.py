@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -95,6 +96,12 @@ def as_api_error(error: Exception, content_type: str = "") -> ApiError:
     if isinstance(error, LookaheadError):
         return ApiError(400, str(error), None, "invalid_value")
     return ApiError(FAILED, "the server failed; its log says why")
+
+
+def described(error: BaseException) -> str:
+    """An error in a line of the log: its class, what it says, and where it was raised."""
+    place = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__module__}.{type(error).__qualname__}: {error!s:.200} ({place.filename}:{place.lineno})"
 
 
 def _not_json(content_type: str) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -11,20 +12,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import CLIENT_LEFT, ApiError
+from lookahead.server.grammar import asks_for_json
 from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHOLE, Metrics
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest
 from lookahead.server.served_model import ServedModel
+from lookahead.server.tools import ReasoningFormat
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import TokenEvent
 from lookahead.text import TextBuilder
 from lookahead.trace import Trace, TracedStep
+
+_LAST_TOKENS = 256
+"""Tokens of a faulty answer that are told."""
 
 
 @dataclass
@@ -82,6 +87,17 @@ class Answer:
         step = None if self._trace is None else self._trace.texts[0].steps.pop()
         self._tell(Piece(text, len(record.tokens), record.nodes, step))
 
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._builder.text
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended where the request has it end, whatever the text is."""
+        is_full = len(self.handle.tokens) >= self.plan.arguments["max_new_tokens"]
+        return self._builder.stopped or is_full or self.handle.finish_reason not in ("stop", "length")
+
     def add_logprobs(self, piece: Piece) -> None:
         """Tell in the next piece what there is to say of its tokens, if that was asked for."""
         if self.plan.arguments["logprobs"] is not None:
@@ -108,8 +124,8 @@ class Generation:
         ended: Called once when it is through.
 
     Attributes:
-        plans: One for each prompt, once `submit` was called.
-        answers: The answers, likewise; `request.n` for each plan.
+        plans: One for each prompt, once `prepare` was called.
+        answers: The answers, once `submit` was; `request.n` for each plan.
     """
 
     def __init__(
@@ -130,15 +146,23 @@ class Generation:
         self.plans: list[Plan] = []
         self.answers: list[Answer] = []
 
-    def submit(self, images: Sequence[Image], loop: asyncio.AbstractEventLoop) -> None:
-        """Hand answers to the engine; `images` are those of the request. May be called in another thread than the
-        loop's.
+    def prepare(self, images: Sequence[bytes]) -> None:
+        """Make the plans; `images` are the files of those of the request. For another thread than the loop's.
 
         Raises:
             LookaheadError: The request asks for what cannot be done.
         """
         prompts = self.served.prompts(self.request, images)
-        self.plans = [make_plan(self.served, self.request, prompt, self._settings) for prompt in prompts]
+        for prompt in prompts:
+            grammar = self.plans[0].grammar if self.plans else None
+            self.plans.append(make_plan(self.served, self.request, prompt, self._settings, grammar))
+
+    def submit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand answers to the engine. May be called in another thread than the loop's.
+
+        Raises:
+            LookaheadError: The request asks for what cannot be done.
+        """
         for plan in self.plans:
             for number in range(self.request.n):
                 index = len(self.answers)
@@ -163,6 +187,21 @@ class Generation:
     def fail(self, error: ApiError) -> None:
         """Have the iteration end with an error, whatever there is still to come."""
         self._queue.put_nowait((0, error))
+
+    def faulty(self) -> list[dict[str, Any]]:
+        """What there is to say of answers that ought to be JSON and are none, though nothing has cut them."""
+        if not asks_for_json(self.request):
+            return []
+        return [
+            {
+                "index": answer.index,
+                "finish_reason": answer.handle.finish_reason,
+                "steps": answer.handle.statistics.steps,
+                "token_ids": answer.handle.tokens[-_LAST_TOKENS:],
+            }
+            for answer in self.answers
+            if not answer.is_cut and not _is_json(answer.text, self.served.reasoning)
+        ]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
         left = len(self.answers)
@@ -195,13 +234,22 @@ class Generation:
                 self._metrics.time(self.served.name, PER_TOKEN, (now - before) / piece.tokens)
 
     async def _next(self) -> tuple[int, Piece | ApiError | None]:
-        try:
-            left = self._begin + self._settings.timeout - time.monotonic()
-            return await asyncio.wait_for(self._queue.get(), max(left, 0.001))
-        except asyncio.TimeoutError:
-            return 0, ApiError(504, "the request took longer than this server allows", code="timeout")
+        left = self._begin + self._settings.timeout - time.monotonic()
+        if left > 0:  # also where there is more to tell: the client may have been slow to take it
+            with suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(self._queue.get(), left)
+        return 0, ApiError(504, "the request took longer than this server allows", code="timeout")
 
     def _tell(self, loop: asyncio.AbstractEventLoop, index: int, piece: Piece | None) -> None:
         """Tell of a step of an answer, or of its end."""
         with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
             loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+
+
+def _is_json(text: str, reasoning: ReasoningFormat) -> bool:
+    """Whether a text is JSON, reasoning before it left out."""
+    for mark in ("", reasoning.end, reasoning.answer):
+        with suppress(ValueError, RecursionError):
+            json.loads(text.rpartition(mark)[2] if mark else text)
+            return True
+    return False

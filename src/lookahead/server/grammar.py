@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from time import thread_time
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
-from llguidance import hf as llguidance_hf
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
+from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import refused
+from lookahead.server.grammar_trial import LIMITS, described_tokenizer, failure
 from lookahead.server.requests import (
     ChatRequest,
     FunctionTool,
@@ -38,6 +41,13 @@ _FORCED = 0.99
 
 _FEW = 8
 """Most tokens to choose from for each to be drafted."""
+
+_SECONDS = 1.0
+_SECONDS_EACH = 0.02
+"""CPU time to follow a grammar, once and for each token. Most take less than a millisecond."""
+
+_NOT_ALLOWED = "satisfy the grammar"
+"""In what a matcher says of a token that the grammar forbids."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -70,7 +80,19 @@ def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) ->
     """
     if not tokenizer.is_fast:  # of a GGUF file, say
         return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocabulary, ends)), n_vocab=vocabulary)
-    return llguidance_hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends) or None)
+    return described_tokenizer(described_tokens(tokenizer, vocabulary, ends))
+
+
+def described_tokens(tokenizer: Any, vocabulary: int, ends: Collection[int]) -> dict[str, Any]:
+    """The tokens of a model as `described_tokenizer` reads them. The arguments are those of `grammar_tokenizer`."""
+    described = {"size": vocabulary, "ends": sorted(ends)}
+    if not tokenizer.is_fast:
+        slow = _Tokens(tokenizer, vocabulary, ends)
+        return described | {"bytes": [token.hex() for token in slow.tokens], "special": slow.special_token_ids}
+    fast = copy(tokenizer.backend_tokenizer)
+    fast.no_padding()
+    fast.no_truncation()
+    return described | {"fast": fast.to_str()}
 
 
 class _Tokens:
@@ -96,9 +118,9 @@ def read_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> LLMatcher:
     Raises:
         ApiError: It is no grammar, or asks for what is not supported; `field` named it.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if error := matcher.get_error():
-        raise refused(field, f"{field}: {' '.join(error.split())[:500]}")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise refused(field, f"{field}: {failure(matcher)}")
     return matcher
 
 
@@ -119,6 +141,23 @@ def _forced(matcher: LLMatcher) -> list[int]:
     return [] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
 
+class Effort:
+    """CPU time that an answer may take to follow its grammar, in seconds: all other answers wait for it."""
+
+    def __init__(self) -> None:
+        self._left = _SECONDS
+
+    def count(self, begin: float, tokens: int) -> None:
+        """Count what was done since `begin`, by the thread's own time, for so many tokens.
+
+        Raises:
+            InvalidArgumentError: It is too much.
+        """
+        self._left += tokens * _SECONDS_EACH - (thread_time() - begin)
+        if self._left < 0:
+            raise InvalidArgumentError("the grammar takes too long to follow; make it less ambiguous")
+
+
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
     """Forbids tokens that the grammar does not allow.
 
@@ -129,18 +168,22 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, matcher: LLMatcher, prompt_length: int) -> None:
         self._matcher, self._seen = matcher, prompt_length
+        self._effort = Effort()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logits `[1, vocabulary]`, minus infinity where the grammar forbids a token.
 
         Raises:
-            ValueError: The grammar has failed, of which an answer would else end in the middle.
+            InvalidArgumentError: The grammar has failed, of which an answer would else end in the middle, or takes too
+                long.
         """
-        _go_on(self._matcher, input_ids[0, self._seen :].tolist())
+        begin, new = thread_time(), input_ids[0, self._seen :].tolist()
+        _go_on(self._matcher, new)
         self._seen = input_ids.shape[1]
         forbidden = ~torch.from_numpy(_allowed(self._matcher))
+        self._effort.count(begin, len(new))
         if self._matcher.is_error():
-            raise ValueError(f"the grammar failed: {self._matcher.get_error()}")
+            raise InvalidArgumentError(f"the grammar failed: {failure(self._matcher)}; make it simpler")
         forbidden = torch.nn.functional.pad(forbidden, (0, scores.shape[1] - len(forbidden)), value=True)
         return scores.masked_fill(forbidden.to(scores.device), -torch.inf)
 
@@ -156,20 +199,24 @@ class GrammarSource:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = self._ahead = matcher  # the second behind the certain tokens
+        self._effort = Effort()
 
     def start(self, prompt: Sequence[int]) -> None:
         """See `lookahead.drafting.auto.sources.Source`."""
 
     def certain(self) -> list[int]:
         """See `Source`: the tokens that have to follow, as far as there is no choice."""
+        begin = thread_time()
         self._ahead, chain = self._matcher, _forced(self._matcher)
         if chain:
             self._ahead = self._matcher.deep_copy()
             self._ahead.consume_tokens(chain)
+        self._effort.count(begin, len(chain))
         return chain
 
     def propose(self) -> TokenPaths:
         """See `Source`: each of a few tokens that may follow the certain ones, with what has to follow it."""
+        begin = thread_time()
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
@@ -181,24 +228,29 @@ class GrammarSource:
             parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
             tokens += branch
             probabilities += [1 / len(choices), *[_FORCED] * (len(branch) - 1)]
+        self._effort.count(begin, len(tokens))
         return TokenPaths(tokens, parents, probabilities)
 
     def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
         """See `lookahead.drafting.auto.sources.permitted`.
 
         Raises:
-            ValueError: The grammar fails at them, so that it would permit nothing from now on.
+            ValueError: The grammar fails at them, rather than forbid them.
         """
         paths: list[list[int]] = [[]]  # down to each node
         for node, parent in enumerate(parents, start=1):
             paths.append([*paths[parent], node])
         may = [False] * len(tokens)
         for leaf in set(range(1, len(paths))).difference(parents):
-            path = paths[leaf]
-            for node in path[: self._ahead.validate_tokens([tokens[node - 1] for node in path])]:
+            walker = self._ahead.deep_copy()  # `validate_tokens` keeps no limits, and one failure would be for good
+            for node in paths[leaf]:
+                begin, stopped = thread_time(), walker.is_stopped()
+                if not walker.consume_token(tokens[node - 1]):
+                    if not stopped and _NOT_ALLOWED not in (error := failure(walker)):
+                        raise ValueError(f"the grammar failed at a draft: {error}")
+                    break
                 may[node - 1] = True
-        if self._ahead.is_error():
-            raise ValueError(f"the grammar failed at a draft: {self._ahead.get_error()}")
+                self._effort.count(begin, 1)
         return may
 
     def observe(self, result: StepResult) -> None:
@@ -294,18 +346,14 @@ def _body(request: TextRequest) -> tuple[dict[str, Any], str] | None:
         asked, field = StructuredOutputs(json=schema), "response_format"
     try:
         return None if asked is None else (_structured(asked), field)
-    except Exception as error:  # of the reader of GBNF, which raises what it likes
+    except (ValueError, RecursionError) as error:
         raise refused(field, f"{field} cannot be read: {error}") from error
 
 
 def _structured(asked: StructuredOutputs) -> dict[str, Any]:
-    if asked.regex is not None:
-        grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(asked.regex))["grammars"][0]
-        return grammar
-    if asked.choice is not None:
-        return {"lark_grammar": grammar_from("choice", json.dumps(asked.choice, ensure_ascii=False))}
-    if asked.grammar is not None:
-        return {"lark_grammar": grammar_from("grammar", asked.grammar)}
+    for kind in ("regex", "choice", "grammar"):
+        if (value := getattr(asked, kind)) is not None:
+            return {kind: value}
     schema = {"type": "object"} if asked.json_object else asked.json_
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
@@ -313,6 +361,16 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
     # As `json.dumps` writes values. Free white space would let a model write nothing else.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return {"json_schema": schema | {"x-guidance": form}}
+
+
+def asks_for_json(request: TextRequest) -> bool:
+    """Whether all answers have to be JSON."""
+    if isinstance(request, ChatRequest) and request.tools:
+        return False
+    if (asked := request.structured_outputs) is not None:
+        return asked.json_ is not None or asked.json_object is not None
+    format_ = request.response_format if isinstance(request, ChatRequest) else None
+    return isinstance(format_, (JsonObjectFormat, JsonSchemaFormat))
 
 
 def callable_tools(request: ChatRequest) -> Sequence[FunctionTool]:

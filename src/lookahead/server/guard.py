@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lookahead.server.errors import CLIENT_LEFT, CLOSE, ApiError
+from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, described
+from lookahead.server.log import write_line
 
 OPEN_PATHS = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
 """What may be asked for without a key."""
@@ -66,7 +66,27 @@ class ServerSettings:
 
 class GuardedProtocol(H11Protocol):
     """Closes connections on which no request has begun for a while: its head must have arrived. uvicorn does so after a
-    response alone, and up to the first byte of the next request."""
+    response alone, and up to the first byte of the next request. Ends those whose client does not read.
+
+    Args:
+        patience: Seconds in which a client must have read what waits for it.
+    """
+
+    def __init__(self, *arguments: Any, patience: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._patience = patience
+        self._unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """See uvicorn: there is more to write than a client has read."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See uvicorn."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def connection_made(self, transport: Any) -> None:
         """See uvicorn."""
@@ -85,13 +105,6 @@ class GuardedProtocol(H11Protocol):
             waiting.cancel()
 
 
-def write_line(text: str) -> None:
-    """Write a line, unless the disk is full, or whoever read the log has gone."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-
 class Guard:
     """Lets a request through that names a key, and arrives whole, in time, and not too large.
 
@@ -103,6 +116,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings, refused: Callable[[int], None]) -> None:
         self._app, self._settings, self._refused = app, settings, refused
         self._keys = [_digest(key) for key in settings.api_keys]
+        self._bytes = 0  # of bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -111,7 +125,8 @@ class Guard:
             return
         number, begin, status = secrets.token_hex(8), time.perf_counter(), 0
         notes: dict[str, Any] = {}
-        scope.setdefault("state", {})["notes"] = notes
+        state = scope.setdefault("state", {})
+        state.update(notes=notes, bytes=0)
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -123,10 +138,18 @@ class Guard:
         try:
             self._check_host(scope)
             self._check_key(scope)
-            await self._app(scope, self._limited(scope, receive), answer)
+            body = await self._body(scope, receive)
+            await self._app(scope, _with_body(body, receive), answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
+        except Exception as error:
+            status = FAILED
+            notes["error"] = described(error)
+            raise
         finally:
+            self._bytes -= state["bytes"]
+            if "error" not in notes:
+                notes.pop("stage", None)
             if status >= 400:
                 self._refused(status)
             seconds = round(time.perf_counter() - begin, 4)
@@ -158,34 +181,78 @@ class Guard:
             message = "this server asks for an API key that it knows, as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` for a body that must not be too large, or take too long: else it raises an `ApiError`.
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request.
 
         Raises:
-            ApiError: The body is said to be too large.
+            ApiError: It is too large, or takes too long; or there is too much of others.
         """
         most, length = self._settings.max_body_bytes, Headers(scope=scope).get("content-length", "0")
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
         if not length.isdigit() or int(length) > most:
             raise too_large
-        size, deadline, arrived = 0, time.monotonic() + self._settings.read_timeout, False
-
-        async def limited() -> Message:
-            nonlocal size, arrived
+        parts: list[bytes] = []
+        size, deadline, more = 0, time.monotonic() + self._settings.read_timeout, True
+        while more:
             try:
-                wait = None if arrived else max(deadline - time.monotonic(), 0.001)
-                message = await asyncio.wait_for(receive(), wait)
+                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
             except asyncio.TimeoutError:
                 raise ApiError(408, "the body did not arrive in time", code="timeout", headers=CLOSE) from None
-            if message["type"] == "http.disconnect" and not arrived:
+            if message["type"] == "http.disconnect":
                 raise ApiError(CLIENT_LEFT, "the client has gone before its request had arrived")
-            size += len(message.get("body", b""))
-            arrived = not message.get("more_body", False)
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
             if size > most:
                 raise too_large
-            return message
+            self._count_bytes(scope, len(parts[-1]))
+        body = b"".join(parts)
+        await asyncio.to_thread(_check_values, body)
+        return body
 
-        return limited
+    def _count_bytes(self, scope: Scope, size: int) -> None:
+        """Count bytes of a body, which is in memory until its request has been answered."""
+        self._bytes += size
+        scope["state"]["bytes"] += size
+        if self._bytes > _BODIES * self._settings.max_body_bytes:
+            headers = {"Retry-After": "2"} | CLOSE
+            raise ApiError(429, "other requests are too large; try again later", code="overloaded", headers=headers)
+
+
+_BODIES = 32
+"""Bodies of the largest size that are in memory at once, all bodies counted."""
+
+_MOST_TEXTS = 2**16
+"""Texts of a body, and lists and objects, each of which takes microseconds to check. Nothing else is done meanwhile."""
+
+_MOST_NUMBERS = 2**18
+"""Commas, of which a prompt of token ids has many."""
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse a body whose parts would take long to read.
+
+    Raises:
+        ApiError: It has too many.
+    """
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') <= 2 * _MOST_TEXTS:
+        between = b"".join(unescaped.split(b'"')[::2])  # texts
+        if between.count(b"[") + between.count(b"{") <= _MOST_TEXTS and between.count(b",") <= _MOST_NUMBERS:
+            return
+    said = (
+        f"the body has more than {_MOST_TEXTS} texts, lists and objects, or {_MOST_NUMBERS} numbers; send less at once"
+    )
+    raise ApiError(400, said, code="too_many_values")
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """`receive` for a request whose body has arrived."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 def _is_loopback(host: str) -> bool:

@@ -68,8 +68,18 @@ class Plan:
         return processors, config
 
 
-def make_plan(served: ServedModel, request: ChoicesRequest, prompt: Prompt, settings: ServerSettings) -> Plan:
-    """Check what a request asks for behind its prompt, or one of them; `settings` say what it may ask for.
+def make_plan(
+    served: ServedModel,
+    request: ChoicesRequest,
+    prompt: Prompt,
+    settings: ServerSettings,
+    grammar: LLMatcher | None = None,
+) -> Plan:
+    """Check what a request asks for behind its prompt, or one of them.
+
+    Args:
+        settings: What it may ask for.
+        grammar: Of another prompt of the request, where one has been prepared.
 
     Raises:
         ApiError, LookaheadError: It cannot be met.
@@ -78,7 +88,7 @@ def make_plan(served: ServedModel, request: ChoicesRequest, prompt: Prompt, sett
     tokens = prompt.tokens
     room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
     length = _length(request, room, settings)
-    grammar = _grammar(served, request, tokens)
+    grammar = grammar or _grammar(served, request, tokens)
     served.check_tokens(request.stop_token_ids, "stop_token_ids")
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
     config = _config(served.config, request.lookahead)
@@ -110,6 +120,10 @@ def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LL
     grammar, field = asked
     if not served.end_tokens:
         raise refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
+    try:
+        grammar = served.grammar_trials.compiled(grammar)
+    except ValueError as error:
+        raise refused(field, f"{field}: {error}") from error
     return read_grammar(grammar, served.grammar_tokenizer, field)
 
 

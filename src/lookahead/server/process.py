@@ -7,13 +7,15 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.app import create_app
-from lookahead.server.guard import GuardedProtocol, ServerSettings, write_line
+from lookahead.server.guard import GuardedProtocol, ServerSettings
+from lookahead.server.log import patient_stderr, write_line
 from lookahead.server.served_model import ServedModel
 
 _BACKLOG = 2048
@@ -67,6 +69,11 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: soc
     """Serve models until SIGTERM or SIGINT ends it, see `Server`, on a `listener` that is bound to its address, see
     `bind`."""
     listener.listen(_BACKLOG)  # before its address is told: whoever reads it may connect at once
+    with patient_stderr():
+        _serve(models, settings, listener)
+
+
+def _serve(models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     _raise_file_limit()
@@ -82,7 +89,7 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: soc
         access_log=False,
         server_header=False,
         timeout_keep_alive=math.ceil(settings.read_timeout),  # clients close theirs first, most after 5 s
-        http=GuardedProtocol,
+        http=partial(GuardedProtocol, patience=settings.timeout),  # type: ignore[arg-type]  # a class to uvicorn
         lifespan="on",
     )
     Server(config, app.state.service.stop).run(sockets=[listener])

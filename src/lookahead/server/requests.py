@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import to_json
@@ -14,6 +14,12 @@ from lookahead.server.errors import CALL, CHAT, COMPLETIONS, MESSAGE, PART, STRE
 MOST_STOPS = 16
 MOST_CHOICES = 64
 MOST_LOGPROBS = 20
+_MOST_FIELDS = 256
+
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
+"""A list of which the first error is told: there may be thousands."""
 
 
 class Fields(BaseModel):
@@ -30,6 +36,8 @@ class Fields(BaseModel):
     @classmethod
     def _without_harmless(cls, values: Any) -> Any:
         if isinstance(values, dict):
+            if len(values) > _MOST_FIELDS:  # of which each would be told
+                raise ValueError(f"there are {len(values)} fields; the most is {_MOST_FIELDS}")
             return {name: value for name, value in values.items() if not asks_for_nothing(cls._place, name, value)}
         return values
 
@@ -142,16 +150,16 @@ class ChoicesRequest(TextRequest):
     max_tokens: Count | None = Field(default=None, description="16 by default for completions, else as many as fit")
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
-Texts = Annotated[list[str], Field(min_length=1)]
+Texts = Annotated[Many[str], Field(min_length=1)]
 
 
 class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
     """`POST /v1/completions`."""
 
     default_tokens = 16  # as in OpenAI's API
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)] = Field(
+    prompt: str | Tokens | Texts | Annotated[Many[Tokens], Field(min_length=1)] = Field(
         description="a text, token ids, or a list of either"
     )
     logprobs: int | None = Field(
@@ -209,7 +217,7 @@ class Message(Fields, place=MESSAGE):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = ""
+    content: str | Many[ContentPart] = ""
     reasoning_content: str | None = None
     name: str | None = Field(default=None, max_length=256)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
@@ -299,14 +307,14 @@ class Prediction(Fields):
     """A text that is expected, such as a file of which a part is to be edited."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
 
 
 class ChatRequest(ChoicesRequest, place=CHAT):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(
-        min_length=1, max_length=4096, description="by the tokenizer's chat template, else each on a new line"
+    messages: Many[Message] = Field(
+        min_length=1, description="by the tokenizer's chat template, else each on a new line"
     )
     max_completion_tokens: Count | None = Field(default=None, description="another name of `max_tokens`")
     logprobs: bool = Field(default=False, description="of the model itself, before penalties, bias and truncation")
@@ -339,7 +347,7 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(default=None, max_length=512)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
 
@@ -347,4 +355,4 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`: token ids."""
 
     model: str | None = Field(default=None, max_length=512)
-    tokens: list[Number] = Field(max_length=2**20)
+    tokens: list[Number] = Field(max_length=2**20, fail_fast=True)

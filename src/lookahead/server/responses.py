@@ -24,6 +24,7 @@ from lookahead.server.requests import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+    Many,
     Message,
     NamedTool,
     TextFormat,
@@ -47,7 +48,7 @@ class InputMessage(Item, place=MESSAGE):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Many[ContentPart]
     phase: str | None = Field(default=None, max_length=64)
 
 
@@ -65,7 +66,7 @@ class InputResult(Item):
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
-    output: str | list[TextPart]
+    output: str | Many[TextPart]
 
 
 class ReasoningPart(Fields):
@@ -79,8 +80,8 @@ class InputReasoning(Item):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningPart] = Field(default_factory=list)
-    content: list[ReasoningPart] = Field(default_factory=list)
+    summary: Many[ReasoningPart] = Field(default_factory=list)
+    content: Many[ReasoningPart] = Field(default_factory=list)
     encrypted_content: str | None = None
 
 
@@ -128,7 +129,7 @@ RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "resp
 class ResponsesRequest(TextRequest, place=RESPONSES):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095)] = Field(
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095, fail_fast=True)] = Field(
         description="a text, or messages, calls, what these returned, and reasoning"
     )
     instructions: str | None = Field(default=None, description="a system message before all others")

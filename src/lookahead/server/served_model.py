@@ -7,22 +7,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
+from threading import Lock
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, build_opener
 
 import torch
 from llguidance import LLTokenizer
-from PIL import Image
 
 from lookahead.backends.base import vocabulary_size
 from lookahead.backends.loading import LoadedModel
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
-from lookahead.server.grammar import callable_tools, grammar_tokenizer, token_bytes
-from lookahead.server.guard import ServerSettings
+from lookahead.server.grammar import callable_tools, described_tokens, grammar_tokenizer, token_bytes
+from lookahead.server.grammar_trial import GrammarTrials
+from lookahead.server.images import decoded
 from lookahead.server.requests import (
     ChatRequest,
     ChoicesRequest,
@@ -72,6 +69,7 @@ class ServedModel(LoadedModel):
     config: LookaheadConfig
     max_length: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _decoding: Lock = field(default_factory=Lock)  # held with the pixels of a request, which are all that there are
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -90,10 +88,21 @@ class ServedModel(LoadedModel):
         if outside is not None:
             raise refused(field, f"{field} holds the token id {outside}; the model knows {self.vocabulary} tokens")
 
+    def check_length(self, tokens: Sequence[int], field: str) -> None:
+        """Refuse more token ids than a text may have, which `field` of a request brought."""
+        if self.max_length is not None and len(tokens) > self.max_length:
+            said = f"{field} has {len(tokens)} tokens; the most is {self.max_length}"
+            raise ApiError(400, said, field, "context_length_exceeded")
+
     @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
         """Its tokens as grammars see them."""
         return grammar_tokenizer(self.tokenizer, self.vocabulary, self.end_tokens)
+
+    @cached_property
+    def grammar_trials(self) -> GrammarTrials:
+        """Where grammars are tried before they are used."""
+        return GrammarTrials(lambda: described_tokens(self.tokenizer, self.vocabulary, self.end_tokens))
 
     @property
     def template(self) -> str:
@@ -153,8 +162,8 @@ class ServedModel(LoadedModel):
                 code="context_length_exceeded",
             )
 
-    def prompts(self, request: ChoicesRequest, images: Sequence[Image.Image]) -> list[Prompt]:
-        """The prompts of a request; `images` are those of its messages.
+    def prompts(self, request: ChoicesRequest, images: Sequence[bytes]) -> list[Prompt]:
+        """The prompts of a request; `images` are the files of those of its messages.
 
         Raises:
             ApiError: One cannot be encoded.
@@ -176,14 +185,14 @@ class ServedModel(LoadedModel):
         messages: Sequence[Message],
         tools: Sequence[FunctionTool] = (),
         options: Mapping[str, Any] | None = None,
-        images: Sequence[Image.Image] = (),
+        images: Sequence[bytes] = (),
     ) -> Prompt:
         """A conversation, up to where the answer begins.
 
         By the tokenizer's chat template. Where there is none, every message begins on a new line.
 
         Args:
-            messages, images: The conversation, and the images of all messages.
+            messages, images: The conversation, and the files of the images of all messages.
             tools: Functions that may be called.
             options: Further arguments of `apply_chat_template`, those of the template among them.
 
@@ -213,12 +222,15 @@ class ServedModel(LoadedModel):
             return Prompt(self.encode(str(text), special=False, field="messages"))
         return self._with_images(str(text), images)
 
-    def _with_images(self, text: str, images: Sequence[Image.Image]) -> Prompt:
+    def _with_images(self, text: str, images: Sequence[bytes]) -> Prompt:
         self._check_length(text, "messages")
-        try:
-            read = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
-        except Exception as error:  # processors raise what they like, of a template without a place for images, say
-            raise ApiError(400, f"the processor of this model fails: {error}", "messages", "invalid_value") from error
+        with self._decoding:
+            pixels = decoded(images)
+            try:
+                read = self.processor(text=[text], images=[pixels], return_tensors="pt", add_special_tokens=False)
+            except Exception as error:  # processors raise what they like, of a template without a place for images, say
+                said = f"the processor of this model fails: {error}"
+                raise ApiError(400, said, "messages", "invalid_value") from error
         inputs = {name: value for name, value in read.items() if name not in ("input_ids", "attention_mask")}
         return Prompt(read["input_ids"][0].tolist(), inputs)
 
@@ -278,79 +290,3 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
         )
     served.check_tokens(prompt, field)
     return None if served.max_length is None else served.max_length - len(prompt)
-
-
-MOST_IMAGES = 16
-"""Images of a request, at most."""
-
-_MOST_PIXELS = 2**25
-"""Of an image: a small file may unfold to gigabytes."""
-
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Decoders of other formats are seldom tried, and one calls a program."""
-
-_SECONDS = 10.0
-"""In which a host has to send an image."""
-
-
-def read_images(urls: list[str], settings: ServerSettings) -> list[Image.Image]:
-    """The images of a request, in RGB.
-
-    Raises:
-        ApiError: There are too many, or one cannot be had or read.
-    """
-    if len(urls) > MOST_IMAGES:
-        raise refused("messages", f"messages has {len(urls)} images; the most is {MOST_IMAGES}")
-    return [_decoded(_fetched(url, settings)) for url in urls]
-
-
-def _decoded(data: bytes) -> Image.Image:
-    try:
-        image = Image.open(BytesIO(data), formats=_FORMATS)
-        if image.width * image.height <= _MOST_PIXELS:
-            return image.convert("RGB")
-    except Exception as error:  # decoders raise what they like
-        raise refused(
-            "messages",
-            f"messages: image_url holds no image in {', '.join(_FORMATS)}; send it as data:image/...;base64,...",
-        ) from error
-    raise refused("messages", f"messages: an image has more than {_MOST_PIXELS} pixels")
-
-
-_LONGEST_ADDRESS = 2048
-"""Characters, of an address that is no data URL."""
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """Another address might be of a host that is not allowed."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
-def _fetched(url: str, settings: ServerSettings) -> bytes:
-    """What a data URL holds, or a host has under an address, if it is one of those that are allowed."""
-    data, deadline = b"", time.monotonic() + _SECONDS
-    try:
-        parts = urlsplit(url[:_LONGEST_ADDRESS])  # as it keeps what it has split
-        is_allowed = parts.scheme in ("http", "https") and parts.netloc in (settings.image_host or ())
-        if parts.scheme != "data" and not is_allowed:
-            raise refused(
-                "messages",
-                f"messages: image_url {url[:100]!r} is of no host that this server may ask (--image-host); send the "
-                "image as data:image/...;base64,...",
-            )
-        with build_opener(_NoRedirects).open(url, timeout=_SECONDS) as answer:
-            while part := answer.read1(2**16):
-                data += part
-                if len(data) > settings.max_image_bytes or time.monotonic() > deadline:
-                    raise refused(
-                        "messages",
-                        f"messages: image_url {url[:100]!r} has more than {settings.max_image_bytes} bytes, or takes "
-                        f"longer than {_SECONDS:g} s",
-                    )
-    except HTTPError as error:
-        raise refused("messages", f"messages: image_url {url[:100]!r} was answered with status {error.code}") from error
-    except (OSError, ValueError) as error:
-        raise refused("messages", f"messages: image_url {url[:100]!r} cannot be read: {error}") from error
-    return data

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from traceback import format_exception
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from PIL.Image import Image
 from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
 from lookahead.server.answers import Form
-from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error
+from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error, described
 from lookahead.server.generation import Generation, Piece
-from lookahead.server.guard import ServerSettings, write_line
+from lookahead.server.guard import ServerSettings
+from lookahead.server.images import read_images
+from lookahead.server.log import write_line
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, Message
-from lookahead.server.served_model import ServedModel, read_images
+from lookahead.server.served_model import ServedModel
 
 _RETRY_AFTER = 2
 """Seconds after which a client that was sent away may try again."""
+
+_SHORT = 2**16
+"""Bytes of a body that is prepared at once. Longer ones are prepared beside one another, as are grammars and images."""
+
+_PREPARED_AT_ONCE = 4
+"""Requests that take long to prepare."""
 
 
 class Service:
@@ -40,13 +48,19 @@ class Service:
         self.models = {served.name: served for served in models}
         self.metrics = Metrics({served.name: served.engine for served in models})
         self._settings = settings
-        self._running: dict[Generation, int] = {}  # with how many answers each makes
+        self._running: set[Generation] = set()
+        self._taken = 0  # places of answers that are made, or wait, and of requests that make none
         self._stopped: ApiError | None = None
-        self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # a long prompt must not hold up the others
+        self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")
+        self._preparing_long = ThreadPoolExecutor(_PREPARED_AT_ONCE, "lookahead-prepare-long")
+        self._seeing = asyncio.Semaphore(_PREPARED_AT_ONCE)
 
     def close(self) -> None:
         """Wait for what is being prepared."""
         self._preparing.shutdown()
+        self._preparing_long.shutdown(cancel_futures=True)
+        for served in self.models.values():
+            served.grammar_trials.close()
 
     def stop(self) -> None:
         """Answer what runs, and all that comes, with status 503. For the event loop's thread."""
@@ -66,9 +80,16 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served here; the {served}", "model", "model_not_found")
         return found
 
-    async def prepared(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns, called in a thread of its own."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
+    async def prepared(self, make: Callable[[], Any], http: Request, takes_long: bool = False) -> Any:
+        """What `make` returns, called in a thread in which nothing that takes long comes before it.
+
+        Args:
+            http: Whose request it is. A large body takes long.
+            takes_long: Whether it does so anyway.
+        """
+        long = takes_long or int(http.headers.get("content-length", _SHORT)) >= _SHORT
+        threads = self._preparing_long if long else self._preparing
+        return await asyncio.get_running_loop().run_in_executor(threads, make)
 
     async def answer(self, request: ChoicesRequest, http: Request, form: type[Form]) -> Response:
         """Decode `request.n` answers to each prompt, and write them in the form of the route.
@@ -76,16 +97,14 @@ class Service:
         Raises:
             ApiError: The request asks for what the server cannot do, or there are too many at the moment.
         """
-        if self._stopped is not None:
-            raise self._stopped
         served = self.model(request.model)
         _check(request)
-        images = await self.images(served, request.messages) if isinstance(request, ChatRequest) else []
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-        self._make_room(count)
+        self._take(count)
 
         def ended() -> None:
-            self._running.pop(generation)
+            self._taken -= count
+            self._running.remove(generation)
             answers = generation.answers
             self.metrics.through(served.name, answers, request.n)
             http.state.notes.update(  # for the log
@@ -95,36 +114,75 @@ class Service:
                 steps=sum(answer.handle.statistics.steps for answer in answers),
                 finish_reasons=[answer.handle.finish_reason or "cancelled" for answer in answers],
             )
+            if faulty := generation.faulty():
+                http.state.notes["no_json"] = faulty
 
         generation = Generation(served, request, self._settings, self.metrics, ended)
-        self._running[generation] = count
+        self._running.add(generation)
+        http.state.notes["stage"] = "prepare"
         try:
-            await self.prepared(partial(generation.submit, images, asyncio.get_running_loop()))
+            has_grammar = request.structured_outputs is not None
+            if isinstance(request, ChatRequest):
+                has_grammar |= bool(request.tools) or request.response_format is not None
+                await self.with_images(served, request.messages, http, generation.prepare, has_grammar)
+            else:
+                await self.prepared(partial(generation.prepare, []), http, has_grammar)
+            http.state.notes["stage"] = "submit"
+            submit = partial(generation.submit, asyncio.get_running_loop())
+            await asyncio.get_running_loop().run_in_executor(self._preparing, submit)
             self.metrics.count(served.name, PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
+            http.state.notes["stage"] = "answer"
             return await deliver(http, form(generation))
         except BaseException:
             generation.close()
             raise
 
-    async def images(self, served: ServedModel, messages: Sequence[Message]) -> list[Image]:
-        """The images of a conversation, read in a thread that no other request waits for.
+    async def with_images(
+        self,
+        served: ServedModel,
+        messages: Sequence[Message],
+        http: Request,
+        make: Callable[[Sequence[bytes]], Any],
+        takes_long: bool = False,
+    ) -> Any:
+        """What `make` returns for the files of the images of a conversation; see `prepared`.
 
         Raises:
             ApiError: The model reads none, or one cannot be had or read.
         """
         urls = [url for message in messages for url in message.images]
-        if urls and served.processor is None:
+        if not urls:
+            return await self.prepared(partial(make, []), http, takes_long)
+        if served.processor is None:
             raise errors.refused("messages", "messages has an image, but this model reads text alone")
-        return await asyncio.to_thread(read_images, urls, self._settings) if urls else []
+        async with self._seeing:  # there are no more files at once
+            files = await asyncio.to_thread(read_images, urls, self._settings)
+            return await self.prepared(partial(make, files), http, takes_long=True)
 
-    def _make_room(self, count: int) -> None:
-        """Refuse so many further answers if there is no room for them."""
-        most, running = self._settings.max_rows + self._settings.queue, sum(self._running.values())
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue, for what makes no answer.
+
+        Raises:
+            ApiError: There is none.
+        """
+        self._take(1)
+        try:
+            yield
+        finally:
+            self._taken -= 1
+
+    def _take(self, count: int) -> None:
+        """Take places for so many further answers, unless there are not enough."""
+        if self._stopped is not None:
+            raise self._stopped
+        most = self._settings.max_rows + self._settings.queue
         if count > most:
             raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
-        if running + count > most:
-            message = f"{running} answers are being made or wait; try again later"
+        if self._taken + count > most:
+            message = f"{self._taken} answers are being made or wait; try again later"
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
+        self._taken += count
 
 
 def _check(request: ChoicesRequest) -> None:
@@ -137,7 +195,7 @@ def _check(request: ChoicesRequest) -> None:
 async def deliver(http: Request, form: Form) -> Response:
     """The response to a request whose answers are being made. A client that goes away ends them."""
     if form.request.stream:
-        return EventStream(form)
+        return EventStream(form, http.state.notes)
     watch = asyncio.create_task(_fail_if_left(http, form.generation))
     try:
         return JSONResponse(await _whole(form))
@@ -147,11 +205,11 @@ async def deliver(http: Request, form: Form) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Answers as server-sent events."""
+    """Answers as server-sent events. What fails is told by `notes`, for the log."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, notes: dict[str, Any]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(form), media_type="text/event-stream", headers=headers)
+        super().__init__(_events(form, notes), media_type="text/event-stream", headers=headers)
         self._generation = form.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,7 +229,7 @@ async def _whole(form: Form) -> dict[str, Any]:
     return form.whole(wholes)
 
 
-async def _events(form: Form) -> AsyncIterator[bytes]:
+async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
     try:
         for chunk in form.opening():
             yield _event(chunk)
@@ -183,6 +241,7 @@ async def _events(form: Form) -> AsyncIterator[bytes]:
     except Exception as error:  # the status is sent already, so that it can only be told here
         api_error = as_api_error(error)
         if api_error.status_code == FAILED:
+            notes["error"] = described(error)
             write_line("".join(format_exception(error)))
         yield _event(form.failure(api_error))
     yield form.last_event
