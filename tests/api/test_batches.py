@@ -26,7 +26,6 @@ from batch_exactness import (
 )
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.errors import UnsupportedArgumentError
 from lookahead.serving.output import StreamFeeder
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
 from quick import quickly
@@ -153,11 +152,6 @@ def test_criteria_and_processors_get_the_row_number() -> None:
     assert (texts[:, 3:] // 10).tolist() == [[0] * 6, [1] * 6, [2] * 6]
 
 
-def test_unsupported_arguments_of_a_batch_are_refused() -> None:
-    with pytest.raises(UnsupportedArgumentError, match="guidance_scale"):
-        lookahead.generate(build("llama"), torch.tensor([[5, 6], [7, 8]]), guidance_scale=1.5, max_new_tokens=4)
-
-
 @pytest.mark.parametrize("share_pool", [False, True])
 def test_a_pool_that_rows_share_changes_no_text(share_pool: bool) -> None:
     # Rows of one prompt find in the pool what another row has just written, and must not take it for their own.
@@ -255,7 +249,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
         lookahead.serving.request,
         "row_processors",
         _narrows_to_the_first_row,
-        {"settings": {"allowed": (72, 3)}},
+        {"settings": {"encoder_no_repeat_ngram_size": 1}},
     ),
     "streams rows as they come": (StreamFeeder, "add", _hands_over_at_once, {"streamed": True}),
 }

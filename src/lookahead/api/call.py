@@ -18,12 +18,14 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.drafting.checked import shielded
-from lookahead.errors import ModelChangedError
+from lookahead.errors import ModelChangedError, UnsupportedArgumentError
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts
+from lookahead.serving.lock_step import LockStep
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
 from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.request import Request, Steps
+from lookahead.serving.selecting import in_lock_step
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -45,6 +47,13 @@ class Call:
         parallel: ParallelGroup | None,
     ) -> None:
         model, prompts = arguments.model, arguments.prompts
+        together = in_lock_step(arguments)
+        if parallel is not None and together:
+            raise UnsupportedArgumentError(
+                "parallel is not supported for several rows with guidance_scale, or a logits_processor, a "
+                "stopping_criteria or a prefix_allowed_tokens_fn of your own, which may depend on all rows; call "
+                "generate once for each row"
+            )
         session = open_session(model) if parallel is None else parallel.open_session(model)
         if prompts.inputs:
             check_own_prefill(prompts, config, arguments.config, session.refuses_inputs)
@@ -66,16 +75,20 @@ class Call:
             Request(arguments, drafting, noise, runner.last_length, row, predicted[row]) for row in range(prompts.rows)
         ]
         self._sequences = [request.sequence for request in requests]
+        self._fills = requests[0].rule.has_eos  # rows that end before others, with padding
+        token = arguments.config._pad_token_tensor
+        self._pad_token = int(token) if token is not None and self._fills else None
         self._steps = steps = Steps(runner, call.clock, pace, come_and_go=call.rows_leave)
-        if call.rows_leave:
+        if together:
+            steps.come_and_go = False
+            steps.backend = lock_step = LockStep(runner, arguments, self._sequences, self._pad_token)
+            steps.batch.verify = lock_step.verify
+        elif call.rows_leave:
             for request, row in zip(requests, runner.rows, strict=True):
                 request.row = row
         else:
             steps.batch.sequences = self._sequences
             steps.backend = call.backend(steps.batch, requests[0].rule.asks_others)
-        self._fills = requests[0].rule.has_eos  # rows that end before others, with padding
-        token = arguments.config._pad_token_tensor
-        self._pad_token = int(token) if token is not None and self._fills else None
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and return the output of a call that began at `start`."""
@@ -126,9 +139,10 @@ class Call:
         prompts, steps, statistics = self._arguments.prompts, self._steps, self._statistics
         if prompts.inputs:
             runner: Any = self._call.runner
+            backend = steps.backend
             steps.backend = PromptPass(runner, self._arguments.model, prompts.input_ids, prompts.mask, prompts.inputs)
             self._step(self._requests)
-            steps.backend = runner
+            steps.backend = backend
         else:
             start = perf_counter()
             statistics.prefill_passes = steps.prefill(self._requests, self._arguments.config.prefill_chunk_size)

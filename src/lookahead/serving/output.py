@@ -89,7 +89,11 @@ def _stacked(collected: Sequence[list[torch.Tensor] | None]) -> tuple[torch.Tens
     rows = [tensors for tensors in collected if tensors is not None]
     if not rows:
         return None
-    return tuple(map(torch.cat, zip_longest(*rows, fillvalue=torch.zeros_like(rows[0][0]))))
+    stacked = []
+    for place in zip_longest(*rows):
+        found = [values for values in place if values is not None]
+        stacked.append(torch.cat([torch.zeros_like(found[0]) if values is None else values for values in place]))
+    return tuple(stacked)
 
 
 class StreamFeeder:

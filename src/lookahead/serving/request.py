@@ -24,7 +24,7 @@ from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
 from lookahead.serving.output import StreamFeeder, make_output
-from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, row_processors
+from lookahead.serving.selecting import LogprobSampler, StopRule, in_lock_step, last_lengths, row_processors
 
 
 class Request:
@@ -68,9 +68,10 @@ class Request:
         config = arguments.config
         keeps = bool(config.return_dict_in_generate)
         kind = TextSampler if logprobs is None else partial(LogprobSampler, logprobs)
+        alone = not in_lock_step(arguments)  # where tokens are selected for all rows together
         self._sampler = kind(
-            processor=row_processors(arguments.processors, place, prompts.rows) or None,
-            noise=noise if config.do_sample else None,
+            processor=(alone and row_processors(arguments.processors, place, prompts.rows)) or None,
+            noise=noise if alone and config.do_sample else None,
             row=place,
             keep_logits=keeps and bool(config.output_logits),
             keep_scores=keeps and bool(config.output_scores),

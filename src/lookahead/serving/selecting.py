@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,19 +21,46 @@ from transformers.generation import logits_process as processing
 from lookahead.backends.base import Prompts
 from lookahead.backends.machine import Read
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError
 from lookahead.serving.handle import TokenEvent
+
+if TYPE_CHECKING:
+    from lookahead.serving.arguments import Arguments
+
+
+_BY_ROW = {
+    "transformers.generation.logits_process": (
+        *("EncoderNoRepeatNGram", "EncoderRepetitionPenalty", "ForcedBOSToken", "ForcedEOSToken", "InfNanRemove"),
+        *("MinLength", "MinNewTokensLength", "NoBadWords", "NoRepeatNGram", "RepetitionPenalty", "SequenceBias"),
+        *("SuppressTokens", "SuppressTokensAtBegin", "SynthIDTextWatermark", "Watermark", "WhisperTimeStamp"),
+        *("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical"),
+        *("ExponentialDecayLengthPenalty", "LogitNormalization"),
+    ),
+    "transformers.generation.stopping_criteria": ("EosToken", "MaxLength", "MaxTime", "StopString"),
+}
+"""Classes of transformers, without the ends of their names, which are known to treat each row of a batch by itself."""
+
+_ENDS = re.compile("(LogitsProcessor|LogitsWarper|Criteria)$")
+
+
+def in_lock_step(arguments: Arguments) -> bool:
+    """Whether the rows of a call have to go on together, as its processors and criteria are not all known to treat each
+    row by itself.
+
+    Of a class or function of a user's own nobody knows that: it may have a rule for each row, compare rows, count its
+    calls, or follow the text by a state. No trial tells what it will do later.
+    """
+    kinds = map(type, [*arguments.processors, *arguments.criteria])
+    known = all(_ENDS.sub("", kind.__name__) in _BY_ROW.get(kind.__module__, ()) for kind in kinds)
+    return arguments.prompts.rows > 1 and not known
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
-    """The processors of one row of a batch.
+    """The processors of one row of a batch whose rows are not `in_lock_step`.
 
     Plain decoding hands a processor all rows at once; here rows are at different places, so each is processed
     by itself, `[1, tokens]` and `[1, vocabulary]`. Processors that hold something for each row of the batch are
-    narrowed to theirs. A user-defined one must treat each row by itself and all rows equally, as transformers' own do.
-
-    Raises:
-        UnsupportedArgumentError: A processor cannot be narrowed to one row.
+    narrowed to theirs.
     """
     if batch_size == 1:
         return processors
@@ -40,15 +68,6 @@ def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -
 
 
 def _narrow(processor: processing.LogitsProcessor, row: int, batch_size: int) -> processing.LogitsProcessor:
-    if isinstance(processor, processing.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        raise UnsupportedArgumentError(
-            "guidance_scale runs the model a second time over all rows at once, which lookahead decoding cannot do for "
-            "rows at different places; call generate once for each row"
-        )
-    if isinstance(processor, processing.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        prompt = row // processor._num_beams  # from transformers 5.24 on, rows of one prompt count as its beams
-        return processing.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(prompt, text), 1)
     narrowed = copy.copy(processor)
     if isinstance(processor, processing.EncoderRepetitionPenaltyLogitsProcessor):
         prompts = processor.encoder_input_ids
@@ -67,6 +86,11 @@ def _narrow(processor: processing.LogitsProcessor, row: int, batch_size: int) ->
     else:
         return processor
     return narrowed
+
+
+def warn_of_last_position(tokens: int) -> None:
+    """Say why a text ends where transformers would fail and lose it."""
+    warnings.warn(f"generation stopped at {tokens} tokens: the model has no position for another one", stacklevel=2)
 
 
 class LogprobSampler(TextSampler):
@@ -160,11 +184,7 @@ class StopRule:
         for criterion in self._criteria:
             done |= _answer(criterion, criterion(sequence.ids, scores))
         if not done and sequence.last_length is not None and sequence.length >= sequence.last_length:
-            # Where transformers would fail and lose the text.
-            warnings.warn(
-                f"generation stopped at {len(sequence.tokens)} tokens: the model has no position for another one",
-                stacklevel=2,
-            )
+            warn_of_last_position(len(sequence.tokens))
             return True
         return done
 

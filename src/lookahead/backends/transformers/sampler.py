@@ -197,7 +197,7 @@ class TextSampler:
                 assert self._noise is not None
                 self._noise.take(self._row, self._foreseen.probabilities[place : place + 1])
                 if self.keeps:
-                    self._keep(outputs.logits_after(node), self._foreseen.scores[place : place + 1])
+                    self.keep(outputs.logits_after(node), self._foreseen.scores[place : place + 1])
                 return token
         text = None if self._ignores_text else sequence.ids  # which are put together when they are asked for
         return self.choose(text, outputs.logits_after(node).to(sequence.device))
@@ -208,10 +208,10 @@ class TextSampler:
         The text may be left out where there is no processor that looks at it.
         """
         scores = self._process(text, logits)
-        self._keep(logits, scores)
+        self.keep(logits, scores)
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
-    def _keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+    def keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Collect what is wanted of a token."""
         for collected, values in ((self.logits, logits), (self.scores, scores)):
             if collected is not None:
