@@ -25,7 +25,7 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 _LIBRARIES = ("torch", "transformers")
 """Packages whose files define functions that models call. Other files hold the caller's own variables."""
 
-IRRELEVANT = frozenset({"generate", "generation_config", "rope_deltas"})
+IRRELEVANT = frozenset({"generate", "generation_config", "rope_deltas", "_output_capturing_hooks_installed"})
 """Attributes of a model that no forward pass reads, or none that is handed positions."""
 
 _FLAGS = (bool, str, type(None))
@@ -184,8 +184,14 @@ def _hook_lists(spaces: Sequence[Namespace]) -> list[Mapping[int, Any]]:
     return [hooks for hooks in (*of_modules, *_GLOBAL_HOOKS) if hooks]
 
 
-def _hooks(spaces: Sequence[Namespace]) -> list[tuple[int, ...]]:
-    return [tuple(map(id, hooks.values())) for hooks in _hook_lists(spaces)]
+def _hooks(spaces: Sequence[Namespace]) -> list[list[int]]:
+    """Hooks of each module that has some, without those that transformers registers in a pass to collect outputs."""
+    found = ([id(hook) for hook in hooks.values() if not _collects(hook)] for hooks in _hook_lists(spaces))
+    return [hooks for hooks in found if hooks]
+
+
+def _collects(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _weights(spaces: Sequence[Namespace]) -> list[tuple[object, ...]]:

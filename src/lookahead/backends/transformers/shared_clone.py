@@ -194,6 +194,7 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
     for module in modules:
         attributes = vars(shells[id(module)])
         attributes.update(vars(module), _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+        attributes["_forward_hooks"] = copy.copy(module._forward_hooks)  # transformers registers some in a pass
         attributes["_modules"] = {name: shells.get(id(child), child) for name, child in module._modules.items()}
     shell: PreTrainedModel = shells[id(model)]
     return shell

@@ -70,16 +70,17 @@ def preserved_state(model: torch.nn.Module) -> Iterator[None]:
     The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
     a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
     """
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    kept = [(m, dict(vars(m)), dict(m._buffers), dict(m._forward_hooks)) for m in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {weight.device for weight in model.parameters() if weight.is_cuda}
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers, hooks in kept:
             hold_only(vars(module), attributes)
             hold_only(module._buffers, buffers)
+            hold_only(module._forward_hooks, hooks)  # transformers registers some in the first pass that needs them
         for buffer, saved in values:
             if not buffer.is_meta and not torch.equal(buffer, saved):  # on the meta device there are no values
                 with torch.no_grad():
