@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStre
 
 import lookahead
 from gguf_files import REASON, tool, zoo_file
-from lookahead import InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
+from lookahead import InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import build
 
@@ -223,3 +223,38 @@ def test_a_missing_binding_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
             lookahead.load_gguf(tmp_path / "any.gguf")
     finally:
         binding.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["model", "process", "forward"])
+def test_code_around_the_forward_pass_is_refused(model: Any, prompt: torch.Tensor, where: str) -> None:
+    """transformers runs it at each pass; llama.cpp does not."""
+
+    def double(module: Any, inputs: Any, output: Any) -> Any:
+        output.logits = -output.logits
+        return output
+
+    options = {"max_new_tokens": 8, "do_sample": False}
+    engine = lookahead.Engine(model)
+    text = lookahead.generate(model, prompt, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "forward":
+            plain = model.forward
+            patch.setattr(model, "forward", lambda *args, **kwargs: double(None, None, plain(*args, **kwargs)))
+            hook = None
+        else:
+            register = torch.nn.modules.module.register_module_forward_hook
+            hook = model.register_forward_hook(double) if where == "model" else register(double)
+        try:
+            assert not torch.equal(model.generate(prompt, **options), text)
+            with pytest.raises(UnsupportedModelError, match="forward"):
+                lookahead.generate(model, prompt, **options)
+            handle = engine.submit(prompt, **options)
+            with pytest.raises(UnsupportedModelError, match="forward"):
+                engine.run()
+            with pytest.raises(UnsupportedModelError, match="forward"):
+                handle.result()
+        finally:
+            if hook is not None:
+                hook.remove()
+    assert torch.equal(lookahead.generate(model, prompt, **options), text)
+    assert torch.equal(engine.submit(prompt, **options).result(), text)

@@ -1,7 +1,10 @@
 """Low precision: decoding runs in every number type, and its plain steps are transformers' own, bit for bit."""
 
+import copy
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -51,6 +54,21 @@ def test_double_precision() -> None:
     output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
     assert torch.equal(output.sequences, expected)
     assert output.statistics.steps < 24
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_that_was_filled_in_another_type(rows: int) -> None:
+    """transformers puts new states behind old ones, and both become what holds both."""
+    model, ids = copy.deepcopy(build("llama")), PROMPT.repeat(rows, 1)
+    caches = [DynamicCache(), DynamicCache()]
+    for cache in caches:
+        first = model.generate(ids, past_key_values=cache, **GREEDY)
+    model.to(torch.float64)
+    options = {**GREEDY, "max_new_tokens": 40}
+    expected = model.generate(first.sequences, past_key_values=caches[0], **options)
+    output = lookahead.generate(model, first.sequences, past_key_values=caches[1], lookahead_config=SMALL, **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert caches[1].layers[0].keys.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from torch.nn.modules import module
+from transformers import PreTrainedModel
 
 from lookahead.backends.base import Prompts
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, binding
@@ -54,6 +56,33 @@ def check_model(model: LlamaModel) -> None:
             f"{name} does not give on {'chains of tokens' if model.has_states else 'token trees'} what it gives token "
             f"by token, with this build of llama.cpp: logits differ by {worst:.2g} standard deviations. Use "
             "llama.cpp's own decoding"
+        )
+
+
+def replaced_code(model: PreTrainedModel) -> str | None:
+    """Code that somebody put around the forward pass of a GGUF model; `None` if there is none.
+
+    transformers runs it at each pass. Steps of ours go to llama.cpp, past that forward pass.
+    """
+    if model._forward_hooks or model._forward_pre_hooks:
+        return "forward hooks"
+    if module._global_forward_hooks or module._global_forward_pre_hooks:
+        return "forward hooks of all modules of the process"
+    if "forward" in vars(model):
+        return "another forward pass"
+    return None
+
+
+def check_code(model: PreTrainedModel) -> None:
+    """Refuse a GGUF model whose own forward pass does not say everything.
+
+    Raises:
+        UnsupportedModelError: There is code around it.
+    """
+    if found := replaced_code(model):
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} has {found}, which steps of llama.cpp do not run; remove them, or use "
+            "model.generate"
         )
 
 

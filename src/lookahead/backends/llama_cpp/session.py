@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from lookahead.backends.base import Call, Prompts, Session
-from lookahead.backends.llama_cpp.checks import check_call, check_rows
+from lookahead.backends.llama_cpp.checks import check_call, check_code, check_rows, replaced_code
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
 from lookahead.backends.llama_cpp.model import GGUFModel
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
@@ -35,8 +35,17 @@ class GGUFSession(Session):
         # That of the calling thread, if all layers are run on the CPU.
         self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
+    def check(self) -> None:
+        """Refuse a model that was given other code since it was loaded."""
+        check_code(self._model)
+
+    def watch(self, runner: object, compares_bits: bool) -> GGUFWatch:
+        """Notices hooks and the like."""
+        return GGUFWatch(self._model)
+
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
         """Acquire what a call needs."""
+        self.check()
         return GGUFCall(self._model, prompts, config, generation_config, self.clock)
 
     def open_rows(
@@ -47,6 +56,7 @@ class GGUFSession(Session):
         llama.cpp takes room for running texts at once, so that there is a number of bytes even where none was given;
         finished ones have a share of their own.
         """
+        self.check()
         llama = self._model.llama
         check_rows(llama, config, max_rows)
         most = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
@@ -68,6 +78,24 @@ class GGUFSession(Session):
     def sharing_weights(self) -> GGUFModel:
         """Another object for the file as llama.cpp loaded it."""
         return GGUFModel(self._model.llama)
+
+
+class GGUFWatch:
+    """Says whether a GGUF model can still be run as llama.cpp runs it. Its weights are out of everybody's reach.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: GGUFModel) -> None:
+        self._model = model
+
+    def has_changed(self, thorough: bool) -> bool:
+        """Whether there is code around its forward pass."""
+        return replaced_code(self._model) is not None
+
+    def settle(self) -> None:
+        """Passes of llama.cpp change nothing in the model."""
 
 
 class GGUFCall(Call):

@@ -89,6 +89,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write states `[texts, heads, nodes, head_dim]` behind the longest text; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.dtype is not self.keys.dtype:  # the caller's cache was filled in another type
+            self.keys = self.keys.to(torch.promote_types(key_states.dtype, self.keys.dtype))
+            self.values = self.values.to(torch.promote_types(value_states.dtype, self.values.dtype))
         start, count = self.length - self.dropped, key_states.shape[2]
         end = start + count
         if end > self.keys.shape[2]:
