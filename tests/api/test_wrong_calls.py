@@ -186,3 +186,12 @@ def test_traces_and_ranks() -> None:
     refused("timeout", lambda value: join(timeout=value), [None, "x", nan, inf, True, 0, -1, [], 10**30])
     refused("tensor_parallel", lambda value: join(tensor_parallel=value), [None, *NO_SIZES])
     refused("device_type", lambda value: join(device_type=value), [3, "x", True, []])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "99999")]
+)
+def test_an_environment_that_cannot_work(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    for variable, given in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}.items():
+        monkeypatch.setenv(variable, given)
+    refused(f"environment variable {name}=", lambda timeout: join(timeout=timeout), [3.0])

@@ -290,7 +290,10 @@ def test_a_number_of_ranks_that_is_none_is_named(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
-    assert f"WORLD_SIZE={size!r} must be a whole number" in refused(capsys, "generate", PROMPT)
+    for command in ("generate", "trace"):
+        message = refused(capsys, command, PROMPT)
+        assert "environment variable WORLD_SIZE=" in message
+        assert "start the processes with torchrun" in message
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,6 @@ def started_together() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _of_environment(name: str, least: int) -> int:
-    """A whole number of an environment variable that says what this process is among others."""
-    text = os.environ.get(name, "0")
-    if not text.isdecimal() or int(text) < least:
-        raise InvalidArgumentError(
-            f"the environment variable {name}={text!r} must be a whole number of at least {least}; start the processes "
-            "with torchrun, or unset RANK for this one alone"
-        )
-    return int(text)
-
-
 def start_ranks(count: int, settings: GenerateSettings) -> int:
     """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
     from lookahead.parallel import check_memory
@@ -70,12 +59,12 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
 
 def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
     """The configuration of one device for `count` of them, or for as many as this process was started with."""
-    ranks = count or (_of_environment("WORLD_SIZE", 1) if started_together() else 1)
-    if ranks == 1:
+    if count is None and not started_together():
         return config
-    from lookahead.parallel import scale_config
+    from lookahead.parallel import environment_number, scale_config
 
-    return scale_config(config, ranks)
+    ranks = environment_number("WORLD_SIZE", 1) if count is None else count
+    return config if ranks == 1 else scale_config(config, ranks)
 
 
 @contextlib.contextmanager
@@ -107,6 +96,8 @@ def on_own_device(settings: DecodingSettings) -> DecodingSettings:
     import torch
 
     if settings.device is None and torch.cuda.is_available():
-        device = _of_environment("LOCAL_RANK", 0) % torch.cuda.device_count()
+        from lookahead.parallel import environment_number
+
+        device = environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
         return replace(settings, device=f"cuda:{device}")
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,17 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
     if config.step_budget is not None:
         return replace(config, step_budget=config.step_budget * ranks)
     return config
+
+
+def environment_number(name: str, least: int, most: int | None = None) -> int:
+    """What an environment variable says that `torchrun` sets; 0 if it is not there.
+
+    Raises:
+        InvalidArgumentError: It is no whole number, or out of range.
+    """
+    text = os.environ.get(name, "0")
+    number = int(text) if text.isdecimal() else text
+    return whole_number(f"environment variable {name}", number, least, most, "start the processes with torchrun")
 
 
 def check_memory(config: LookaheadConfig, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 
@@ -23,7 +24,7 @@ from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.parallel import check_memory
+from lookahead.parallel import check_memory, environment_number
 from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
@@ -192,6 +193,7 @@ def join(
 
     Raises:
         InvalidArgumentError: The processes were not started together, or do not divide into copies of the model.
+        ParallelError: They did not find each other.
     """
     timeout = finite_number("timeout", timeout, "must be seconds, above 0")
     require(0 < timeout < _LONGEST_WAIT, "timeout", timeout, f"must be seconds, above 0 and below {_LONGEST_WAIT}")
@@ -201,6 +203,9 @@ def join(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     owns_processes = not dist.is_initialized()
     if owns_processes:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            environment_number("RANK", 0, environment_number("WORLD_SIZE", 1) - 1)
+            environment_number("MASTER_PORT", 0, 2**16 - 1)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, 2 * TIMEOUT)))
@@ -208,6 +213,11 @@ def join(
             raise InvalidArgumentError(
                 f"parallel: this process was not started together with others ({error}); start it with torchrun, or "
                 "call torch.distributed.init_process_group first"
+            ) from error
+        except RuntimeError as error:
+            raise ParallelError(
+                f"parallel: the processes of a run did not find each other ({str(error).splitlines()[0]}); start all "
+                "of them, with the same MASTER_ADDR and MASTER_PORT"
             ) from error
     world, this_rank = dist.get_world_size(), dist.get_rank()
     divides = world % tensor_parallel == 0
