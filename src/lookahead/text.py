@@ -100,15 +100,13 @@ class TextBuilder:
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of one of `marks`."""
-    return max(
-        (
-            length
-            for mark in marks
-            for length in range(min(len(mark) - 1, len(text)), 0, -1)
-            if text.endswith(mark[:length])
-        ),
-        default=0,
-    )
+    held = 0
+    for mark in marks:
+        start = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
+        while start >= 0 and not mark.startswith(text[start:]):
+            start = text.find(mark[0], start + 1)
+        held = max(held, len(text) - start if start >= 0 else 0)
+    return held
 
 
 def conversation_text(turns: Iterable[tuple[str, str]]) -> str:

@@ -173,6 +173,11 @@ class Generation:
                 if self._closed:  # meanwhile
                     answer.handle.cancel()
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until it is given up; none are left where it is negative."""
+        return self._begin + self._settings.timeout - time.monotonic()
+
     def close(self) -> None:
         """Give up what is not complete, from the next step on: the client has gone, or has what there is."""
         if not self._closed:
@@ -234,8 +239,7 @@ class Generation:
                 self._metrics.time(self.served.name, PER_TOKEN, (now - before) / piece.tokens)
 
     async def _next(self) -> tuple[int, Piece | ApiError | None]:
-        left = self._begin + self._settings.timeout - time.monotonic()
-        if left > 0:  # also where there is more to tell: the client may have been slow to take it
+        if (left := self.seconds_left) > 0:  # also where there is more to tell, which a client is slow to take
             with suppress(asyncio.TimeoutError):
                 return await asyncio.wait_for(self._queue.get(), left)
         return 0, ApiError(504, "the request took longer than this server allows", code="timeout")

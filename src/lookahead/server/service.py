@@ -12,7 +12,7 @@ from traceback import format_exception
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
@@ -28,6 +28,9 @@ from lookahead.server.served_model import ServedModel
 
 _RETRY_AFTER = 2
 """Seconds after which a client that was sent away may try again."""
+
+_UNREAD = 1.0
+"""Seconds in which a client has to read that its time is over, before its answers are given up."""
 
 _SHORT = 2**16
 """Bytes of a body that is prepared at once. Longer ones are prepared beside one another, as are grammars and images."""
@@ -198,7 +201,9 @@ async def deliver(http: Request, form: Form) -> Response:
         return EventStream(form, http.state.notes)
     watch = asyncio.create_task(_fail_if_left(http, form.generation))
     try:
-        return JSONResponse(await _whole(form))
+        wholes = await _wholes(form)
+        body = await asyncio.to_thread(_encoded, form, wholes)  # which may be of megabytes
+        return Response(body, media_type="application/json")
     finally:
         watch.cancel()
         form.generation.close()
@@ -214,19 +219,30 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        after = self._generation.seconds_left + _UNREAD
+        timer = asyncio.get_running_loop().call_later(after, self._generation.close)  # nothing is read, so none is told
         try:
             await super().__call__(scope, receive, send)
         finally:  # also where the client left before the first event
+            timer.cancel()
             self._generation.close()
 
 
-async def _whole(form: Form) -> dict[str, Any]:
+async def _wholes(form: Form) -> list[Piece]:
     wholes = [Piece() for _ in form.generation.answers]
     async for answer, piece in form.generation:
         if piece is not None:
             wholes[answer.index].text += piece.text
             wholes[answer.index].logprobs += piece.logprobs
-    return form.whole(wholes)
+    return wholes
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _encoded(form: Form, wholes: Sequence[Piece]) -> bytes:
+    """The answer to a request, encoded piece by piece: other threads run in between."""
+    return "".join(_JSON.iterencode(form.whole(wholes))).encode()
 
 
 async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
