@@ -241,6 +241,7 @@ def hand_over(
     check_call(model, kwargs)
     if input_ids is not None and not is_encoder_decoder(model):  # an encoder may read something else
         check_prompt_ids(input_ids)
+        input_ids = input_ids.long()  # transformers takes two types of integers alone
     source_ids = input_ids if input_ids is not None else kwargs.get("input_ids")
     # transformers drops these before it calls a custom generate function, so they are passed around it
     streamer = kwargs.pop("streamer", None)

@@ -23,7 +23,7 @@ from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_drafter
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
-from lookahead.serving.refusals import check_values
+from lookahead.serving.refusals import are_whole_numbers, check_values
 from lookahead.values import require
 
 _SPARES = 16
@@ -173,8 +173,8 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
     except Exception:  # an object of the user's own may raise anything
         ids = torch.empty(1)
     check_values("prediction", ids)
-    is_whole = ids.layout is torch.strided and not ids.is_nested and not (ids.is_complex() or ids.dtype == torch.bool)
-    is_whole = is_whole and (ids.numel() == 0 or not ids.is_floating_point())
+    is_whole = are_whole_numbers(ids) or (ids.layout is torch.strided and not ids.numel())
+    ids = ids.long() if is_whole else ids
     if not is_whole or ids.numel() != (ids.shape[-1] if ids.dim() else 0) or ((ids < 0) | (ids >= vocabulary)).any():
         raise InvalidArgumentError(
             f"prediction must be the token ids of one text, whole numbers from 0 to {vocabulary - 1}"

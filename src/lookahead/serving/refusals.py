@@ -64,6 +64,12 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 }
 
 
+def are_whole_numbers(ids: torch.Tensor) -> bool:
+    """Whether a tensor holds whole numbers, one beside the other."""
+    is_dense = ids.layout is torch.strided and not ids.is_nested
+    return is_dense and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+
+
 def check_prompt_ids(input_ids: object) -> None:
     """Refuse prompts that are no token ids, or have none.
 
@@ -75,11 +81,11 @@ def check_prompt_ids(input_ids: object) -> None:
             f"input_ids={type(input_ids).__name__} must be a tensor of token ids [batch, tokens]; "
             "tokenizer(text, return_tensors='pt').input_ids makes one"
         )
-    is_plain = input_ids.layout is torch.strided and not input_ids.is_nested
-    if not is_plain or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        shape = tuple(input_ids.shape) if is_plain else input_ids.layout
+    if not are_whole_numbers(input_ids) or input_ids.dim() != 2:
+        shape = input_ids.layout if input_ids.is_nested else tuple(input_ids.shape)
         raise InvalidArgumentError(
-            f"input_ids of shape {shape} and dtype {input_ids.dtype} must be token ids [batch, tokens], int64 or int32"
+            f"input_ids of shape {shape} and dtype {input_ids.dtype} must be token ids [batch, tokens]: whole numbers, "
+            "not sparse"
         )
     if input_ids.shape[1] == 0:
         raise InvalidArgumentError(
@@ -105,10 +111,8 @@ def read_prompt(input_ids: object) -> torch.Tensor:
             "tokenizer(text).input_ids makes one"
         ) from error
     ids = ids[None] if ids.dim() == 1 else ids
-    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    ids = ids.long() if is_whole and ids.layout is torch.strided else ids
     check_prompt_ids(ids)
-    return ids
+    return ids.long()
 
 
 def check_lengths(setting: Callable[[str], Any]) -> None:
