@@ -126,3 +126,11 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(tool().ConversionError, match="gpt2"):
         tool().convert(tmp_path, tmp_path / "out.gguf")
     assert tool().main([str(tmp_path), str(tmp_path / "out.gguf")]) == tool().EXIT_REFUSED
+
+
+def test_a_file_that_is_no_gguf_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="is no GGUF file, and was left as it is"):
+        tool().convert(demo_model_path(), path)
+    assert path.read_text() == "mine"

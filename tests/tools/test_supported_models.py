@@ -14,6 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from lookahead.errors import InvalidArgumentError
+
 
 def load_tool() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "tools" / "supported_models.py"
@@ -49,3 +51,12 @@ def test_written_rows_are_read_again(tmp_path: Path) -> None:
     rows = TOOL.read_rows()
     TOOL.write_rows(rows.values(), tmp_path / "models.jsonl")
     assert TOOL.read_rows(tmp_path / "models.jsonl") == rows
+
+
+def test_rows_are_not_written_over_a_file_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["supported_models.py", "llama", "--output", str(path)])
+    with pytest.raises(InvalidArgumentError, match="does not begin with a row"):
+        TOOL.main()
+    assert path.read_text() == "mine"

@@ -256,6 +256,17 @@ def test_other_settings_refuse_to_resume(
     assert "already holds a finished model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_of_something_else_is_left_alone(
+    train: Callable[..., int], tmp_path: Path, fresh: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("mine")
+    assert train(fresh=fresh) == 2
+    assert "holds something else than a model of this tool" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
 def test_resuming_outlives_a_change_of_the_sources(
     train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

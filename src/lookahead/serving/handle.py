@@ -17,7 +17,7 @@ import torch
 from lookahead.backends.base import Recorded
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.output import LookaheadOutput
-from lookahead.values import check_callable
+from lookahead.values import check_callable, whole_number
 
 if TYPE_CHECKING:
     from lookahead.serving.engine import Engine
@@ -127,8 +127,12 @@ class RequestHandle:
         return (event.token async for event in self.events())
 
     def events_since(self, seen: int) -> list[TokenEvent]:
-        """The new tokens so far, without the first `seen`; does not wait."""
-        return self._events[seen:]
+        """The new tokens so far, without the first `seen`; does not wait.
+
+        Raises:
+            InvalidArgumentError: `seen` is no whole number, or below 0.
+        """
+        return self._events[whole_number("seen", seen, 0) :]
 
     def _wait(self, seen: float) -> bool:
         """Wait for more than `seen` tokens, or for the end; whether there are more."""
