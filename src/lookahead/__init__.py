@@ -1,9 +1,13 @@
 """Lookahead decoding: the same text from a causal language model, in fewer and fuller steps."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # as type checkers take it; importing `typing` would keep Ctrl-C waiting for a handler
 if TYPE_CHECKING:
+    from typing import Any
+
     from lookahead.api.generation import attach, detach, generate
     from lookahead.backends.llama_cpp.model import load_gguf
     from lookahead.config import LookaheadConfig

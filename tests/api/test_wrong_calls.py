@@ -63,6 +63,7 @@ def refused(name: str, call: Callable[[Any], Any], wrong: list[Any]) -> None:
         assert len(message) < 300, message
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_generate(model: PreTrainedModel) -> None:
     def call(name: str) -> Callable[[Any], Any]:
         return lambda value: lookahead.generate(model, IDS, **({"max_new_tokens": 3} | {name: value}))
@@ -71,6 +72,7 @@ def test_generate(model: PreTrainedModel) -> None:
     refused("parallel", call("parallel"), [3, "x", True, [], object()])
     refused("prediction", call("prediction"), [3, "x", b"x", nan, True, object(), {"a": 1}, [1.5], [True], [10**30]])
     refused("prediction", call("prediction"), [IDS.bool(), IDS.float(), IDS.to_sparse(), torch.tensor(3)])
+    refused("prediction", call("prediction"), [torch.nested.nested_tensor([IDS[0]])])
     refused("ngram_pool", call("ngram_pool"), [3, "x", object()])
     refused("lookahead_config", call("lookahead_config"), [3, "paper", {"preset": "paper"}, object()])
     refused("streamer", call("streamer"), [3, "x", object(), torch.tensor(3)])

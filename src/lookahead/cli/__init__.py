@@ -6,10 +6,13 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
 from lookahead.cli import signals
+
+TYPE_CHECKING = False  # see the package root
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 __all__ = ["main", "program"]
 

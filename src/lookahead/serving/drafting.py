@@ -215,7 +215,9 @@ def _rows(prediction: Any) -> Sequence[Any]:
         InvalidArgumentError: It is neither a list nor a tensor.
     """
     is_array = isinstance(prediction, (torch.Tensor, np.ndarray))
-    is_list = is_array or (isinstance(prediction, Sequence) and not isinstance(prediction, (str, bytes)))
+    is_list = (is_array and not getattr(prediction, "is_nested", False)) or (
+        isinstance(prediction, Sequence) and not isinstance(prediction, (str, bytes))
+    )
     require(is_list, "prediction", prediction, "must be token ids: a list, or a tensor [tokens]")
     if is_array:
         return list(prediction) if prediction.ndim == 2 else [prediction]
