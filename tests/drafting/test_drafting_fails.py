@@ -141,6 +141,15 @@ def test_where_the_warning_is_an_error_it_ends_its_own_request(config: Lookahead
         handles[1].result()
 
 
+@pytest.mark.parametrize("config", [*CONFIGS[:4], *CONFIGS[5:]])  # statistics are asked for when the text is complete
+def test_where_warnings_are_errors_no_text_is_cut_short_in_silence(config: LookaheadConfig) -> None:
+    ids, options = torch.tensor(PROMPTS[:1]), {"max_new_tokens": TOKENS, "do_sample": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LookaheadWarning)
+        with pytest.raises(LookaheadWarning, match="drafting stopped"):
+            lookahead.generate(build("llama", seed=0), ids, lookahead_config=config, **options)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rows_of_generate_go_on(config: LookaheadConfig, rows: int) -> None:

@@ -39,6 +39,9 @@ class SequenceState:
         most_tokens: Length of `tokens` at which the text is complete at the latest, if that is known; no draft reaches
             further.
 
+    Raises:
+        LookaheadWarning: Its drafter did, and warnings are errors.
+
     Attributes:
         tokens: Token ids of the text so far.
         finished: Whether the text is complete, or nothing is added to it any more.
@@ -69,6 +72,8 @@ class SequenceState:
         self.steps = 0
         self.watcher: StepWatcher | None = None
         self.ask_drafter(lambda drafter: drafter.start(self.tokens), None)
+        if self.error is not None:
+            raise self.error
 
     @property
     def is_last_token(self) -> bool:
