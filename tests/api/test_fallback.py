@@ -75,7 +75,7 @@ def test_an_engine_says_why_it_cannot() -> None:
 
 def test_attached_models_decode_plainly() -> None:
     model = refused()
-    with pytest.warns(LookaheadWarning, match="another way to prepare its inputs"):
+    with pytest.warns(LookaheadWarning, match="prepare_inputs_for_generation of its own"):
         lookahead.attach(model, PLAIN)
     expected = type(model).generate(model, ids(), max_new_tokens=9, do_sample=False)
     with pytest.warns(LookaheadWarning):

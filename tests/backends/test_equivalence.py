@@ -28,6 +28,9 @@ from transformers import (
 )
 
 import lookahead
+from fuzz.encoder_decoders import read_by
+from fuzz.families import build as build_family
+from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_model
@@ -386,3 +389,66 @@ def test_sizes_that_layers_have_for_themselves(family: str) -> None:
     small = build_miniature(kind, config, seed=0)
     assert set(small.config.layer_types) == set(config.layer_types)
     assert sum(weights.numel() for weights in small.parameters()) < 1_000_000
+
+
+FEW_TOKENS = {
+    "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "roformer": {"is_decoder": True, "embedding_size": 64, "max_position_embeddings": 128},
+}
+
+
+@pytest.mark.parametrize("tokens", [30, 5])
+@pytest.mark.parametrize("family", FEW_TOKENS)
+def test_models_of_few_tokens_are_tried(family: str, tokens: int) -> None:
+    """Proteins have about thirty; a miniature has as many as its texts need."""
+    config = AutoConfig.for_model(family, **{**SIZES, **FEW_TOKENS[family], "vocab_size": tokens})
+    model = randomised(AutoModelForCausalLM.from_config(config), 0.3)
+    ids = torch.tensor([[3, 1, 4, 1, 2, 3, 1, 4]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    output = lookahead.generate(
+        model, ids, max_new_tokens=20, do_sample=False, lookahead_config=LookaheadConfig(step_budget=8)
+    )
+    assert torch.equal(output, expected)
+
+
+def test_padded_rows_of_few_tokens_that_count_padding() -> None:
+    config = AutoConfig.for_model("mpt", vocab_size=30, d_model=64, n_heads=4, n_layers=2, max_seq_len=128)
+    config.bos_token_id = config.eos_token_id = None
+    model = randomised(AutoModelForCausalLM.from_config(config), 0.3)
+    ids = torch.tensor([[0, 0, 0, 5, 9, 3], [3, 5, 9, 3, 5, 9]])
+    with pytest.raises(UnsupportedArgumentError, match="hides tokens"):
+        lookahead.generate(model, ids, attention_mask=(ids != 0).long(), max_new_tokens=20, do_sample=False)
+
+
+@pytest.mark.parametrize("family", ["m2m_100/encoder", "bart/encoder", "roberta"])
+def test_padding_tokens_inside_of_a_text_without_a_cache(family: str) -> None:
+    """M2M-100 counts no positions of them where it reads the text anew, and counts them behind a cache."""
+    model = build_family(family, Variant(), "sdpa")
+    pad = model.config.get_text_config(decoder=True).pad_token_id
+    ids = prompt(7)
+    arguments = read_by(model, ids, torch.ones_like(ids)) if model.config.is_encoder_decoder else {"input_ids": ids}
+
+    def pads(batch: int, text: torch.Tensor) -> list[int]:
+        return [pad] if len(text) % 4 == 0 else list(range(3, 90))
+
+    options = {**arguments, "max_new_tokens": 24, "do_sample": False, "prefix_allowed_tokens_fn": pads}
+    drafts = LookaheadConfig(step_budget=8)
+    assert torch.equal(lookahead.generate(model, lookahead_config=drafts, **options), model.generate(**options))
+    if family == "m2m_100/encoder":
+        with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):
+            lookahead.generate(model, use_cache=False, **options)
+    else:
+        expected = model.generate(use_cache=False, **options)
+        assert torch.equal(lookahead.generate(model, use_cache=False, lookahead_config=drafts, **options), expected)
+
+
+def test_rows_that_depend_on_each_other_in_plain_decoding() -> None:
+    """RWKV adds the states of all rows to each: a row of a batch is another text than the same row alone."""
+    model = build_family("rwkv", Variant(), "eager")
+    ids, options = torch.cat([prompt(5), prompt(5, 1)]), {"max_new_tokens": 20, "do_sample": False}
+    alone = torch.cat([model.generate(row[None], **options) for row in ids])
+    assert not torch.equal(model.generate(ids, **options), alone)
+    with pytest.raises(UnsupportedArgumentError, match="input_ids has 2 rows"):
+        lookahead.generate(model, ids, **options)
+    assert torch.equal(torch.cat([lookahead.generate(model, row[None], **options) for row in ids]), alone)

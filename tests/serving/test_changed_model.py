@@ -228,7 +228,7 @@ def test_a_model_that_can_no_longer_be_run_ends_all_requests(model: PreTrainedMo
     before = plain(model)
     handle = engine.submit(PROMPT, **OPTIONS)
     model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
-    with pytest.raises(UnsupportedModelError, match="prepare its inputs"):
+    with pytest.raises(UnsupportedModelError, match="prepare_inputs_for_generation of its own"):
         engine.step()
     with pytest.raises(UnsupportedModelError):
         handle.result()

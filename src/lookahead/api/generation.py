@@ -13,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.api.call import Call
+from lookahead.backends.transformers.own_decoding import given_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
@@ -131,6 +132,8 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
             raise
         warn_of_plain(refusal, stacklevel=3)
         model = language_model(model)[0]
+        if given_generate(model) is not None:  # which stays what decodes plainly
+            return
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so that in a copy it refers to the copy.
     call = partial(_generate_attached, model, attached)
@@ -171,7 +174,8 @@ def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[
     method = "generate"
     if prompt and _is_prepared(arguments):
         method = GENERATION_MODES_MAPPING[arguments["generation_config"].get_generation_mode()]
-    output = getattr(type(model), method)(model, *prompt, **arguments)
+    given = given_generate(model) if method == "generate" else None
+    output = given(*prompt, **arguments) if given else getattr(type(model), method)(model, *prompt, **arguments)
     if type(output) is not GenerateDecoderOnlyOutput:
         return output
     prompts = arguments.get("inputs") if input_ids is None else input_ids

@@ -24,7 +24,8 @@ from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
 from lookahead.backends.transformers.limits import TRANSFORMERS
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.backends.transformers.own_decoding import given_generate
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.refusals import (
     check_call,
     check_devices,
@@ -232,7 +233,11 @@ def hand_over(
         decode: Called inside of transformers' `generate`.
         checked: Whether the model has been checked for what runs it.
     """
-    model = language_model(model)[0] if checked else language_model_or_wrapper(model)
+    if checked:
+        model = language_model(model)[0]
+        check_wrapper(model)
+    else:
+        model = language_model_or_wrapper(model)
     if "inputs" in kwargs:
         if input_ids is not None:
             raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
@@ -263,9 +268,23 @@ def language_model_or_wrapper(model: Any) -> Any:
         UnsupportedModelError: The model cannot be run on token trees.
     """
     model, inner = language_model(model)
-    check_adapters(model)
+    check_wrapper(model)
     open_session(inner).check()
     return model
+
+
+def check_wrapper(model: Any) -> None:
+    """Refuse a model, or its wrapper, for what is around the model of transformers.
+
+    Raises:
+        UnsupportedModelError: It has an adapter that a tree cannot carry, or another `generate` was put on it.
+    """
+    check_adapters(model)
+    if given_generate(model) is not None:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} has been given another `generate` than its class's, which may decode "
+            "otherwise. Delete that attribute, or use model.generate"
+        )
 
 
 def language_model(model: Any) -> tuple[Any, PreTrainedModel]:

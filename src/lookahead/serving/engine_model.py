@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.cache_names import CACHE
-from lookahead.backends.transformers.checks import check_adapters, check_length
+from lookahead.backends.transformers.checks import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.shared_pace import SharedPace
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.arguments import Arguments, language_model
+from lookahead.serving.arguments import Arguments, check_wrapper, language_model
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.refusals import check_own_prefill
@@ -42,8 +42,9 @@ class EngineModel:
         prefix_cache: bool,
         prefix_bytes: int | None,
     ) -> None:
-        check_adapters(model)
-        self.model = model = language_model(model)[1]
+        wrapper, model = language_model(model)
+        check_wrapper(wrapper)
+        self.model = model
         self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
         self.session = open_session(model)
         self._shared = SharedPace(

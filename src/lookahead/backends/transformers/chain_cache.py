@@ -87,11 +87,11 @@ class _Encoded(BaseModelOutput):  # type: ignore[misc]
     router_logits = attention_mask = None
 
 
-def tried_source(model: PreTrainedModel) -> Source:
-    """What an encoder might give for one row: random numbers, as trials are of the decoder."""
+def tried_source(model: PreTrainedModel, rows: int = 1) -> Source:
+    """What an encoder might give, the same for each row: random numbers, as trials are of the decoder."""
     config = getattr(model.get_encoder(), "config", model.config).get_text_config()
     draws = torch.Generator().manual_seed(0)
-    states = torch.randn(1, _TRIED_LENGTH, config.hidden_size, generator=draws)
+    states = torch.randn(1, _TRIED_LENGTH, config.hidden_size, generator=draws).repeat(rows, 1, 1)
     return {"encoder_outputs": _Encoded(last_hidden_state=states.to(model.device, model.dtype))}
 
 

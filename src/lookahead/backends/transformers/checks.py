@@ -3,6 +3,7 @@
 | question | how it is tried | what is refused |
 | --- | --- | --- |
 | Is it of a kind that can work? | from the outside: `ADAPTERS`, `MODELS` | the model |
+| Does it decode by transformers' loop? | methods of its own: `own_decoding`; a miniature | the model |
 | Does it take trees? | from the outside: `_check_inputs` | trees; chains may do |
 | Does it honour masks and positions? | a text along trees, and token by token: `_try_trees` | likewise |
 | Does its kind read trees as plain decoding does? | a miniature: `equivalence.QUESTIONS` | likewise |
@@ -15,6 +16,8 @@
 | Do static passes compute what others do? | the same steps: `static_engine.acquire_steps` | they are not used |
 | Are there positions for a text? | `limits.Limits`: `check_length` | longer prompts, and texts read wrongly |
 | May rows be at different places? | `Limits`: `_check_places`; a miniature: `check_texts` | rows, `use_cache=False` |
+| Do rows of plain decoding depend on each other? | a miniature: `check_texts` | rows |
+| Is a text read anew as from a cache? | a miniature, padding tokens in it: `check_texts` | `use_cache=False` |
 | Are hidden tokens hidden? | `Limits`, a miniature: `_check_hidden` | `attention_mask`, a cache |
 | May a call run on chains? | from the outside: `_check_states` | what the state of a whole text does not have |
 """
@@ -36,6 +39,7 @@ from lookahead.backends.transformers.comparisons import goes_on_rightly, reads_t
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, once, state_of
+from lookahead.backends.transformers.own_decoding import own_method
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
@@ -62,11 +66,6 @@ ADAPTERS: Rules = (
 """Adapters of PEFT."""
 
 MODELS: Rules = (
-    (
-        lambda model: "prepare_inputs_for_generation" in vars(model),
-        "has been given another way to prepare its inputs, as adapters with virtual tokens do, which token trees do "
-        "not take. Use model.generate",
-    ),
     (
         lambda model: (
             model.device.type == "meta" and not (hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map"))
@@ -138,6 +137,11 @@ def _check_outside(model: PreTrainedModel) -> None:
     check_adapters(model)
     if why := _broken(MODELS, model):
         raise UnsupportedModelError(f"model={type(model).__name__} {why}")
+    if own := own_method(model):
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} has a {own} of its own, as adapters with virtual tokens do: it may "
+            "decode otherwise than transformers' loop, which lookahead decoding takes the place of. Use model.generate"
+        )
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -150,11 +154,15 @@ def check_model(model: PreTrainedModel) -> None:
     """
     _check_outside(model)
     once(model, ("trees", *model_setting(model)), lambda: _try_trees(model))
-    if not equivalence(model).holds("trees"):
+    kind = equivalence(model)
+    if not kind.holds("trees"):
+        found = _found(
+            kind,
+            "a small copy of it, run past every window and context of its configuration, differs from plain decoding",
+        )
         raise UnsupportedModelError(
-            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
-            "give on token trees what it gives token by token: a small copy of it, run past every window and context "
-            "of its configuration, differs from plain decoding. Use model.generate"
+            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} is not known "
+            f"to give on token trees what it gives token by token: {found}. Use model.generate"
         )
 
 
@@ -205,10 +213,11 @@ def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
         if not falls_back:
             raise
         _check_outside(model)
-        if not equivalence(model).holds("plain"):
+        kind = equivalence(model)
+        if not kind.holds("plain"):
+            found = _found(kind, "passes over one token of a small copy of it differ from generate")
             raise UnsupportedModelError(
-                f"{refusal}. Nor can it be run without drafts (fallback='plain') here: passes over one token of a "
-                "small copy of it differ from generate"
+                f"{refusal}. Nor can it be run without drafts (fallback='plain') here: {found}"
             ) from refusal
         warn_of_plain(refusal, stacklevel=4)
         return True, False
@@ -258,13 +267,16 @@ def _check_chains(model: PreTrainedModel) -> None:
     state = "keeps a running state (Mamba-style or linear attention)"
     what = f"{name} {'is an encoder-decoder' if is_encoder_decoder(model) else state}"
     if not kind.holds("chains"):
-        found = (
-            "a small copy of it that goes on from its state over several tokens differs from plain decoding"
-            if kind.has_miniature
-            else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
+        found = _found(
+            kind, "a small copy of it that goes on from its state over several tokens differs from plain decoding"
         )
         raise UnsupportedModelError(f"{what}, and {found}. Use model.generate")
     once(model, ("chains", *model_setting(model)), lambda: _try_chains(model, what))
+
+
+def _found(kind: Equivalence, differs: str) -> str:
+    """Why the answer to a question about a kind is no."""
+    return differs if kind.has_miniature else f"no small copy of it could be tried ({kind.obstacle})"
 
 
 def _try_chains(model: PreTrainedModel, what: str) -> None:
@@ -332,12 +344,17 @@ def check_texts(
     new_tokens = generation_config.max_length - prompts.width
     check_length(runner, name, prompts, new_tokens)
     _check_places(runner, prompts, new_tokens, generation_config.use_cache)
-    if isinstance(runner, ModelRunner):
-        kind = equivalence(model)
-        if prompts.rows > 1 and not kind.holds("batches"):
-            raise _read_otherwise(name, f"input_ids has {prompts.rows} rows, which")
-        if not prompts.all_count:
-            _check_hidden(runner, kind, name, prompts, new_tokens)
+    kind = equivalence(model)
+    questions = ["plain_rows"] if isinstance(runner, ChainRunner) else ["plain_rows", "batches"]
+    if prompts.rows > 1 and not all(map(kind.holds, questions)):
+        raise _read_otherwise(name, f"input_ids has {prompts.rows} rows, which")
+    if not generation_config.use_cache and not kind.holds("anew"):
+        raise UnsupportedArgumentError(
+            f"use_cache=False is not supported for {name}, which reads a whole text otherwise than from a cache, which "
+            "lookahead decoding keeps: it may count positions without padding tokens; leave use_cache unset"
+        )
+    if isinstance(runner, ModelRunner) and not prompts.all_count:
+        _check_hidden(runner, kind, name, prompts, new_tokens)
 
 
 def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: GenerationConfig) -> None:

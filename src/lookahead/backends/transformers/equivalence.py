@@ -23,8 +23,8 @@ from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.composition import Surroundings
-from lookahead.backends.transformers.limits import Limits
-from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
+from lookahead.backends.transformers.limits import Limits, shortest
+from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet, usual_tokens
 from lookahead.backends.transformers.model_state import of_config
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
@@ -62,8 +62,9 @@ class _Comparison:
         self._is_alike = not keeps_state or has_running_state(type(model), model.config)
         self._draws = random.Random(seed)
         self.positions_end = False
-        limit = Limits(model.config)
-        self._text = draw_text(_TEXT, seed)[: limit.broken_after]
+        self._limits = limit = Limits(model.config)
+        self._usual = usual_tokens(model.config)
+        self._text = draw_text(_TEXT, seed, self._usual)[: limit.broken_after]
         try:
             self._expected = plain_logits(model, [self._text], _PROMPT)[0]
         except (IndexError, RuntimeError):  # a table came to its end
@@ -105,13 +106,31 @@ class _Comparison:
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)
 
+    def plain_rows(self) -> bool:
+        """Two texts in a batch of plain decoding, and each alone."""
+        texts = [self._text[start : start + _LONG_PROMPT] for start in (0, 5)]
+        alone = [plain_logits(self._model, [text], _PROMPT)[0] for text in texts]
+        return difference(list(plain_logits(self._model, texts, _PROMPT)), alone) <= self._tolerance
+
+    def anew(self) -> bool:
+        """A text that plain decoding reads whole at each step, and from a cache. It holds padding tokens, of which some
+        models count no positions."""
+        config = self._model.config
+        text = self._text[: shortest(self._limits.changes_after, self._limits.picks_after)]
+        pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+        pad = getattr(config, "pad_token_id", None) if pad is None else pad
+        if pad is not None:
+            text = [pad if place % 5 == 4 else token for place, token in enumerate(text)]
+        ways = (plain_logits(self._model, [text], _PROMPT, use_cache=choice) for choice in (True, False))
+        return difference(*map(list, ways)) <= self._tolerance
+
     def hidden(self, *places: int) -> bool:
         """A text with hidden tokens in these places."""
         runner = self._runner(padding=len(places))
         longest = runner.counts_hidden_after(between=places[0] > 0)  # beyond, such texts are refused
         text = list(self._text)
         for place in places:
-            text.insert(place, 3)
+            text.insert(place, self._usual[0])
         text = text[:longest]
         counted = [token for place, token in enumerate(text) if place not in places]
         prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
@@ -128,7 +147,7 @@ class _Comparison:
         tree = TokenTree(text)
         runner.forward([tree])
         runner.commit([range(len(tree))])
-        ids = torch.tensor([[3] * padding + text])
+        ids = torch.tensor([self._usual[:1] * padding + text])
         mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
@@ -161,7 +180,7 @@ class _Comparison:
 
     def _draft(self, tree: TokenTree, following: Sequence[int]) -> list[int]:
         """Some of the tokens that follow, and wrong ones, so that places in the tree are not its positions."""
-        wrong = [self._draws.randrange(3, 40) for _ in range(2)]
+        wrong = [self._usual[self._draws.randrange(37)] for _ in range(2)]
         if self._draws.random() < 0.5:
             tree.add_candidates(wrong)
         path = tree.add_candidates(following[: self._draws.randrange(3)])
@@ -175,22 +194,23 @@ class Question(NamedTuple):
 
     Attributes:
         tried: How it is tried on a miniature.
-        unknown: The answer where no miniature can be built or run: nothing is held against such a model, but running
-            states, which are trusted only after they were tried.
+        unknown: The answer where no miniature can be built or run: the careful one.
         seeds: How many random weights must say no.
     """
 
     tried: Callable[[_Comparison], bool]
-    unknown: bool = True
+    unknown: bool = False
     seeds: int = _SEEDS
 
 
 QUESTIONS = {
     # Are rows read as plain decoding reads them ...
     "trees": Question(_Comparison.trees),  # one row? Else the model is refused, or runs chains.
-    "chains": Question(_Comparison.chains, unknown=False),  # on chains? Else the model is refused.
-    "plain": Question(_Comparison.plain, unknown=False),  # without drafts? Else an Engine cannot fall back on that.
+    "chains": Question(_Comparison.chains),  # on chains? Else the model is refused.
+    "plain": Question(_Comparison.plain),  # without drafts? Else an Engine cannot fall back on that.
     "batches": Question(_Comparison.batches),  # several at different places? Else batches are refused.
+    "plain_rows": Question(_Comparison.plain_rows),  # several in a batch of plain decoding? Likewise.
+    "anew": Question(_Comparison.anew),  # a text without a cache? Else use_cache=False is refused.
     "packed_rows": Question(_Comparison.packed_rows),  # one after another? Else they are padded.
     "padding": Question(lambda texts: texts.hidden(0, 1, 2)),  # behind hidden tokens? Else these are refused.
     "holes": Question(lambda texts: texts.hidden(2)),  # with hidden tokens between others? Likewise.
@@ -198,7 +218,7 @@ QUESTIONS = {
     # RoPE gives equal logits, as it depends on distances alone, but other keys: a cache of them is refused.
     "padded_caches": Question(_Comparison.padded_caches),
     # Does the model fail beyond its context? Else texts may go on there. Weights have no part in it.
-    "positions_end": Question(lambda texts: texts.positions_end, seeds=1),
+    "positions_end": Question(lambda texts: texts.positions_end, unknown=True, seeds=1),
 }
 """The table: what is asked, how it is tried, and what is refused."""
 
@@ -208,7 +228,12 @@ class Equivalence:
 
     Args:
         model: A model of that kind; no reference to it is kept.
+
+    Attributes:
+        obstacle: Why no miniature could be tried when something was asked; `None` if one could.
     """
+
+    obstacle: str | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._class, self._config = type(model), deepcopy(model.config)  # which may be changed before it is tried
@@ -232,7 +257,7 @@ class Equivalence:
     @property
     def has_miniature(self) -> bool:
         """Whether one could be built and run, when something was asked."""
-        return bool(self._comparisons)
+        return self.obstacle is None
 
     def _ask(self, question: Question) -> bool:
         keeps_state = has_running_state(self._class, self._config)
@@ -242,9 +267,10 @@ class Equivalence:
                     if seed not in self._comparisons:
                         miniature = build_miniature(self._class, self._config, seed)
                         self._comparisons[seed] = _Comparison(miniature, seed, keeps_state)
-                except Exception:
+                except Exception as error:
                     # Whatever it is: this class cannot be had in small, or plain decoding does not run there.
-                    return question.unknown and seed == 0
+                    self.obstacle = f"{type(error).__name__}: {error}"
+                    return question.unknown
                 try:
                     if question.tried(self._comparisons[seed]):
                         return True

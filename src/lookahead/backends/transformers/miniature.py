@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, tried_source
+from lookahead.backends.transformers.model_state import forward_arguments
 
 HIDDEN = 64
 HEADS = 4
@@ -25,8 +26,7 @@ _NAMES: dict[int, str] = {
         intermediate_size ffn_dim d_ff dff dim_ff d_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size n_inner
         intermediate_size_mlp dense_intermediate_size feed_forward_size shared_intermediate_size
         alignment_intermediate_size projection_intermediate_size mlp_dim aligner_ffn_dim projection_hidden_dim
-        adapter_intermediate_size vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size
-        pronunciation_vocab_size shape_vocab_size
+        adapter_intermediate_size pronunciation_vocab_size shape_vocab_size
     """,
     HIDDEN: """
         hidden_size d_model n_embd dim emb_dim embed_dim word_embed_proj_dim d_kv_proj embedding_size
@@ -34,7 +34,7 @@ _NAMES: dict[int, str] = {
         attention_hidden_size lru_width text_hidden_size input_size encoder_hidden_size projection_dim out_hidden_size
         output_dim projector_hidden_size backbone_hidden_size dim_model_base projector_input_dim projector_output_dim
         hidden_dim pronunciation_embed_dim shape_embed_dim axial_pos_embds_hidden projection_hidden_size mamba_d_ssm
-        image_text_hidden_size merged_hidden_size vision_hidden_size audio_hidden_size adapter_out_dim
+        adapter_in_dim image_text_hidden_size merged_hidden_size vision_hidden_size audio_hidden_size adapter_out_dim
         patch_embed_hidden_size protein_hidden_size codebook_dim encoder_hash_byte_group_vocab ngram_vocab_size_base
     """,
     32: """
@@ -46,7 +46,7 @@ _NAMES: dict[int, str] = {
         kv_channels d_kv global_head_dim linear_key_head_dim dim_head linear_value_head_dim linear_head_dim
         attention_head_dim hidden_size_per_layer_input attention_head_size o_lora_rank laurel_rank hc_lowrank d_rel
         swa_v_head_dim resampler_head_dim resampler_dim_head gated_norm_rank mamba_d_head adapter_rank mamba_head_dim
-        mamba_headdim indexer_head_dim ple_embed_dim block_size hidden_dim_per_layer kda_head_dim
+        qk_head_dim         mamba_headdim indexer_head_dim ple_embed_dim block_size hidden_dim_per_layer kda_head_dim
     """,
     8: """
         qk_rope_head_dim qk_nope_head_dim rotary_dim state_size mamba_d_state ssm_state_size chunk_size
@@ -80,7 +80,7 @@ _TOWER_NAMES: dict[int, str] = {
     8: "num_mel_bins",
     HEADS: "num_key_value_heads",
     2: "num_query_tokens resampler_n_latents resampler_num_latents latent_query_num",
-    1: "depth encoder_layers num_global_layers max_num_tiles conf_num_hidden_layers",
+    1: "depth encoder_layers num_global_layers conf_num_hidden_layers",
 }
 """Those of towers for images and sounds that differ: they are never run, only built."""
 
@@ -93,6 +93,9 @@ OTHERS: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "qk_dim_factor": 1.0,
 }
+
+# How many tokens a model reads. A miniature reads as many as its texts need, even where the model reads fewer.
+VOCABULARIES = ("vocab_size", "decoder_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input")
 
 # How many layers a model has, by the name a configuration gives to it.
 LAYERS = (
@@ -196,16 +199,32 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
         return forced  # type: ignore[return-value]
 
 
-def draw_text(tokens: int, seed: int) -> list[int]:
-    """A text that repeats itself here and there, as texts do."""
+def usual_tokens(config: PreTrainedConfig) -> list[int]:
+    """Tokens of a miniature that its configuration gives no meaning, such as that of padding or of an image."""
+    special: list[object] = []
+    parts: list[Any] = [config.to_dict()]
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for name, value in part.items():
+            if _is_token(str(name)):
+                special += value if isinstance(value, list) else [value]
+    return [token for token in range(3, VOCABULARY - 16) if token not in special]
+
+
+def draw_text(tokens: int, seed: int, usual: Sequence[int]) -> list[int]:
+    """A text of `usual` tokens that repeats itself here and there, as texts do."""
     random = torch.Generator().manual_seed(seed)
-    few = torch.randint(3, VOCABULARY - 16, (12,), generator=random)
-    return [int(few[place]) for place in torch.randint(len(few), (tokens,), generator=random)]
+    few = torch.randint(len(usual), (12,), generator=random)
+    return [usual[int(few[place])] for place in torch.randint(len(few), (tokens,), generator=random)]
 
 
 @torch.no_grad()
 def plain_logits(
-    model: PreTrainedModel, texts: Sequence[Sequence[int]], prompt: int, hidden: Sequence[Sequence[int]] | None = None
+    model: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    prompt: int,
+    hidden: Sequence[Sequence[int]] | None = None,
+    use_cache: bool = True,
 ) -> torch.Tensor:
     """The logits from which `model.generate` selects each token of texts of one length after their prompts.
 
@@ -214,6 +233,7 @@ def plain_logits(
         texts: Token ids, hidden ones included.
         prompt: Tokens of each text that are its prompt.
         hidden: Places of each text that the attention mask hides.
+        use_cache: As for `generate`.
 
     Returns:
         `[batch, tokens - prompt, vocabulary]` float32.
@@ -222,24 +242,37 @@ def plain_logits(
         ArithmeticError: The model's `generate` does not write the given texts.
     """
     ids = torch.tensor(texts)
-    mask = torch.ones_like(ids)
-    for row, places in enumerate(hidden or []):
-        mask[row, list(places)] = 0
-    arguments: dict[str, Any] = {"input_ids": ids[:, :prompt], "attention_mask": mask[:, :prompt]}
+    arguments: dict[str, Any] = {"input_ids": ids[:, :prompt]}
+    if hidden is not None or "attention_mask" in forward_arguments(model):
+        mask = torch.ones_like(ids)
+        for row, places in enumerate(hidden or []):
+            mask[row, list(places)] = 0
+        arguments["attention_mask"] = mask[:, :prompt]
     if is_encoder_decoder(model):
         starts = [text[0] for text in texts]
-        arguments = {**tried_source(model), "decoder_input_ids": ids[:, :prompt], "decoder_start_token_id": starts}
-    output = GenerationMixin.generate(  # some classes have one of their own, which calls this
+        source = tried_source(model, len(texts))
+        arguments = {**source, "decoder_input_ids": ids[:, :prompt], "decoder_start_token_id": starts}
+    written: list[Any] = []
+
+    def decode(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        written.append(GenerationMixin._sample(model, input_ids, **prepared))
+        return written[-1]
+
+    own = type(model).generate
+    # Classes of transformers that have one of their own take images or sound, and call this one.
+    output = (GenerationMixin.generate if own.__module__.startswith("transformers.") else own)(
         model,
         **arguments,
+        custom_generate=decode,
+        use_cache=use_cache,
         max_new_tokens=ids.shape[1] - prompt,
         do_sample=False,
         logits_processor=LogitsProcessorList([_Forced(ids)]),
         output_logits=True,
         return_dict_in_generate=True,
     )
-    if not torch.equal(output.sequences, ids):
-        raise ArithmeticError("this class generates in a way of its own")
+    if len(written) != 1 or written[0] is not output or not torch.equal(output.sequences, ids):
+        raise ArithmeticError("its generate gives something else than a text that is decoded once, as it was forced")
     return torch.stack(output.logits, dim=1).float()
 
 
@@ -276,6 +309,8 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
     depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
     layers = _layers(fields, depth, 1 if tower else 2)
     small = dict(fields)
+    if shares := bool(fields.get("num_kv_shared_layers")):  # each kind once with keys of its own, and once with those
+        layers = [*layers, *layers]
     for name, value in fields.items():
         part = vars(config).get(name)
         if isinstance(part, PreTrainedConfig):
@@ -292,6 +327,8 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
             small[name] = HEAD_DIM
         elif isinstance(value, int) and not isinstance(value, bool):
             small[name] = _size(name, value, fields, len(layers), tower)
+    if shares:
+        small["num_kv_shared_layers"] = len(layers) // 2
     return small
 
 
@@ -301,8 +338,12 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
         return sizes["qk_rope_head_dim"]
     if name in ("attention_hidden_size", "attention_head_dim") and is_doubled(fields):
         return 2 * sizes[name]
+    if name == "num_hidden_layers" and fields.get("num_layers_per_stack"):  # a stack is run several times
+        return layers * int(value // fields["num_layers_per_stack"])
     if name in LAYERS:
         return layers
+    if name in VOCABULARIES and not tower:
+        return VOCABULARY
     if name in WINDOWS and not tower:
         return WINDOW
     if name == "original_max_position_embeddings":
@@ -311,10 +352,16 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
         return 16 if tower else CONTEXT
     if name in _KEY_VALUE_HEADS and not tower:
         heads = next((fields[name] for name in ("num_attention_heads", "n_head") if fields.get(name)), value)
-        return HEADS if value == heads else min(value, 2)
-    if name.endswith(("token_id", "token_index")):
+        return _size("num_heads", heads, {}, layers, tower) if value == heads else min(value, 2)
+    if _is_token(name):
         return min(value, VOCABULARY - 1)
+    if sizes.get(name) == HEADS and 0 < value < HEADS:
+        return 1 << (value.bit_length() - 1)  # three do not divide the hidden size
     return min(value, sizes.get(name, value)) if value > 0 else value
+
+
+def _is_token(name: str) -> bool:
+    return name.endswith(("token_id", "token_index"))
 
 
 def _layer_sizes(
@@ -356,7 +403,10 @@ def _rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     half = int((SIZES["qk_rope_head_dim"] if fields.get("qk_rope_head_dim") else HEAD_DIM) * partial) // 2
     if "mrope_section" in rope:
-        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+        sections, third = rope["mrope_section"], half // 3
+        # Some models put the two that are of one size first.
+        parts = [half - 2 * third, third, third]
+        rope["mrope_section"] = parts[::-1] if sections[0] == sections[1] != sections[2] else parts
     for name in ("short_factor", "long_factor"):
         if name in rope:
             rope[name] = rope[name][:half]

@@ -1,0 +1,174 @@
+"""What decodes otherwise than transformers' loop, or could not be tried, is refused, or decoded plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+import lookahead
+from lookahead import Engine, LookaheadConfig, LookaheadWarning, UnsupportedModelError
+from lookahead.backends.transformers.miniature import VOCABULARY
+
+IDS = torch.tensor([[1, 5, 9, 3, 5, 9, 3, 5]])
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+DRAFTS, PLAIN = LookaheadConfig(step_budget=16), LookaheadConfig(step_budget=16, fallback="plain")
+
+
+class SecondBest(LlamaForCausalLM):
+    """A loop that writes the second likeliest token, after processors and criteria as they are asked for."""
+
+    def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **kwargs: Any) -> Any:
+        while not bool(stopping_criteria(input_ids, None).all()):
+            scores = logits_processor(input_ids, self(input_ids).logits[:, -1])
+            input_ids = torch.cat([input_ids, scores.topk(2).indices[:, 1:]], dim=1)
+        return input_ids
+
+
+class Twice(LlamaForCausalLM):
+    """Its `generate` calls transformers' two times."""
+
+    def generate(self, input_ids: Any, **kwargs: Any) -> Any:
+        kwargs["max_new_tokens"] //= 2
+        return super().generate(super().generate(input_ids, **kwargs), **kwargs)
+
+
+class ByItself(LlamaForCausalLM):
+    """Its `generate` has a loop of its own, which knows nothing of another one."""
+
+    def generate(self, input_ids: Any, max_new_tokens: int, do_sample: bool) -> Any:
+        for _ in range(max_new_tokens):
+            input_ids = torch.cat([input_ids, self(input_ids).logits[:, -1:].argmin(-1)], dim=1)
+        return input_ids
+
+
+class Tagged(LlamaForCausalLM):
+    """Each token is read with a tag, which goes into the forward pass as an argument that no other class has."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.tags = torch.nn.Embedding(4, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, tag_ids: Any = None, **kwargs: Any) -> Any:
+        states = self.get_input_embeddings()(input_ids)
+        if tag_ids is not None:
+            states = states + self.tags(tag_ids[:, -input_ids.shape[1] :])
+        return super().forward(inputs_embeds=states, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return {**super().prepare_inputs_for_generation(input_ids, **kwargs), "tag_ids": input_ids % 4}
+
+
+class OneSize(LlamaForCausalLM):
+    """Has no miniature, and counts its keys."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if self.config.vocab_size == VOCABULARY:
+            raise ValueError("this size is not known")
+        kept = past_key_values.get_seq_length() if past_key_values is not None else 0
+        output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        output.logits = output.logits.flip(-1) if kept > 20 else output.logits
+        return output
+
+
+REFUSED = {
+    SecondBest: "a _sample of its own",
+    Twice: "no small copy of it could be tried",
+    ByItself: "no small copy of it could be tried",
+    Tagged: "differs from plain decoding",
+    OneSize: "ValueError: this size is not known",
+}
+
+
+def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM, vocabulary: int = 97) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return kind(LlamaConfig(**sizes, **tokens, initializer_range=0.3)).eval()
+
+
+@pytest.mark.parametrize("vocabulary", [97, 30])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_classes_that_decode_in_a_way_of_their_own(kind: type[LlamaForCausalLM], vocabulary: int) -> None:
+    model = tiny(kind, vocabulary)
+    expected = model.generate(IDS, **GREEDY)
+    for config in (DRAFTS, LookaheadConfig(preset="autoregressive")):
+        with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
+            lookahead.generate(model, IDS, lookahead_config=config, **GREEDY)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
+        Engine(model, DRAFTS)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
+        lookahead.attach(model, DRAFTS)
+    assert torch.equal(model.generate(IDS, **GREEDY), expected)
+    with pytest.warns(LookaheadWarning, match=REFUSED[kind]):
+        assert torch.equal(lookahead.generate(model, IDS, lookahead_config=PLAIN, **GREEDY), expected)
+
+
+def test_a_generate_that_adds_an_argument_is_followed() -> None:
+    class Penalised(LlamaForCausalLM):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, repetition_penalty=3.0, **kwargs)
+
+    model = tiny(Penalised)
+    expected = model.generate(IDS, **GREEDY)
+    assert not torch.equal(expected, tiny().generate(IDS, **GREEDY))
+    assert torch.equal(lookahead.generate(model, IDS, lookahead_config=DRAFTS, **GREEDY), expected)
+    with Engine(model, DRAFTS) as engine:
+        assert torch.equal(engine.submit(IDS, **GREEDY).result(), expected)
+
+
+def penalise(model: Any) -> Any:
+    return lambda *args, **kwargs: LogitsProcessorList([RepetitionPenaltyLogitsProcessor(3.0)])
+
+
+PUT: dict[str, Callable[[Any], Any]] = {
+    "generate": lambda model: partial(model.generate, repetition_penalty=3.0),
+    "_get_logits_processor": penalise,
+    "_update_model_kwargs_for_generation": lambda model: model._update_model_kwargs_for_generation,
+    "prepare_inputs_for_generation": lambda model: model.prepare_inputs_for_generation,
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", PUT)
+def test_methods_that_were_put_on_an_object(name: str, called: bool) -> None:
+    model = tiny()
+    if called:
+        lookahead.generate(model, IDS, lookahead_config=DRAFTS, **GREEDY)
+    setattr(model, name, PUT[name](model))
+    expected = model.generate(IDS, **GREEDY)
+    for door in (lambda model: lookahead.generate(model, IDS, **GREEDY), lookahead.attach, Engine):
+        with pytest.raises(UnsupportedModelError, match=name):
+            door(model)
+    with pytest.warns(LookaheadWarning, match=name):
+        assert torch.equal(lookahead.generate(model, IDS, lookahead_config=PLAIN, **GREEDY), expected)
+    with pytest.warns(LookaheadWarning, match=name):
+        lookahead.attach(model, PLAIN)
+    assert torch.equal(model.generate(IDS, **GREEDY), expected)
+
+
+def test_an_attached_generate_inside_of_another_is_called() -> None:
+    """Such as one that notes what is asked for; it is the model's own while it is decoded."""
+    model = tiny()
+    expected, asked = model.generate(IDS, **GREEDY), []
+    lookahead.attach(model, DRAFTS)
+    attached = model.generate
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs)
+        return attached(*args, **kwargs)
+
+    model.generate = noting
+    assert torch.equal(model.generate(IDS, custom_generate=lookahead.generate, **GREEDY), expected)
+    assert asked
