@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
+import signal
 import sys
-
-from lookahead.cli import signals
 
 TYPE_CHECKING = False  # see the package root
 if TYPE_CHECKING:
@@ -38,6 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run(argv)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        try:  # noqa: SIM105, contextlib takes its time to import
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # quiet, until the imports below are done
+        except ValueError:  # not in this thread
+            pass
+    from lookahead.cli import signals
+
     with signals.ending() as ending:
         signals.open_standard_streams()
         return signals.exit_code(_run(None), ending.number)
@@ -49,14 +54,16 @@ def _run(argv: Sequence[str] | None) -> int:
 
         return run(argv)
     except KeyboardInterrupt:
-        return signals.INTERRUPTED
+        return 128 + signal.SIGINT
 
 
 def _end(codes: Sequence[int]) -> None:
     """End this process with the exit code in `codes`, if there is one, without taking the interpreter apart."""
+    from contextlib import suppress
+
     if not codes:
         return
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
             stream.flush()
     os._exit(codes[0])
