@@ -342,7 +342,7 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
         return layers * int(value // fields["num_layers_per_stack"])
     if name in LAYERS:
         return layers
-    if name in VOCABULARIES and not tower:
+    if name in VOCABULARIES:
         return VOCABULARY
     if name in WINDOWS and not tower:
         return WINDOW
