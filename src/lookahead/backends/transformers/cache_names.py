@@ -23,11 +23,11 @@ _OTHER_NAMES = ("cache_params", "state")
 """Names in classes that do not follow it: Mamba's before 5.24, and RWKV's."""
 
 CACHE_ARGUMENTS = (*BOTH_NAMES, *_OTHER_NAMES)
-"""All names under which a forward pass may take a cache."""
+"""All names of the cache argument of a forward pass."""
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """The name under which transformers passes a cache to the forward pass of `model`."""
+    """The argument that transformers passes the cache in to the forward pass of `model`."""
     arguments = forward_arguments(model)
     return next((name for name in (CACHE, *_OTHER_NAMES) if name in arguments), CACHE)
 
@@ -48,7 +48,7 @@ def rename_cache(kwargs: dict[str, Any]) -> None:
 
 
 class EitherCacheName:
-    """An output of `generate` whose cache can be read under both names, as an attribute."""
+    """An output of `generate` with its cache under both names."""
 
     def __getattr__(self, name: str) -> Any:
         """Called for attributes that the installed transformers does not know."""
@@ -58,6 +58,6 @@ class EitherCacheName:
 
 
 def knows_its_length(cache: Any) -> bool:
-    """Whether a cache says how long its text is: one of running states alone does not."""
+    """Whether a cache knows the length of its text. A cache with only running states does not."""
     linear = getattr(cache, "is_linear", ())
     return not linear or not all(linear)

@@ -1,7 +1,7 @@
-"""The composition of a model: all that decides what it computes, but the numbers in it.
+"""The composition of a model: everything but numbers that decides its output.
 
-A trial shows that drafts are exact for one composition. A hook that is registered later, another `forward`, another
-module, class or mode makes another one, of which nothing is known.
+A trial shows that drafts are exact for one composition. A hook registered later, or another `forward`, module, class or
+mode, makes a new composition, which needs its own trial.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 """Hooks of all modules of the process."""
 
 _LIBRARIES = ("torch", "transformers")
-"""Packages whose files define functions that models call. Other files hold the caller's own variables."""
+"""Packages with functions that models call. Files of other packages may hold the caller's own variables."""
 
 IRRELEVANT = frozenset({"generate", "generation_config", "rope_deltas", "_output_capturing_hooks_installed"})
 """Attributes of a model that no forward pass reads, or none that is handed positions."""
@@ -50,7 +50,7 @@ class Surroundings:
     hooks of all modules of the process.
 
     Args:
-        model: A model whose modules do so.
+        model: Any model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -73,7 +73,7 @@ class Surroundings:
 
 
 class Composition:
-    """What a model is made of: its modules and their code, hooks, modes and configurations.
+    """The parts of a model: modules with their code, hooks, modes and configurations.
 
     Numbers and tensors are no part of it, as passes change them: weights, buffers, lengths seen so far.
     No reference to the model is held.
@@ -161,7 +161,7 @@ class Composition:
 
 
 def _code(space: Namespace) -> dict[str, object]:
-    """What of a module's attributes is code or a mode: callables by identity, flags and names by value."""
+    """Attributes of a module that are code or a mode: callables by identity, flags and names by value."""
     found: dict[str, object] = {}
     for name, value in space.items():
         if name in IRRELEVANT or value is None:
@@ -174,7 +174,7 @@ def _code(space: Namespace) -> dict[str, object]:
 
 
 def _lists_flags(value: object) -> bool:
-    """Whether this is a collection of names or flags, such as the active adapters of a layer."""
+    """Whether this is a collection of names or flags, for example the active adapters of a layer."""
     return isinstance(value, list | tuple | set) and all(isinstance(item, _FLAGS) for item in value)
 
 
@@ -185,7 +185,7 @@ def _hook_lists(spaces: Sequence[Namespace]) -> list[Mapping[int, Any]]:
 
 
 def _hooks(spaces: Sequence[Namespace]) -> list[list[int]]:
-    """Hooks of each module that has some, without those that transformers registers in a pass to collect outputs."""
+    """Hooks of each module that has some. Hooks that collect outputs for transformers are left out: passes add them."""
     found = ([id(hook) for hook in hooks.values() if not _collects(hook)] for hooks in _hook_lists(spaces))
     return [hooks for hooks in found if hooks]
 
