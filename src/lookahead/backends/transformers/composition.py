@@ -180,8 +180,9 @@ def _lists_flags(value: object) -> bool:
 
 def _hook_lists(spaces: Sequence[Namespace]) -> list[Mapping[int, Any]]:
     """Those that are not empty."""
-    of_modules = (space.get(name) for space in spaces for name in ("_forward_hooks", "_forward_pre_hooks"))
-    return [hooks for hooks in (*of_modules, *_GLOBAL_HOOKS) if hooks]
+    after = [hooks for space in spaces if (hooks := space.get("_forward_hooks"))]
+    before = [hooks for space in spaces if (hooks := space.get("_forward_pre_hooks"))]
+    return [*after, *before, *filter(None, _GLOBAL_HOOKS)]
 
 
 def _hooks(spaces: Sequence[Namespace]) -> list[list[int]]:

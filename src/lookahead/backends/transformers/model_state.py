@@ -132,10 +132,10 @@ def once(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
 
 def model_setting(model: PreTrainedModel) -> Setting:
     """Modes that a model is run in: each has other kernels, or another way to read a mask."""
-    kind = model.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    autocast = torch.get_autocast_dtype(kind) if is_cast else None
-    return (model.config._attn_implementation, model.dtype, model.device, autocast)
+    device = model.device
+    is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    autocast = torch.get_autocast_dtype(device.type) if is_cast else None
+    return (model.config._attn_implementation, model.dtype, device, autocast)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()

@@ -43,7 +43,8 @@ class TransformersSession(Session):
 
     def check(self) -> None:
         """Refuse a model that runs neither trees nor chains."""
-        follow(self._model)
+        if state_of(self._model).trials.composition is None:  # later on, what begins next looks for changes
+            follow(self._model)
         runs_on_chains(self._model)
 
     def prepare(self, config: LookaheadConfig) -> None:
