@@ -96,6 +96,7 @@ def generate(
 
     try:
         if input_ids is not None and _is_prepared(kwargs):
+            language_model_or_wrapper(model)
             return decode(read_arguments(model, input_ids, **kwargs))
         return hand_over(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
     except (UnsupportedModelError, UnsupportedArgumentError) as refusal:

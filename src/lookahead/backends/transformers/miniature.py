@@ -267,6 +267,7 @@ def plain_logits(
         use_cache=use_cache,
         max_new_tokens=ids.shape[1] - prompt,
         do_sample=False,
+        num_beams=1,
         logits_processor=LogitsProcessorList([_Forced(ids)]),
         output_logits=True,
         return_dict_in_generate=True,

@@ -43,8 +43,7 @@ class TransformersSession(Session):
 
     def check(self) -> None:
         """Refuse a model that runs neither trees nor chains."""
-        if state_of(self._model).trials.composition is None:  # later on, what begins next looks for changes
-            follow(self._model)
+        follow(self._model)
         runs_on_chains(self._model)
 
     def prepare(self, config: LookaheadConfig) -> None:
@@ -56,8 +55,8 @@ class TransformersSession(Session):
     def begin(
         self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> TreeCall | ChainCall:
-        """Acquire what a call needs."""
-        composition = follow(self._model)
+        """Acquire what a call of the model that was checked needs."""
+        composition = state_of(self._model).trials.composition or follow(self._model)
         kind = ChainCall if runs_on_chains(self._model) else TreeCall
         call = kind(self._model, prompts, config, generation_config)
         call.model_holds = partial(composition.holds, self._model)
