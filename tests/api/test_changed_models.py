@@ -8,15 +8,20 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
 import lookahead
+from fuzz.families import build as build_family
+from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadError
 from model_zoo import build
 
@@ -307,3 +312,126 @@ def test_a_changed_model_is_not_kept_alive_by_what_was_tried() -> None:
     del model
     gc.collect()
     assert reference() is None
+
+
+class Steered(torch.nn.Module):
+    """A layer with the usual switches of a steering vector, which acts on the last place of a pass."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.alpha, self.names, self.mode = inner, 0.0, ["off"], 0
+        self.vector: torch.Tensor | None = None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(states)
+        is_on = self.vector is not None or self.alpha > 0 or "on" in self.names or self.mode == 1
+        steered: torch.Tensor = LAST(self, (), output) if is_on else output
+        return steered
+
+
+@pytest.mark.parametrize(("name", "value"), [("vector", torch.ones(1)), ("alpha", 0.5), ("names", ["on"]), ("mode", 1)])
+def test_switches_of_a_module_are_seen(name: str, value: Any) -> None:
+    model = fresh()
+    layer = model.model.layers[1].mlp = Steered(model.model.layers[1].mlp)
+    before = getattr(layer, name)
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+    setattr(layer, name, value)
+    check(outcome(lambda: by_generate(model)), model, by_generate)
+    setattr(layer, name, before)
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+
+
+def test_dropout_that_is_switched_on_in_training_mode_is_seen() -> None:
+    model = fresh().train()
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.4
+    assert "differ" in str(outcome(lambda: by_generate(model)))
+
+
+def test_one_hook_in_another_place_is_another_hook() -> None:
+    model = fresh()
+
+    def mix(module: Any, inputs: Any, output: Any) -> Any:
+        return None if isinstance(output, tuple) else output + output.mean(1, keepdim=True)
+
+    for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
+        handle = part.register_forward_hook(mix)
+        check(outcome(lambda: by_generate(model)), model, by_generate)
+        handle.remove()
+
+
+def test_a_trial_puts_no_hook_back_that_was_removed() -> None:
+    model = fresh()
+    handle = model.model.layers[0].register_forward_hook(lambda *args: handle.remove(), with_kwargs=True)
+    with pytest.raises(lookahead.ModelChangedError):
+        by_generate(model)
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+
+
+class Counting(torch.nn.Module):
+    """A layer that notes numbers, names and functions of each pass."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.passes, self.is_prompt, self.last = inner, 0, True, ""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.is_prompt = states.shape[1] > 1
+        self.last = f"pass {self.passes}"
+        self.made = lambda: states
+        output: torch.Tensor = self.inner(states)
+        return output
+
+
+def test_notes_that_passes_make_in_a_model_are_no_change() -> None:
+    model = fresh()
+    model.model.layers[1].mlp = Counting(model.model.layers[1].mlp)
+    for _ in range(2):
+        assert outcome(lambda: by_generate(model)) == plainly(model)
+    engine = Engine(model, DRAFTS)
+    handles = [engine.submit(PROMPT, **GREEDY) for _ in range(2)]
+    engine.run()
+    assert [handle.result()[0].tolist() for handle in handles] == [plainly(model)] * 2
+
+
+def test_loading_another_model_is_no_change(tmp_path: Path) -> None:
+    """transformers replaces methods of all models meanwhile."""
+    model = fresh()
+    model.save_pretrained(tmp_path)
+    engine = Engine(model, DRAFTS)
+    longer = {**GREEDY, "max_new_tokens": 150}
+    expected = model.generate(PROMPT, **longer)
+    handle = engine.submit(PROMPT, **longer)
+    engine.step()
+    loading = Thread(target=lambda: [LlamaForCausalLM.from_pretrained(tmp_path) for _ in range(5)])
+    loading.start()
+    while loading.is_alive():
+        engine.step()
+        assert outcome(lambda: by_generate(model)) == plainly(model)
+    engine.run()
+    assert torch.equal(handle.result(), expected)
+
+
+def test_a_configuration_that_differs_between_layers_is_compared() -> None:
+    model = build_family("gemma4", Variant(seed=1), "sdpa")
+    for _ in range(2):
+        assert outcome(lambda: by_generate(model)) == plainly(model)
+
+
+def test_a_patched_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = fresh(), DynamicLayer.update
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+
+    def halved(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, keys * 0.5, values, *args, **kwargs)
+
+    monkeypatch.setattr(DynamicLayer, "update", halved)
+    check(outcome(lambda: by_generate(model)), model, by_generate)
+
+
+def test_values_that_cannot_be_copied_in_a_configuration_are_refused() -> None:
+    model = fresh()
+    model.config.extra = Lock()
+    assert "could be tried" in str(outcome(lambda: by_generate(model)))

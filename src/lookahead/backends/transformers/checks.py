@@ -295,10 +295,12 @@ def _try_chains(model: PreTrainedModel, what: str) -> None:
 def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator[None]:
     """Passes that leave no trace in `model`; where one fails, the model is refused."""
     try:
-        with torch.no_grad(), preserved_state(model):
+        with torch.no_grad(), preserved_state(model) as written:
             yield
     except Exception as error:
         raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error}); {advice}") from error
+    if (composition := state_of(model).trials.composition) is not None:
+        composition.expect_writes(written)
 
 
 def check_setting(model: PreTrainedModel, name: str) -> None:

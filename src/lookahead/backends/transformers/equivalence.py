@@ -236,7 +236,11 @@ class Equivalence:
     obstacle: str | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._class, self._config = type(model), deepcopy(model.config)  # which may be changed before it is tried
+        self._class = type(model)
+        try:
+            self._config = deepcopy(model.config)  # which may be changed before it is tried
+        except Exception:  # there is a lock in it, for example
+            self._config = model.config
         self._code = Surroundings(model)
         self._comparisons: dict[int, _Comparison] = {}
         self._answers: dict[str, bool] = {}
@@ -293,7 +297,10 @@ def equivalence(model: PreTrainedModel) -> Equivalence:
 
 
 def _look_up(model: PreTrainedModel) -> Equivalence:
-    values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    try:
+        values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    except Exception:  # the configuration holds something else than values
+        values = repr(id(model.config))
     kind = (type(model), values, model.config._attn_implementation)
     with _lock:
         found = _by_kind.pop(kind, None)

@@ -151,9 +151,16 @@ def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T
     longer than comparing two. By `what` it is told from other things that are made of configurations."""
     kept, values = state_of(model).trials.of_config, vars(model.config)
     if what not in kept or not _are_same(kept[what][0], values):
-        kept[what] = (copy.deepcopy(values), make())
+        kept[what] = (_copied(values), make())
     made: T = kept[what][1]
     return made
+
+
+def _copied(values: dict[str, object]) -> dict[str, object]:
+    try:
+        return copy.deepcopy(values)
+    except Exception:  # a lock, for example; changes inside of values go unnoticed then
+        return dict(values)
 
 
 def _are_same(first: dict[str, object], second: dict[str, object]) -> bool:

@@ -59,7 +59,7 @@ class TransformersSession(Session):
         composition = state_of(self._model).trials.composition or follow(self._model)
         kind = ChainCall if runs_on_chains(self._model) else TreeCall
         call = kind(self._model, prompts, config, generation_config)
-        call.model_holds = partial(composition.holds, self._model)
+        call.model_holds = partial(composition.holds, self._model, after_passes=True)
         return call
 
     def open_rows(
@@ -83,7 +83,7 @@ class TransformersSession(Session):
 
     def watch(self, runner: ModelRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
         """Notices changes of the model."""
-        return ModelWatch(self._model, runner.model, compares_bits)
+        return ModelWatch(self._model, runner.model, compares_bits, follow(self._model))
 
     def sharing_weights(self) -> PreTrainedModel:
         """A copy of all but the tensors."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
+from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules, collects_outputs
 from lookahead.core.compiled import compiled
 
 T = TypeVar("T")
@@ -64,23 +64,31 @@ def _add_up(words: NDArray[np.uint32], keys: NDArray[np.uint32], sums: NDArray[n
 
 
 @contextmanager
-def preserved_state(model: torch.nn.Module) -> Iterator[None]:
+def preserved_state(model: torch.nn.Module) -> Iterator[set[tuple[int, str]]]:
     """Restore what passes change meanwhile: attributes and buffers of the modules of `model`, and torch's generators.
+
+    Hooks are not put back but for those of transformers: another thread may have registered or removed one.
 
     The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
     a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
     """
-    kept = [(m, dict(vars(m)), dict(m._buffers), dict(m._forward_hooks)) for m in model.modules()]
+    written: set[tuple[int, str]] = set()
+    kept = [(m, dict(vars(m)), dict(m._buffers), set(m._forward_hooks)) for m in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {weight.device for weight in model.parameters() if weight.is_cuda}
     try:
         with torch.random.fork_rng(devices=devices):
-            yield
+            yield written
     finally:
         for module, attributes, buffers, hooks in kept:
-            hold_only(vars(module), attributes)
+            now = vars(module)
+            names = now.keys() | attributes.keys()
+            written |= {(id(module), name) for name in names if now.get(name) is not attributes.get(name)}
+            hold_only(now, attributes)
             hold_only(module._buffers, buffers)
-            hold_only(module._forward_hooks, hooks)  # transformers registers some in the first pass that needs them
+            for key in [key for key in module._forward_hooks if key not in hooks]:
+                if collects_outputs(module._forward_hooks[key]):
+                    del module._forward_hooks[key]
         for buffer, saved in values:
             if not buffer.is_meta and not torch.equal(buffer, saved):  # on the meta device there are no values
                 with torch.no_grad():
@@ -121,12 +129,14 @@ class ModelWatch:
         engine: What runs its passes: the model, or a clone of it. Values that passes write into modules of the model
             are no change, if `settle` is called after each pass.
         compares_bits: Whether looks can be thorough. Takes a pass over all weights.
+        composition: That of the model now.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: PreTrainedModel, compares_bits: bool) -> None:
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel, engine: PreTrainedModel, compares_bits: bool, composition: Composition
+    ) -> None:
+        self._model, self._composition = model, composition
         self._runs = {id(module) for module in all_modules(engine)}
-        self._composition = Composition(model)
         self._note()
         self._bits = _fingerprints(model) if compares_bits else None
 
@@ -148,7 +158,9 @@ class ModelWatch:
 
         Code and weights are not written by passes: another thread has changed them, which the next look finds.
         """
-        if not self._shared.holds() and self._composition.holds(self._model) and self._whole.weights_hold():
+        if self._shared.holds() or not self._whole.weights_hold():
+            return
+        if self._composition.holds(self._model, after_passes=True):
             self._note()
 
     def _note(self) -> None:
