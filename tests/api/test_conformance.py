@@ -500,6 +500,8 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
     for turn in range(4):
         expected = plainly(model, text, **GREEDY)
         with widths(model) as sent:
+            ours(model, PROMPT, lookahead_config=PLAIN_STEPS, **GREEDY)  # which tries the model as it is hooked now
+            sent.clear()
             output = ours(model, text, past_key_values=cache, lookahead_config=PLAIN_STEPS, **CACHED)
         assert torch.equal(output.sequences, expected)
         assert sent == [fresh] + [1] * 11, f"turn {turn}"

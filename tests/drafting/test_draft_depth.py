@@ -82,20 +82,20 @@ class EndsFirstRow(StoppingCriteria):  # type: ignore[misc]
     """Ends one text early; without an end-of-sequence token it then goes on as far as the others."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor([input_ids.shape[1] >= len(PROMPT) + (2 if int(input_ids[0, 0]) == 1 else 5)])
+        ends = [len(PROMPT) + (2 if int(row[0]) == 1 else 5) for row in input_ids]
+        return torch.tensor([input_ids.shape[1] >= end for end in ends])
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_drafts_stay_within_the_room_of_the_longest_row(do_sample: bool) -> None:
     depths: list[tuple[int, int]] = []
-    lookahead.generate(
-        build("llama"),
-        torch.tensor([[1, *PROMPT[1:]], PROMPT]),
-        lookahead_config=LookaheadConfig(drafter=lambda: Recorder(depths)),
-        stopping_criteria=[EndsFirstRow()],
-        max_new_tokens=40,
-        do_sample=do_sample,
-        eos_token_id=None,
-    )
-    late = depths[-1]
-    assert late[0] + late[1] < len(PROMPT) + 5
+    prompts = torch.tensor([[1, *PROMPT[1:]], PROMPT])
+    options = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": None}
+    torch.manual_seed(0)
+    expected = build("llama").generate(prompts, stopping_criteria=[EndsFirstRow()], **options)
+    torch.manual_seed(0)
+    config = LookaheadConfig(drafter=lambda: Recorder(depths))
+    criteria = [EndsFirstRow()]
+    text = lookahead.generate(build("llama"), prompts, lookahead_config=config, stopping_criteria=criteria, **options)
+    assert torch.equal(text, expected)
+    assert all(length + depth < len(PROMPT) + 20 for length, depth in depths)

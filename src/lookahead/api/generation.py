@@ -13,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.api.call import Call
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers.own_decoding import given_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
@@ -96,7 +97,7 @@ def generate(
 
     try:
         if input_ids is not None and _is_prepared(kwargs):
-            language_model_or_wrapper(model)
+            open_session(model).check()
             return decode(read_arguments(model, input_ids, **kwargs))
         return hand_over(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
     except (UnsupportedModelError, UnsupportedArgumentError) as refusal:

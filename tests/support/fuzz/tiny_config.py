@@ -20,6 +20,7 @@ from lookahead.backends.transformers.miniature import (
     OTHERS,
     SIZES,
     TOWER_SIZES,
+    VOCABULARIES,
     VOCABULARY,
     WINDOWS,
     is_doubled,
@@ -92,7 +93,7 @@ def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -
             changes[name] = HEADS if "kv_lora_rank" in fields else variant.key_value_heads
         elif name.endswith(("token_id", "token_index")):
             changes[name] = _special_token(name, value, number)
-        elif "vocab_size" in name and sizes.get(name) == VOCABULARY:
+        elif name in VOCABULARIES:
             changes[name] = variant.vocabulary
         elif name in sizes:
             changes[name] = sizes[name]
