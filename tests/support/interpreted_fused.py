@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported: `test_tree_attention.p
 own. It keeps bfloat16 as bare bits, so all is in float16 and float32.
 """
 
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_other_norms_stay(norm: torch.nn.Module) -> None:
 def test_rotary_embeddings_give_the_bits_of_the_function(
     attention: Any, size: int, part: int, dtype: torch.dtype
 ) -> None:
-    original = attention.forward.__globals__["apply_rotary_pos_emb"]
+    original = unwrap(attention.forward).__globals__["apply_rotary_pos_emb"]
     query, key = (torch.randn(2, 5, heads, size).transpose(1, 2).to(dtype) for heads in (4, 2))
     cos, sin = torch.randn(1, 5, part).expand(2, -1, -1).to(dtype), torch.randn(2, 5, part).to(dtype)
     for found, expected in zip(rotate(query, key, cos, sin), original(query, key, cos, sin), strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -24,19 +25,26 @@ MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
 _ROTARY = "apply_rotary_pos_emb"
 """The name of the function in the modules of transformers."""
 
+_RENAMING = "transformers.utils.deprecation"
+
 
 def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
     """The class of what stands for `module` in a clone, which would be `kind` otherwise."""
     manner = _manner_of(module)
     if manner is not None:
         return _norming(kind, *manner)
-    forward = getattr(kind, "forward", None)
+    forward = _own_forward(kind)
     if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
         weight = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
         original = forward.__globals__[_ROTARY]
         if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
             return _rotating(kind)
     return kind
+
+
+def _own_forward(kind: Any) -> Any:
+    """The forward pass of a class, out of the wrapper that renames arguments of earlier versions of transformers."""
+    return unwrap(kind.forward, stop=lambda function: getattr(function, "__globals__", {}).get("__name__") != _RENAMING)
 
 
 @torch.no_grad()
@@ -78,7 +86,7 @@ def _norming(kind: Any, rounds_first: bool, offset: float) -> Any:
 @cache
 def _rotating(kind: Any) -> Any:
     """The class `kind` of an attention, whose forward pass finds another function under `_ROTARY`."""
-    old = kind.forward
+    old = _own_forward(kind)
     places = {**old.__globals__, _ROTARY: partial(_rotated, old.__globals__[_ROTARY])}
     forward = FunctionType(old.__code__, places, old.__name__, old.__defaults__, old.__closure__)
     forward.__kwdefaults__ = old.__kwdefaults__

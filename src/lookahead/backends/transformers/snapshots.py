@@ -75,7 +75,7 @@ def preserved_state(model: torch.nn.Module) -> Iterator[set[tuple[int, str]]]:
     written: set[tuple[int, str]] = set()
     kept = [(m, dict(vars(m)), dict(m._buffers), set(m._forward_hooks)) for m in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {weight.device for weight in model.parameters() if weight.is_cuda}
+    devices = {weight.device for weight in model.parameters() if weight.is_cuda and torch.cuda.is_available()}
     try:
         with torch.random.fork_rng(devices=devices):
             yield written
