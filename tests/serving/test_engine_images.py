@@ -63,6 +63,19 @@ def test_each_text_is_that_of_its_own_image(family: str, options: dict[str, Any]
     assert not any(handle.statistics.reused_tokens for handle in handles[:3]), "keys and values of an image are its own"
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_an_image_behind_more_text_than_a_window_shows(family: str) -> None:
+    """The last token of such a prompt is sent again, and sees as far back as before."""
+    model = build(family, Variant(seed=1, window=3, embedding_gain=3.0), "eager")
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    for tokens in range(3, 9):
+        inputs = image_prompt(model, [list(range(5, 5 + tokens))], tokens)
+        expected = model.generate(**inputs, **options)
+        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        engine = Engine(model, LookaheadConfig(step_budget=8))
+        assert torch.equal(engine.submit(given.pop("input_ids"), **given, **options).result(), expected)
+
+
 def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
     model = tiny("qwen2_5_vl/multimodal")
     inputs = prompts(model)[:2]

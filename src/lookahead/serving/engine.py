@@ -283,7 +283,9 @@ class Engine:
         """Queue new requests, remove cancelled ones, and follow the model if it has changed."""
         with self._changed:
             while self._arrivals:
-                self._scheduler.add(self._arrivals.popleft())
+                request = self._arrivals.popleft()
+                self._memory.drop(request)  # its row may be of a runner that another has replaced since
+                self._scheduler.add(request)
         for request in self._scheduler.requests:
             if request.handle.cancelled:
                 self._leave(request)

@@ -23,9 +23,11 @@ _ROWS = ((5, 11, 7, 3, 13, 2, 11), (17, 19, 23, 5), (29, 5, 31, 37, 13))
 """Texts that share a pass."""
 CHECK_LENGTH = 24
 """Tokens, nodes included, that `check_logits` may put into a cache."""
-_CHAIN_PROMPT, _CHAIN_TEXTS, _CHAIN_TOLERANCE = 6, 3, 1e-3
-"""A difference of chains counts if it shows with each of three texts, as near-ties between experts are rounding's, and
-from a thousandth of the largest logit on: wrong states make for far more, and what is finer the miniature shows."""
+TEXTS = 3
+"""A small difference counts if it shows with each of so many texts: near-ties between experts are rounding's."""
+_SMALL = 1e-3
+"""Part of the largest logit that is no difference yet; the miniature shows finer ones."""
+_CHAIN_PROMPT = 6
 _BITS_TEXT, _BITS_PROMPT = 7, 3
 """Tokens of the text that invariant passes are compared along, and of its prompt."""
 
@@ -48,14 +50,19 @@ def trial_runner(model: PreTrainedModel, engine: PreTrainedModel | None = None) 
 
 def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:
     """Whether `engine` reads chains as `model` reads one token at a time."""
-    for number in range(_CHAIN_TEXTS):
+    for number in range(TEXTS):
         text = _readable(model, [token + number for token in _TEXT])
         expected = follow(trial_runner(model), [text], _CHAIN_PROMPT, nothing)
         found = follow(trial_runner(engine), [text], _CHAIN_PROMPT, chains(random.Random(number)))
-        least = _CHAIN_TOLERANCE * float(expected[0].abs().max())
-        if difference(found, expected) <= max(least, rounding(expected, model.dtype)):  # not if they are no numbers
+        if are_close(found, expected, model.dtype):
             return True
     return False
+
+
+def are_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether logits differ by less than wrong states or masks make of them; not if they are no numbers."""
+    least = _SMALL * max(float(logits.abs().max()) for logits in expected)
+    return difference(found, expected) <= max(least, rounding(expected, dtype))
 
 
 def check_logits(runner: ModelRunner) -> torch.Tensor:
@@ -73,9 +80,9 @@ def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
     return difference([found], [expected]) <= rounding([expected], dtype)
 
 
-def reads_trees(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[places, vocabulary]` along a text: of trees with wrong branches, and of single tokens."""
-    text = _readable(model, _TEXT[:7])
+def reads_trees(model: PreTrainedModel, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[places, vocabulary]` along text `number`: of trees with wrong branches, and of single tokens."""
+    text = _readable(model, [token + number for token in _TEXT[:7]])
     drafts = among_decoys(4, 2, _vocabulary(model)), nothing
     drafted, plain = (follow(ModelRunner(model, 1), [text], 4, draft)[0] for draft in drafts)
     return drafted, plain

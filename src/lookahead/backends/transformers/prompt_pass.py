@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.transformers.cache_names import cache_name
+from lookahead.backends.transformers.cache_names import cache_name, knows_its_length
 from lookahead.backends.transformers.chain_cache import SavedState
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
 from lookahead.backends.transformers.runner import TransformersRunner
@@ -84,7 +84,21 @@ class PromptPass:
         """All of the prompts was kept when it was read."""
 
     def read(self) -> None:
-        """Let the model read the prompts for the steps to come, without one of them."""
+        """Let the model read the prompts for the steps to come, without one of them.
+
+        Their last token is to be sent again. So layers with a window have to keep all of the prompt.
+
+        Raises:
+            UnsupportedModelError: They cannot, or steps of tokens alone are not what the model does.
+        """
+        cache: Any = self._arguments.get(self._cache_name)
+        windows = [
+            layer.sliding_window for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", False)
+        ]
+        if hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()
+        elif windows and self._mask.shape[1] >= min(windows):
+            raise self._refusal("this version of transformers forgets what the last token, which is sent again, sees")
         self._read(1)
 
     def _columns(self, row: int, layout: Layout) -> NDArray[np.int64]:
@@ -101,7 +115,7 @@ class PromptPass:
         arguments, cache = self._arguments, self._arguments.get(self._cache_name)
         if "logits_to_keep" in forward_arguments(self._model):
             arguments["logits_to_keep"] = keep
-        held = 0 if cache is None else cache.get_seq_length()
+        held = cache.get_seq_length() if cache is not None and knows_its_length(cache) else 0
         # A mask that is as long as the prompts says that these repeat what the cache holds.
         new = self._ids.shape[1] - held if held and self._mask.shape[1] == self._ids.shape[1] else None
         inputs = self._reads.prepare_inputs_for_generation(
@@ -127,7 +141,7 @@ class PromptPass:
             arguments["logits_to_keep"] = 1
         arguments = self._reads._update_model_kwargs_for_generation(outputs, arguments)
         cache = arguments[self._cache_name]
-        if cache.get_seq_length() != self._mask.shape[1]:
+        if not knows_its_length(cache) or cache.get_seq_length() != self._mask.shape[1]:
             raise self._refusal("its cache has other columns than the prompt has tokens")
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
         kind = ("prompt", type(self._runner), len(self._mask) > 1, *self._names())
