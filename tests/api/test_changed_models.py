@@ -23,6 +23,7 @@ import lookahead
 from fuzz.families import build as build_family
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadError
+from lookahead.backends.transformers.cache_names import CACHE
 from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
@@ -435,3 +436,24 @@ def test_values_that_cannot_be_copied_in_a_configuration_are_refused() -> None:
     model = fresh()
     model.config.extra = Lock()
     assert "could be tried" in str(outcome(lambda: by_generate(model)))
+
+
+class OtherBehindACache(LlamaForCausalLM):
+    """Another head where the cache holds something already."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        goes_on = cache is not None and cache.get_seq_length() > 0
+        output = super().forward(*args, **kwargs)
+        if goes_on:
+            output.logits = output.logits.flip(-1)
+        return output
+
+
+def test_an_engine_refuses_a_model_that_reads_prompts_in_parts_otherwise() -> None:
+    """Requests that share a beginning read the rest of their prompts behind what is cached."""
+    model = fresh()
+    model.__class__ = OtherBehindACache
+    with pytest.raises(lookahead.UnsupportedModelError, match="read in parts"):
+        Engine(model, DRAFTS)
+    assert outcome(lambda: by_generate(model)) == plainly(model)

@@ -369,7 +369,7 @@ OTHERS: dict[str, Callable[[PreTrainedModel, int], Any]] = {
     "activation replaced": _activation,
     "frequencies written": _buffer,
     "window in the configuration": _set("config", sliding_window=3, attention_chunk_size=3),
-    "scales in the configuration": _set("config", final_logit_softcapping=2.0, logit_scale=0.3, logits_scaling=0.3),
+    "scales in the configuration": _set("config", final_logit_softcapping=12.0, logit_scale=0.3, logits_scaling=0.3),
     "cache in the configuration": _set("config", use_cache=False),
     "rope in the configuration": _rope,
     "attention implementation": _attention,

@@ -32,7 +32,8 @@ def draw_fault(seed: int) -> Case:
     random = Random(f"fault {seed}")
     kind = random.choice([*KINDS, *["changed model"] * 3])
     case = replace(KINDS[kind](seed, random), fault=kind)
-    if any(turn.entry == "threads" for turn in case.turns):  # transformers keeps those frequencies in the model
+    together = ("threads", "engine", "started engine")
+    if any(turn.entry in together for turn in case.turns):  # the model keeps frequencies
         case = replace(case, variant=replace(case.variant, rope="default"))
     return case
 

@@ -251,7 +251,8 @@ def _running(plain: Answer, turn: Turn, step: int) -> Tensor:
     rows = len(plain.sequences)
     if rows == 1:
         return torch.ones(1, dtype=torch.bool)
-    if any(name in turn.settings for name in ("criterion", "stop_strings")):
+    ends_unknown = turn.change == "end in the generation configuration"
+    if ends_unknown or any(name in turn.settings for name in ("criterion", "stop_strings")):
         return torch.zeros(rows, dtype=torch.bool)
     start = plain.sequences.shape[1] - plain.new_tokens
     ends = torch.tensor(turn.settings.get("eos", ()))

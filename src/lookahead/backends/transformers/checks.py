@@ -8,6 +8,7 @@
 | Does it honour masks and positions? | a text along trees, and token by token: `_try_trees` | likewise |
 | Does its kind read trees as plain decoding does? | a miniature: `equivalence.QUESTIONS` | likewise |
 | Does it go on from running states? | a miniature, and chains on the model itself: `_check_chains` | the model |
+| Is a prompt read in parts as at once? | a text, both ways: `engine_model.check_parts` | Engines |
 | Do its rows come and go? | an encoder's do not; without drafts a miniature shows it: `runs_rows` | Engines |
 | Does a clone compute what it computes? | both read the same: `comparisons.computes_the_same` | the clone |
 | Are passes invariant? | `SETTINGS`; all bits along a text: `comparisons.is_invariant` | `invariant=True` |

@@ -88,6 +88,21 @@ def reads_trees(model: PreTrainedModel, number: int) -> tuple[torch.Tensor, torc
     return drafted, plain
 
 
+def reads_parts(model: PreTrainedModel, make: Callable[[], ModelRunner | ChainRunner]) -> bool:
+    """Whether a prompt that is read token by token gives the logits of one that is read at once.
+
+    Args:
+        model: The model.
+        make: Makes an empty runner of one row.
+    """
+    for number in range(TEXTS):
+        text = _readable(model, [token + number for token in _TEXT[:7]])
+        whole, parts = (follow(make(), [text], prompt, nothing)[0] for prompt in (4, 1))
+        if are_close([parts[3:]], [whole], model.dtype):
+            return True
+    return False
+
+
 def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plainly: bool = True) -> bool:
     """Whether a clone gives the logits of its model, along trees as well, but for rounding; `reads_plainly` if it is to
     run passes without any mask of ours, too."""

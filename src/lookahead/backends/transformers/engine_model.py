@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 
+import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.attention import (
@@ -17,7 +18,13 @@ from lookahead.backends.transformers.attention import (
     TREE_ATTENTION,
 )
 from lookahead.backends.transformers.checks import check_model, check_setting, not_possible
-from lookahead.backends.transformers.comparisons import computes_the_same, is_invariant, reads_rows_alike
+from lookahead.backends.transformers.comparisons import (
+    computes_the_same,
+    is_invariant,
+    reads_parts,
+    reads_rows_alike,
+    trial_runner,
+)
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import model_setting, once
@@ -135,6 +142,23 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
 
     once(model, ("padded rows", *model_setting(model)), check)
     return runner
+
+
+def check_parts(model: PreTrainedModel, on_chains: bool) -> None:
+    """Refuse a model that reads a prompt in parts otherwise than at once: requests share steps and beginnings.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
+
+    def check() -> None:
+        make = partial(trial_runner, model) if on_chains else partial(ModelRunner, model, 1)
+        with torch.no_grad(), preserved_state(model):
+            same = reads_parts(model, make)
+        if not same:
+            raise _unsupported(model, "a prompt that is read in parts gave other logits than one that is read at once")
+
+    once(model, ("parts", *model_setting(model)), check)
 
 
 def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> ModelRunner | str:

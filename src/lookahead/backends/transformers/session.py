@@ -20,7 +20,13 @@ from lookahead.backends.transformers.checks import (
     runs_on_chains,
     runs_rows,
 )
-from lookahead.backends.transformers.engine_model import engine_model, packed_runner, rows_runner, runs_static
+from lookahead.backends.transformers.engine_model import (
+    check_parts,
+    engine_model,
+    packed_runner,
+    rows_runner,
+    runs_static,
+)
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.invariant.modules import least_rows
@@ -68,6 +74,7 @@ class TransformersSession(Session):
         """What runs rows that come and go, any number of them."""
         follow(self._model)
         on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
+        check_parts(self._model, on_chains)
         if on_chains:
             check_chain_settings(self._model, config)
             ends = equivalence(self._model).holds("positions_end")
