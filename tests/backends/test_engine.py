@@ -101,6 +101,12 @@ def test_trees_end_where_the_context_does() -> None:
     assert Limits(PreTrainedConfig()).deepest(10) is None
 
 
+def test_keys_that_are_picked_are_counted_by_tokens_and_not_by_positions() -> None:
+    """Behind an image positions are smaller than indices in the text."""
+    limits = Limits(PreTrainedConfig(layer_types=["indexed_attention"], index_topk=64))
+    assert limits.deepest(10, shift=-20) == limits.deepest(10) - 20
+
+
 def test_trees_end_where_a_model_begins_to_choose_what_it_attends_to() -> None:
     config = DeepseekV4Config(index_topk=3, compress_rates={"compressed_sparse_attention": 4})
     limit = Limits(config)

@@ -163,7 +163,7 @@ class Runner(Backend):
             part = TokenTree(pending[: kept.most_pending])
             part.needs_logits[part.root] = False
             return part
-        deepest = self._deepest(kept.before + len(text) - 1 + kept.shift)
+        deepest = self._deepest(kept.before + len(text) - 1 + kept.shift, kept.shift)
         tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - kept.length)
         tree.vocabulary = self.vocabulary
         if self.chains and not (kept.length > 0 and len(pending) <= _MOST_PENDING):
@@ -175,8 +175,9 @@ class Runner(Backend):
         kept = self.rows[row]
         return text[kept.length - kept.before :]
 
-    def _deepest(self, position: int) -> int | None:
-        """The largest position that a tree may have whose root is at `position`; `None` for any."""
+    def _deepest(self, position: int, shift: int) -> int | None:
+        """The largest position in a tree whose root is at `position`, which is `shift` more than its index in the text;
+        `None` for any."""
         return None if self.last_length is None else self.last_length - 1
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:

@@ -88,14 +88,15 @@ class Limits:
         self._period, self._places_end = _scale_period(text_config), _mask_table_end(text_config)
         self.places_after = self._places_end if self._period is None else self._period - 1
 
-    def deepest(self, root_position: int) -> int | None:
+    def deepest(self, root_position: int, shift: int = 0) -> int | None:
         """Largest position id in a tree whose root is at `root_position`; `None` for any.
 
+        Keys are counted by their index in the text, which is the position less `shift`.
         Beyond its context a model is on its own, as in transformers; a table of positions fails there.
         """
         limits = [self.context - 1] if self.context is not None and root_position < self.context else []
         if self._chooses_after is not None:
-            limits.append(max(root_position, self._chooses_after - 2))  # its last token may come with others
+            limits.append(max(root_position, self._chooses_after - 2 + shift))  # its last token may come with others
         for kind, original in self._changes:
             # A longer text leaves its frequencies behind; a pass with dynamic RoPE takes the first ones again if its
             # last position lies before the last one of the context.

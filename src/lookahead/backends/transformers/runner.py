@@ -131,8 +131,8 @@ class TransformersRunner(Runner):
         """The logits of a pass, `[rows, nodes or those that are kept, vocabulary]`, and what the model took."""
         raise NotImplementedError
 
-    def _deepest(self, position: int) -> int | None:
-        return self._limits.deepest(position)
+    def _deepest(self, position: int, shift: int) -> int | None:
+        return self._limits.deepest(position, shift)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """Go on from what the model read.
