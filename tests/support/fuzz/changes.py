@@ -249,6 +249,13 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+def _double(model: PreTrainedModel, seed: int) -> None:
+    """To float64, but for eager attention: its mask is infinite in float32, so that padding is NaN there."""
+    if model.config._attn_implementation == "eager":
+        raise ValueError("eager attention gives no numbers in float64 behind padding")
+    model.to(torch.float64)
+
+
 def _override(model: PreTrainedModel, what: str, on_class: bool) -> Undo:
     """Give `model` a method of `METHODS`: in a class of its own, or as an attribute of the object."""
     name, method = METHODS[what]
@@ -373,7 +380,7 @@ OTHERS: dict[str, Callable[[PreTrainedModel, int], Any]] = {
     "cache in the configuration": _set("config", use_cache=False),
     "rope in the configuration": _rope,
     "attention implementation": _attention,
-    "number type": lambda model, seed: model.to(torch.float64),
+    "number type": _double,
     "forward compiled": _compile,
     "penalty in the generation configuration": _set("generation_config", repetition_penalty=1.4),
     "sampling in the generation configuration": _set("generation_config", do_sample=True, temperature=0.7),
