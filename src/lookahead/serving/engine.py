@@ -146,7 +146,7 @@ class Engine:
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed))
         request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
-        request.row, handle = self._memory.new_row(), RequestHandle(self)
+        handle = RequestHandle(self)
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
@@ -284,7 +284,7 @@ class Engine:
         with self._changed:
             while self._arrivals:
                 request = self._arrivals.popleft()
-                self._memory.drop(request)  # its row may be of a runner that another has replaced since
+                request.row = self._memory.new_row()  # of the runner that there is now
                 self._scheduler.add(request)
         for request in self._scheduler.requests:
             if request.handle.cancelled:
