@@ -257,6 +257,8 @@ release-check:  ## Build wheel and sdist into build/dist, and try the wheel in a
 	test $$(stat -c %s build/dist/*.whl) -lt 14000000
 	build/release/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build/dist/*.whl
 	cd build/release && bin/lookahead --version && bin/lookahead compare --dtype float32
+	build/release/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes lookahead-decoding
+	test -z "$$(ls -d build/release/lib/python*/site-packages/lookahead*)"
 
 docs: $(VENV)/docs-installed  ## Build the documentation into build/site; warnings and dead links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -16,6 +16,7 @@ import pytest
 
 import lookahead
 from lookahead.core.compiled import loops_folder
+from lookahead.core.files import OWN_FOLDER
 from lookahead.demo import DEMO_PROMPT
 
 HEAVY = ["torch", "transformers", "numba", "numpy"]
@@ -60,7 +61,7 @@ def start(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]
 
 
 def test_what_needs_no_model_imports_none_of_the_heavy_packages() -> None:
-    helps = [[], ["--help"], ["--version"], ["bench"]]
+    helps = [[], ["--help"], ["--version"], ["bench"], ["cache"], ["cache", "show"]]
     helps += [[command, "--help"] for command in ("generate", "compare", "chat", "tune")]
     helps += [["bench", command, "--help"] for command in ("run", "law")]
     nowhere = ["--model", "/no/such/folder"]
@@ -315,9 +316,10 @@ def one_loop_is_not_compiled(tmp_path: Path, compiled_loops: None) -> dict[str, 
     assert kept is not None
     missing = shutil.ignore_patterns("pace.*")
     half_written = shutil.ignore_patterns("*.tmp.*")  # by tests that run beside these
-    shutil.copytree(kept, tmp_path / kept.name, ignore=lambda *found: missing(*found) | half_written(*found))
+    copied = tmp_path / OWN_FOLDER / kept.name
+    shutil.copytree(kept, copied, ignore=lambda *found: missing(*found) | half_written(*found))
     assert missing(str(kept), os.listdir(kept)), "no loop of that module is kept"
-    return {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
 
 def test_compiling_is_announced_once(one_loop_is_not_compiled: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ HERE = (
     "kept_loops._PACKAGE = Path(__file__).parent\nfor kept in (kept_loops._stamp, kept_loops.loops_folder):\n"
     "    kept.cache_clear()\nkept_loops._cache_class.cache_clear()\n"
 )
-"""Begins a program whose loops are kept beside it, as those of the package are kept in it."""
+"""Begins a program whose own sources decide which loops are its."""
 
 MODULES = {
     "called.py": "from lookahead.core.compiled import inner\n\n@inner\ndef step(x):\n    return x + {step}\n",
@@ -31,6 +31,13 @@ MODULES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the user's that is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
     """What the loop gives with such a step, whether it was read rather than compiled, and where it is kept."""
     for name, text in MODULES.items():
@@ -40,14 +47,38 @@ def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
     return int(result), int(hits) > 0, Path(kept)
 
 
-def test_a_loop_follows_what_it_calls_in_other_files(tmp_path: Path) -> None:
+def test_a_loop_follows_what_it_calls_in_other_files(tmp_path: Path, user_cache: Path) -> None:
     result, was_kept, first = run_in(tmp_path, step=1)
     assert (result, was_kept) == (2, False)
     assert run_in(tmp_path, step=1) == (2, True, first)
     result, was_kept, second = run_in(tmp_path, step=10)
     assert (result, was_kept) == (11, False)
-    assert second.parent == first.parent == tmp_path / "__pycache__"
-    assert not first.exists(), "loops of earlier sources are removed"
+    assert run_in(tmp_path, step=1) == (2, True, first), "loops of other sources stay"
+    assert second.parent == first.parent == user_cache / "lookahead-decoding"
+    assert not list(tmp_path.glob("__pycache__/*.nb*")), "nothing lies beside the sources"
+
+
+def test_loops_that_were_not_used_for_long_make_room(tmp_path: Path, user_cache: Path) -> None:
+    own = user_cache / "lookahead-decoding"
+    for age in range(1, 21):
+        (own / f"loops-{age:02}").mkdir(parents=True)
+        os.utime(own / f"loops-{age:02}", (1e9 - age, 1e9 - age))
+    (own / "findings").mkdir()
+    _, _, used = run_in(tmp_path, step=1)
+    assert {folder.name for folder in own.iterdir()} == {
+        "findings",
+        used.name,
+        *(f"loops-{age:02}" for age in range(1, 16)),
+    }
+
+
+def test_without_a_folder_loops_run_and_leave_nothing(tmp_path: Path, user_cache: Path) -> None:
+    user_cache.write_text("no folder")
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text.format(step=1))
+    found = subprocess.run([sys.executable, str(tmp_path / "main.py")], check=True, capture_output=True, text=True)
+    assert found.stdout == "2 0 None\n"
+    assert not list(tmp_path.glob("**/*.nb*"))
 
 
 AT_ONCE = (

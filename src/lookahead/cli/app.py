@@ -16,7 +16,7 @@ import typer
 from lookahead.bench.suite import read_suite
 from lookahead.cli import process, signals
 from lookahead.cli.inputs import model_folder, read_prompt
-from lookahead.cli.options import command
+from lookahead.cli.options import Settings, command
 from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
     BatchSettings,
@@ -51,6 +51,9 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Benchmarks: methods on tasks and models, from one small file.")
 app.add_typer(bench, name="bench")
+
+cache = typer.Typer(help="Files that the library keeps: compiled loops, and what was measured on this machine.")
+app.add_typer(cache, name="cache")
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -115,6 +118,7 @@ def _lookahead(
     _help_without_command(context)
 
 
+@cache.callback(invoke_without_command=True)
 @bench.callback(invoke_without_command=True)
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
@@ -240,3 +244,22 @@ def bench_law(settings: LawSettings) -> int:
     from lookahead.cli.bench import fit_law  # late, as in `_start`
 
     return fit_law(settings)
+
+
+@command(cache, Settings, "show")
+def cache_show(settings: Settings) -> int:
+    """Print where files are kept, and how large they are."""
+    from lookahead.cli.cache import show
+
+    return show(Consoles(no_color=settings.no_color))
+
+
+@command(cache, Settings, "clear")
+def cache_clear(settings: Settings) -> int:
+    """Remove these files; later runs compile and measure anew.
+
+    Models of the Hub lie elsewhere (`hf cache` removes those), and so do memory files, which belong to you.
+    """
+    from lookahead.cli.cache import clear
+
+    return clear(Consoles(no_color=settings.no_color))

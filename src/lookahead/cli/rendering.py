@@ -73,6 +73,15 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def bytes_in_words(count: float) -> str:
+    """A number of bytes with a unit, as disks and networks are measured."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
 def counts_line(tokens: int, steps: int, seconds: float) -> str:
     """What an answer took, in words."""
     compression, speed = tokens / steps if steps else 0.0, tokens / seconds if seconds else 0.0

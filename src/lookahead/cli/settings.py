@@ -343,7 +343,7 @@ class TuneSettings(ModelSettings):
         default=False,
     )
     store: bool = option(
-        "--store/--no-store", OUTPUT, "Keep the curve for later runs, in the user's cache directory.", default=True
+        "--store/--no-store", OUTPUT, "Keep the curve for later runs; `lookahead cache show` says where.", default=True
     )
     json: bool = _json()
 

@@ -13,6 +13,7 @@ type are read as those of the other.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import numpy as np
 from numba.core import caching, event
 from numba.core.cpu import CPUTargetOptions
 
-from lookahead.core.files import user_cache
+from lookahead.core.files import OWN_FOLDER, user_cache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -135,6 +136,9 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
 
 _PACKAGE = Path(__file__).parents[1]
 
+_KEPT = 16
+"""States of the sources whose loops are kept, 1.3 MB each."""
+
 
 @cache
 def _stamp() -> str:
@@ -148,32 +152,31 @@ def _stamp() -> str:
 
 @cache
 def loops_folder() -> Path | None:
-    """The folder of today's loops; `None` where none can be written to. Those of earlier sources are removed."""
+    """The folder of today's loops in the user's cache; `None` where it cannot be written to.
+
+    Several states of the sources are in use at once where there are several environments or checkouts. Folders beyond
+    the `_KEPT` that were used last are removed.
+    """
     begin = f"loops-{sys.implementation.cache_tag}-numba-{numba.__version__}-"
-    user = user_cache() / "lookahead-decoding"
-    given = numba.config.CACHE_DIR
-    for parent in (*([Path(given)] if given else []), _PACKAGE / "__pycache__", user):
-        folder = parent / f"{begin}{_stamp()}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError:
-            continue
-        for other in parent.glob(f"{begin}*"):
-            if other != folder:
-                with suppress(OSError):
-                    shutil.rmtree(other)
-        return folder
-    return None
+    folder = user_cache() / OWN_FOLDER / f"{begin}{_stamp()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    with suppress(OSError):  # another process removes folders as well
+        by_use = sorted(folder.parent.glob("loops-*"), key=lambda other: other.stat().st_mtime)
+        for other in by_use[:-_KEPT]:
+            shutil.rmtree(other)
+    return folder
 
 
 def keep_compiled(loop: Any) -> None:
     """Let a loop (numba's dispatcher) be read from what it was compiled to before, and be kept when it is compiled."""
-    try:
+    # Another numba may have no such class, and there may be no folder; numba's own choice is one beside the sources.
+    with suppress(AttributeError, RuntimeError):
         loop._cache = _cache_class()(loop.py_func)
-    except (AttributeError, RuntimeError):  # another numba, or no folder that could be written to
-        with suppress(AttributeError, RuntimeError):  # nor does a function that is not compiled have one
-            loop.enable_caching()
 
 
 @cache

@@ -15,15 +15,18 @@ TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 """How text is written: half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
 
 
+OWN_FOLDER = "lookahead-decoding"
+"""Name of the library's folder in the user's cache."""
+
+
 def user_cache() -> Path:
-    """Where the operating system has users' caches."""
-    home = Path(os.path.expanduser("~"))
+    """Where the user's caches are: in `XDG_CACHE_HOME`, or else where the operating system has them."""
+    home, folder = Path(os.path.expanduser("~")), os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(folder):
+        return Path(folder)
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches"
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(folder) if os.path.isabs(folder) else home / ".cache"
+    return home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
 
 
 def hidden_name(target: Path) -> str:

@@ -22,7 +22,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.core.files import replaced, user_cache
+from lookahead.core.files import OWN_FOLDER, replaced, user_cache
 from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
@@ -44,7 +44,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 def _file(kind: str, setting: Mapping[str, Any]) -> Path:
     """The file about a setting of plain values, whether or not there is one yet."""
     text = json.dumps(setting, sort_keys=True)
-    return user_cache() / "lookahead-decoding" / kind / f"{_short_hash(text)}.json"
+    return user_cache() / OWN_FOLDER / kind / f"{_short_hash(text)}.json"
 
 
 def _read(kind: str, setting: Mapping[str, Any]) -> dict[str, Any]:

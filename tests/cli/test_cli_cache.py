@@ -1,0 +1,62 @@
+"""`lookahead cache`: what is kept in the user's cache, and its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lookahead.cli import main
+from lookahead.core.files import user_cache
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library's folder in a cache that also has files of others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "lookahead-decoding"
+    for name, size in {"loops-a/x.nbc": 1500, "loops-b/x.nbc": 500, "findings/x.json": 20, "cost/x.json": 999}.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x" * size)
+    (tmp_path / "of-others").write_text("stays")
+    return folder
+
+
+def test_each_kind_of_content_has_its_size(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "show"]) == 0
+    folder, *kinds = capsys.readouterr().out.splitlines()
+    assert folder == str(own_folder)
+    assert [" ".join(line.split()) for line in kinds] == [
+        "2 kB compiled loops",
+        "20 B trials",
+        "999 B curves of step times",
+    ]
+
+
+def test_clear_removes_the_folder_and_nothing_else(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"removed 3.02 kB in {own_folder}\n"
+    assert [path.name for path in own_folder.parent.iterdir()] == ["of-others"]
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"removed 0 B in {own_folder}\n"
+
+
+def test_a_cache_that_is_a_link_is_emptied_where_it_lies(own_folder: Path, tmp_path: Path) -> None:
+    there = own_folder.rename(tmp_path / "there")
+    own_folder.symlink_to(there)
+    assert main(["cache", "clear"]) == 0
+    assert list(there.iterdir()) == []
+    assert own_folder.readlink() == there
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
+def test_one_variable_moves_the_cache_on_every_system(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path
+    for no_place in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", no_place)
+        assert user_cache().is_absolute()
