@@ -1,16 +1,18 @@
 """What a user may choose about lookahead decoding."""
+# ruff: noqa: RUF009, as `_choice` makes dataclass fields
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from lookahead.errors import InvalidArgumentError
 from lookahead.values import check_path, require, whole_number
 
-PRESETS = ("auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive")
+Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 BUDGETED = ("auto", "token_recycling", "context_matches")
 """Presets whose steps are filled up to a number of nodes."""
@@ -18,9 +20,11 @@ BUDGETED = ("auto", "token_recycling", "context_matches")
 OWN = "own"
 """What `preset` says where a `drafter` of the user's own is given."""
 
-ENGINES = ("auto", "dynamic", "static")
+EngineName = Literal["auto", "dynamic", "static"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
-FALLBACKS = ("refuse", "plain")
+Fallback = Literal["refuse", "plain"]
+FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 
 MEMORY_SCOPES = ("request", "process")
 
@@ -174,7 +178,7 @@ class LookaheadConfig:
         InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
     """
 
-    preset: str = _choice(
+    preset: Preset = _choice(
         *(_CHOSEN, _one_of_choices),
         choices=PRESETS,
         help=f"Drafting method: {', '.join(PRESETS)}.",
@@ -190,7 +194,7 @@ class LookaheadConfig:
         help="Nodes of every step, the root included.",
         shown="as many as pay",
     )
-    memory: str | os.PathLike[str] = _choice(  # noqa: RUF009, it makes a field
+    memory: str | os.PathLike[str] = _choice(
         *("request", _scope_or_file),
         presets=("auto",),
         help="Keep what is learned about the model's predictions in this file, and draft from it.",
@@ -237,7 +241,7 @@ class LookaheadConfig:
         help="Seed of the window's first tokens.",
     )
     sources: tuple[Callable[[], Any], ...] = _choice((), _factories, presets=("auto",))
-    drafter: Callable[[], Any] | None = _choice(None, _factory, presets=(OWN,))  # noqa: RUF009, it makes a field
+    drafter: Callable[[], Any] | None = _choice(None, _factory, presets=(OWN,))
     pack_weights: bool = _choice(
         *(False, _yes_or_no),
         help="On a CPU, keep a second copy of the weights in the order of multiplication, where that is faster.",
@@ -246,15 +250,15 @@ class LookaheadConfig:
     invariant: bool = _choice(
         *(False, _yes_or_no), help="Compute logits whose bits do not depend on what else is sent.", runs=True
     )
-    engine: str = _choice("auto", _one_of_choices, choices=ENGINES)
-    fallback: str = _choice(
+    engine: EngineName = _choice("auto", _one_of_choices, choices=ENGINES)
+    fallback: Fallback = _choice(
         *("refuse", _one_of_choices),
         choices=FALLBACKS,
         help="Where drafts cannot be exact: refuse, or decode without them (plain).",
         metavar="|".join(FALLBACKS),
         runs=True,
     )
-    trace: Any = _choice(None, _recorder)  # noqa: RUF009, it makes a field
+    trace: Any = _choice(None, _recorder)
 
     def __post_init__(self) -> None:
         if self.preset is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from functools import partial, update_wrapper
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
@@ -33,8 +33,53 @@ _GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameter
 """Names of what may be passed by position, without self."""
 
 
+@overload
 def generate(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
+    input_ids: torch.Tensor | None = ...,
+    *,
+    lookahead_config: LookaheadConfig | None = ...,
+    on_step: OnStep | None = ...,
+    ngram_pool: NGramPool | None = ...,
+    prediction: Prediction | None = ...,
+    parallel: ParallelGroup | None = ...,
+    return_dict_in_generate: Literal[True],
+    **kwargs: Any,
+) -> LookaheadOutput: ...
+
+
+@overload
+def generate(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor | None = ...,
+    *,
+    lookahead_config: LookaheadConfig | None = ...,
+    on_step: OnStep | None = ...,
+    ngram_pool: NGramPool | None = ...,
+    prediction: Prediction | None = ...,
+    parallel: ParallelGroup | None = ...,
+    return_dict_in_generate: Literal[False] | None = ...,
+    generation_config: None = ...,
+    **kwargs: Any,
+) -> torch.Tensor: ...
+
+
+@overload
+def generate(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor | None = ...,
+    *,
+    lookahead_config: LookaheadConfig | None = ...,
+    on_step: OnStep | None = ...,
+    ngram_pool: NGramPool | None = ...,
+    prediction: Prediction | None = ...,
+    parallel: ParallelGroup | None = ...,
+    **kwargs: Any,
+) -> torch.Tensor | LookaheadOutput: ...
+
+
+def generate(
+    model: torch.nn.Module,
     input_ids: torch.Tensor | None = None,
     *,
     lookahead_config: LookaheadConfig | None = None,
@@ -107,7 +152,7 @@ def generate(
     return _decode_plainly(model, input_ids, kwargs)  # type: ignore[no-any-return]
 
 
-def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
+def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> None:
     """Make `model.generate` itself decode with lookahead, on this one object, until `detach`.
 
     Pipelines and other callers of `model.generate` work unchanged; calls may still pass their own
@@ -128,21 +173,21 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
     """
     attached = check_config(config)
     try:
-        model = language_model_or_wrapper(model)
+        target: Any = language_model_or_wrapper(model)
     except UnsupportedModelError as refusal:
         if attached.fallback != "plain":
             raise
         warn_of_plain(refusal, stacklevel=3)
-        model = language_model(model)[0]
-        if given_generate(model) is not None:  # which stays what decodes plainly
+        target = language_model(model)[0]
+        if given_generate(target) is not None:  # which stays what decodes plainly
             return
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so that in a copy it refers to the copy.
-    call = partial(_generate_attached, model, attached)
-    model.generate = update_wrapper(call, type(model).generate, ("__name__", "__doc__"), ())
+    call = partial(_generate_attached, target, attached)
+    target.generate = update_wrapper(call, type(target).generate, ("__name__", "__doc__"), ())
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: torch.nn.Module) -> None:
     """Restore `model`'s own `generate`. Does nothing if it is not attached.
 
     Raises:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_engine import acquire_steps
-from lookahead.config import LookaheadConfig
+from lookahead.config import EngineName, LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -70,7 +70,9 @@ class StepBench:
         UnsupportedModelError: The model cannot be run on token trees.
     """
 
-    def __init__(self, model: PreTrainedModel, context: int, pack_weights: bool = False, engine: str = "auto") -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: int, pack_weights: bool = False, engine: EngineName = "auto"
+    ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(0)
         self._vocabulary = int(vocabulary)

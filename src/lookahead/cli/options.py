@@ -175,7 +175,7 @@ def _config_parameters() -> Iterator[inspect.Parameter]:
         about = spec.metadata
         if "help" not in about:
             continue
-        kind = next(kind for kind in (bool, int, str) if kind in (types[spec.name], *get_args(types[spec.name])))
+        kind = next((kind for kind in (bool, int) if kind in (types[spec.name], *get_args(types[spec.name]))), str)
         switch = spec.default is False
         flag = "--" + spec.name.replace("_", "-")
         if kind is bool and not switch:

@@ -11,7 +11,6 @@ from threading import Condition, RLock, Thread
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.noise import SamplingNoise
@@ -68,7 +67,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         config: LookaheadConfig | None = None,
         *,
         max_rows: int = 16,

@@ -29,7 +29,7 @@ class LookaheadOutput(EitherCacheName, GenerateDecoderOnlyOutput):  # type: igno
         statistics: Counts and times of the call.
     """
 
-    statistics: Statistics | None = None
+    statistics: Statistics = None  # type: ignore[assignment]  # fields of transformers, which have defaults, come first
 
 
 class EncoderDecoderOutput(EitherCacheName, GenerateEncoderDecoderOutput):  # type: ignore[misc]

@@ -6,7 +6,7 @@ A call takes either name with any version, and its output has both. A model is c
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -50,11 +50,16 @@ def rename_cache(kwargs: dict[str, Any]) -> None:
 class EitherCacheName:
     """An output of `generate` with its cache under both names."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Called for attributes that the installed transformers does not know."""
-        if name in BOTH_NAMES and name != CACHE:
-            return getattr(self, CACHE)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    cache: Any
+    past_key_values: Any
+
+    if not TYPE_CHECKING:  # to type checkers each name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for attributes that the installed transformers does not know."""
+            if name in BOTH_NAMES and name != CACHE:
+                return getattr(self, CACHE)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def knows_its_length(cache: Any) -> bool:
