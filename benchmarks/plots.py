@@ -21,7 +21,7 @@ from rich.console import Console
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import PAPER_LAW, fit, law_points
 from lookahead.bench.summary import MethodSummary, RunSet
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, extra_hint
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -87,7 +87,7 @@ def draw_plots(given: Sequence[str], notes: Console) -> int:
     parser.add_argument("folder", type=Path, help="where the plots go, in folders by page")
     folder = parser.parse_args(given).folder
     if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(f"plots in {folder} need matplotlib: pip install 'lookahead-decoding[plot]'")
+        raise InvalidArgumentError(f"plots in {folder} need matplotlib; {extra_hint('plot')}")
     if folder.exists() and not folder.is_dir():
         raise InvalidArgumentError(f"{folder} is a file; give the name of a folder")
     from matplotlib import rc_context

@@ -5,7 +5,7 @@
 A text is decoded greedily with the paper's method and a small window (W=5, N=4, G=3), and every step is kept. Of these
 steps the pictures show one whose candidates were accepted (its token tree, and the attention mask of that tree), and
 six in a row in which the window forms an n-gram that is accepted soon afterwards. Nothing in them is made up: tokens,
-parents and mask are those that the model was given. matplotlib is needed: `pip install 'lookahead-decoding[plot]'`.
+parents and mask are those that the model was given. matplotlib is needed: `pip install '.[plot]'`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lookahead.core.step import step as decode_step
 from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, extra_hint
 
 WINDOW_SIZE, NGRAM_SIZE, GUESS_SET_SIZE = 5, 4, 3
 """W, N and G of the pictures: W and N are those of the paper's Fig. 2."""
@@ -355,7 +355,7 @@ def draw(folder: Path, model: Path, prompt: str, length: int) -> None:
         InvalidArgumentError: There is nothing to draw in this text, or matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise InvalidArgumentError("drawing needs matplotlib: pip install 'lookahead-decoding[plot]'")
+        raise InvalidArgumentError(f"drawing needs matplotlib; {extra_hint('plot')}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     steps = watch(loaded, tokenizer(prompt).input_ids, length)

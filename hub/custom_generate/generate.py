@@ -7,7 +7,10 @@ from typing import Any
 try:
     import lookahead
 except ImportError as error:
-    raise ImportError("lookahead decoding is not installed: pip install lookahead-decoding") from error
+    raise ImportError(
+        "lookahead-decoding is not installed, nor on a package index yet: run `pip install .` in a checkout of it, or "
+        "`pip install WHEEL` with the path of its wheel"
+    ) from error
 
 
 def generate(*inputs: Any, model: Any, lookahead_config: Any = None, **kwargs: Any) -> Any:

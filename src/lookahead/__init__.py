@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # as type checkers take it; importing `typing` would keep
 if TYPE_CHECKING:
     from typing import Any
 
-    from lookahead.api.generation import attach, detach, generate
+    from lookahead.api.generation import attach, detach, forget, generate
     from lookahead.backends.llama_cpp.model import load_gguf
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
@@ -48,12 +48,13 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "forget",
     "generate",
     "load_gguf",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("attach", "detach", "generate"), "api.generation"),
+    **dict.fromkeys(("attach", "detach", "forget", "generate"), "api.generation"),
     **dict.fromkeys(("Statistics", "StepRecord"), "core.statistics"),
     **dict.fromkeys(("Engine", "RequestHandle", "TokenEvent"), "serving"),
     "LookaheadConfig": "config",

@@ -36,6 +36,11 @@ class LookaheadWarning(UserWarning):
     """A request could not be met, although the text is right. The message says what is lost."""
 
 
+def extra_hint(extra: str) -> str:
+    """Instruction to install an extra, for the end of an error. The package is not on an index yet."""
+    return f"install the extra: pip install '.[{extra}]' in a checkout, or 'WHEEL[{extra}]' with the path of a wheel"
+
+
 def warn_of_plain(refusal: LookaheadError, stacklevel: int) -> None:
     """Warn that a text is decoded without drafts, and why; `stacklevel` is that of `warnings.warn` in the caller."""
     warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=stacklevel + 1)

@@ -235,6 +235,15 @@ def test_a_changed_model_is_tried_anew(name: str, door: str) -> None:
         assert outcome(lambda: call(model)) == plainly(model), "the change is undone"
 
 
+def test_a_hook_that_changes_inside_is_tried_anew_after_forget() -> None:
+    model, settings = fresh(), {"shifts": False}
+    hooked(shifted(lambda states: slice(None) if settings["shifts"] and states.shape[1] == 1 else None))(model)
+    assert outcome(lambda: by_generate(model)) == plainly(model)
+    settings["shifts"] = True
+    lookahead.forget(model)
+    check(outcome(lambda: by_generate(model)), model, by_generate)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_live_engine_tries_a_changed_model_anew(name: str) -> None:
     model = fresh()

@@ -185,7 +185,7 @@ def test_plots_need_matplotlib_and_a_folder(
     assert "is a file" in capsys.readouterr().err
     monkeypatch.setattr("plots.find_spec", lambda name: None)
     assert main(["plots", str(tmp_path / "plots")]) == 2
-    assert "pip install 'lookahead-decoding[plot]'" in capsys.readouterr().err
+    assert "pip install '.[plot]'" in capsys.readouterr().err
 
 
 def test_plots_are_those_of_the_pages(tmp_path: Path) -> None:

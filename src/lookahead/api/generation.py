@@ -1,4 +1,4 @@
-"""The entry points: `generate`, `attach` and `detach`. Transformers' arguments in, transformers' outputs out."""
+"""The entry points: `generate`, `attach`, `detach`, `forget`. Transformers' arguments in, transformers' outputs out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.api.call import Call
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.own_decoding import given_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
@@ -194,6 +195,19 @@ def detach(model: torch.nn.Module) -> None:
         InvalidArgumentError: There is no transformers model in it.
     """
     vars(language_model(model)[0]).pop("generate", None)
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Forget every trial and timing of `model` in this process: the next call makes them anew.
+
+    Call it after a change that calls cannot see: of a variable in a closure, or of an attribute of a hook. Calls see
+    by themselves that hooks, modules, methods, modes or configurations were added, removed or replaced. Texts that
+    were learned with `memory="process"` stay. An `Engine` that runs keeps its own trials.
+
+    Raises:
+        InvalidArgumentError: There is no transformers model in it.
+    """
+    state_of(language_model(model)[1]).forget()
 
 
 def _generate_attached(model: Any, config: LookaheadConfig, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, extra_hint
 from lookahead.serving import Engine
 from lookahead.serving.kv_memory import PREFIX_BYTES
 
@@ -33,7 +33,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
         from lookahead.server.served_model import ServedModel
     except ImportError as error:
         raise InvalidArgumentError(
-            f"serve needs {error.name}, which is not installed: pip install 'lookahead-decoding[serve]'"
+            f"serve needs {error.name}, which is not installed; {extra_hint('serve')}"
         ) from error
     from lookahead.server.guard import ServerSettings
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.errors import InvalidArgumentError, LookaheadError, extra_hint
 
 if TYPE_CHECKING:
     from lookahead.backends.llama_cpp.file import LlamaModel, ModelOwner
@@ -36,7 +36,7 @@ def binding() -> Any:
     except Exception as error:  # without its library it raises what ctypes raises
         raise InvalidArgumentError(
             f"GGUF models are run by llama-cpp-python, which cannot be loaded here ({type(error).__name__}: {error}); "
-            "install it: pip install 'lookahead-decoding[gguf]'"
+            + extra_hint("gguf")
         ) from error
     log = logging.getLogger("llama-cpp-python")
     if log.level == logging.NOTSET:  # it would print all that llama.cpp says of itself

@@ -24,7 +24,7 @@ def load_gguf(
 
     `lookahead.generate` takes the model as it takes one of transformers, and all of its arguments but those that are
     about a cache; so does the model's own `generate`, which decodes plainly. Needs llama-cpp-python
-    (`pip install 'lookahead-decoding[gguf]'`).
+    (`pip install '.[gguf]'` in a checkout).
 
     Args:
         path: The file; the first one of a model that is split into several.

@@ -83,6 +83,14 @@ class ModelState:
     spares: list[DraftMemory] = field(default_factory=list)
     files: dict[str, MemoryFile] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Drop all trials and timings, and keep the texts that were learned."""
+        with self.lock:
+            self.trials = Trials()
+            self.recent.clear()
+            self.costs.clear()
+            self.paces.clear()
+
     def _leave(self) -> None:
         """Keep what was tried of the composition until now, without what takes much memory."""
         self.trials.static_steps = None
