@@ -12,9 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.server.errors import ANY, CHAT, COMPLETIONS, RESPONSES, UNUSED, Unused
+from lookahead.server.fields import ANY, CHAT, COMPLETIONS, OTHER_NAMES, RESPONSES, UNUSED, Unused
 from lookahead.server.requests import ChatRequest, CompletionRequest
-from lookahead.server.responses import ResponsesRequest
+from lookahead.server.responses_request import ResponsesRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/server.md"
 _TABLE = re.compile(r"(?s)(<!-- table: fields, by tools/field_table.py -->\n).*?(\n<!-- end -->)")
@@ -30,6 +30,9 @@ def field_table() -> str:
                 raise ValueError(f"{body.__name__}.{name} has no description")
             places.setdefault((name, field.description), []).append(place)
     rows = [(name, tuple(found), said) for (name, said), found in places.items()]
+    for name, (field, *part) in OTHER_NAMES.items():
+        found = [place for place, body in _BODIES.items() if field in body.model_fields]
+        rows.append((name, tuple(found), f"another name of `{'.'.join((field, *part))}`"))
     rows += [(one.name, tuple(place for place in one.places if place in _BODIES), _fate(one)) for one in UNUSED]
     lines = ["| field | endpoints | what happens |", "| --- | --- | --- |"]
     for name, found, said in rows:

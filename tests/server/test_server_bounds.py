@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from lookahead.server.grammar import GrammarProcessor, GrammarSource, grammar_tokenizer, read_grammar
 from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest
-from lookahead.server.responses import ResponsesRequest
+from lookahead.server.responses_request import ResponsesRequest
 from preloaded import Command
 from server_process import ServerProcess
 

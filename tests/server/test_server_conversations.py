@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from fastapi.testclient import TestClient
@@ -14,6 +16,7 @@ from openai import OpenAI
 
 from lookahead.server.app import create_app
 from lookahead.server.guard import ServerSettings
+from lookahead.server.tools import HERMES, read_calls
 from server_process import served_model
 
 ARGUMENTS = {
@@ -181,3 +184,127 @@ def test_answers_in_channels(demo: Any) -> None:
         told = [begun.get("reasoning_content"), begun["content"], begun.get("tool_calls")]
         assert any(told)
         assert not any("<|" in text for text in told[:2] if text)
+
+
+CODEX = json.loads((Path(__file__).parent / "codex_request.json").read_text())
+"""What Codex CLI 0.171 sent after two calls, texts cut short."""
+
+
+def flat_messages() -> list[dict[str, Any]]:
+    """The same conversation as a chat has it."""
+
+    def call(number: int, name: str, arguments: str) -> dict[str, Any]:
+        return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    inputs = CODEX["input"]
+    begin = [
+        {"role": item["role"], "content": "".join(part["text"] for part in item["content"])} for item in inputs[:4]
+    ]
+    first, second = call(1, "exec_command", '{"cmd": "ls"}'), call(2, "multi_agent_v1__close_agent", '{"target": "x"}')
+    return [
+        *begin,
+        {"role": "assistant", "content": "", "reasoning_content": "Let me look.", "tool_calls": [first]},
+        {"role": "tool", "tool_call_id": "call_1", "content": inputs[6]["output"]},
+        {"role": "assistant", "content": "Now the other.", "tool_calls": [second]},
+        {"role": "tool", "tool_call_id": "call_2", "content": inputs[9]["output"]},
+    ]
+
+
+@pytest.mark.parametrize(("items", "messages"), [(4, 4), (7, 6), (10, 8)])
+def test_codex_is_answered_as_a_chat_is(client: OpenAI, items: int, messages: int) -> None:
+    asked = CODEX | {"model": "chatty", "input": CODEX["input"][:items], "temperature": 0, "max_output_tokens": 24}
+    answer = streamed(client, asked)
+    assert [tool["type"] for tool in answer["tools"]] == ["function", "function", "namespace"], "web_search is left out"
+    functions = [tool for tool in CODEX["tools"] if tool["type"] == "function"]
+    functions += [
+        {**tool, "name": f"multi_agent_v1__{tool['name']}"}
+        for namespace in CODEX["tools"]
+        for tool in namespace.get("tools", ())
+    ]
+    names = ("name", "description", "parameters")
+    tools: Any = [{"type": "function", "function": {name: tool[name] for name in names}} for tool in functions]
+    same = client.chat.completions.create(
+        model="chatty", messages=flat_messages()[:messages], tools=tools, temperature=0, max_tokens=24
+    )
+    assert same.usage is not None
+    assert answer["usage"]["input_tokens"] == same.usage.prompt_tokens
+    assert answer["output"][0]["content"][0]["text"] == same.choices[0].message.content
+
+
+def streamed(client: OpenAI, asked: dict[str, Any]) -> Any:
+    """The response at the end of a stream."""
+    with client._client.stream("POST", "responses", json=asked, headers=client.auth_headers) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    return json.loads(lines[-1].removeprefix("data: "))["response"]
+
+
+def test_calls_in_namespaces_come_back_with_them(client: OpenAI, http: httpx.Client) -> None:
+    some = {"type": "allowed_tools", "mode": "required"}
+    choice = some | {"tools": [{"type": "function", "name": "multi_agent_v1__close_agent"}]}
+    target = {"type": "object", "properties": {"target": {"enum": ["x"]}}, "required": ["target"]}
+    inner = {"type": "function", "name": "close_agent", "parameters": target | {"additionalProperties": False}}
+    space = {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [inner]}
+    asked = CODEX | {"model": "chatty", "tools": [space, *CODEX["tools"][:1]], "tool_choice": choice}
+    answer = streamed(client, asked | {"parallel_tool_calls": False})
+    (call,) = answer["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "multi_agent_v1", "close_agent")
+    assert call["arguments"] == '{"target":"x"}'
+    assert answer["tool_choice"] == choice
+    for field, value in (
+        ("tools", [{"type": "custom", "name": "apply_patch"}]),
+        ("tool_choice", {"type": "web_search"}),
+        ("tools", [inner, inner]),
+        ("tool_choice", some | {"tools": [{"type": "function", "name": "other"}]}),
+    ):
+        answer = http.post("/v1/responses", json=asked | {field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(field)
+
+
+def test_responses_say_what_was_asked(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"metadata": {"a": "b"}, "instructions": "Be brief.", "truncation": "auto"}
+    answer = client.responses.create(model="chatty", input="x", max_output_tokens=4, **fields)
+    assert {name: getattr(answer, name) for name in fields} == fields
+    with client.responses.stream(model="chatty", input="x", max_output_tokens=4, **fields) as events:
+        assert next(iter(events)).response.metadata == {"a": "b"}  # type: ignore[union-attr]
+    plain = client.responses.create(model="chatty", input="x", max_output_tokens=4)
+    assert (plain.metadata, plain.instructions, plain.truncation) == ({}, None, "disabled")
+
+
+ONE_OF = {"type": "object", "properties": {"c": {"enum": ["a", "b"]}}, "required": ["c"], "additionalProperties": False}
+
+
+def test_answers_cut_behind_a_call_say_so(client: OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "w", "parameters": ONE_OF}}
+    asked: dict[str, Any] = {"model": "chatty", "messages": TURN, "tools": [tool], "tool_choice": "required"}
+    # The grammar's end is forbidden: the model goes on with further calls.
+    asked |= {"temperature": 0, "logit_bias": {"0": -100}, "max_tokens": 60}
+    cut = client.chat.completions.create(**asked).choices[0]
+    assert (cut.finish_reason, len(cut.message.tool_calls or [])) == ("length", 2)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert chunks[-1].finish_reason == "length"
+    one = client.chat.completions.create(**asked | {"parallel_tool_calls": False}).choices[0]
+    assert (one.finish_reason, len(one.message.tool_calls or [])) == ("tool_calls", 1)
+    flat = {"type": "function", **tool["function"]}  # type: ignore[dict-item]
+    asked = {"model": "chatty", "input": TURN, "tools": [flat], "tool_choice": "required", "temperature": 0}
+    answer = client.responses.create(**asked, max_output_tokens=60, extra_body={"logit_bias": {"0": -100}})
+    assert (answer.status, [item.type for item in answer.output]) == ("incomplete", ["function_call"] * 2)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"a": 1e999}',
+        '{"a": 0.1000000000000000055511151231257827}',
+        '{"a": 12345678901234567890.5}',
+        '{"a": ' + "1" * 5000 + "}",
+        '{"a": -0, "b": 1E2}',
+        '{"a": "\\ud800"}',
+    ],
+)
+def test_arguments_come_as_they_were_written(written: str) -> None:
+    text = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    (call,) = read_calls(HERMES, text)
+    assert call["function"] == {"name": "f", "arguments": written}
+    json.dumps(call).encode()
+    assert read_calls(HERMES, text.replace(written, "[" * 100_000 + "]" * 100_000)) == []

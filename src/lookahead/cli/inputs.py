@@ -144,7 +144,7 @@ def adapter_folders(given: Sequence[str] | None) -> dict[str, Path]:
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line; none if there is no file.
+    """The keys in a file, one a line, beside comments that begin with `#`; none if there is no file.
 
     Raises:
         InvalidArgumentError: It cannot be read, holds no key, or one that no header can carry.
@@ -153,12 +153,12 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
         return ()
     lines = [line.strip() for line in read_text(path, "the keys", "--api-key-file").splitlines()]
     for number, line in enumerate(lines, 1):
-        if not (line.isascii() and line.isprintable()):
+        if line[:1] != "#" and not (line.isascii() and line.isprintable()):
             raise InvalidArgumentError(
                 f"--api-key-file {path}: line {number} has characters that cannot be sent in a header; use letters, "
                 "digits and marks of ASCII"
             )
-    keys = tuple(filter(None, lines))
+    keys = tuple(line for line in lines if line and line[0] != "#")
     if not keys:
         raise InvalidArgumentError(f"--api-key-file {path}: holds no key; write one a line")
     return keys

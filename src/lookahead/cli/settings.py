@@ -281,6 +281,12 @@ class ServeSettings(EngineSettings):
     api_key_file: Path | None = option(
         "--api-key-file FILE", NETWORK, "Keys of which clients must send one, one a line.", shown="no keys"
     )
+    cors_origin: list[str] | None = option(
+        "--cors-origin ORIGIN",
+        NETWORK,
+        "Let web pages of this origin (https://example.org) read answers; several times for several, * for all.",
+        shown="none",
+    )
     queue: int = option("--queue", LIMITS, "Most requests that wait for their turn.", count, 128)
     timeout: float = option("--timeout", LIMITS, "Seconds after which a request is given up.", positive, 600.0)
     read_timeout: float = option(

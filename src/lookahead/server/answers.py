@@ -12,7 +12,7 @@ from typing import Any
 
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
-from lookahead.server.grammar import callable_tools
+from lookahead.server.grammar import callable_tools, may_call_again
 from lookahead.server.requests import ChatRequest, CompletionRequest
 from lookahead.server.tools import AnswerReader
 from lookahead.serving.handle import TokenEvent
@@ -211,7 +211,7 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        logprobs, reason = self._logprobs(whole.logprobs), "tool_calls" if calls else answer.handle.finish_reason
+        logprobs, reason = self._logprobs(whole.logprobs), self._reason(answer, calls)
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -240,8 +240,15 @@ class ChatForm(Form):
         delta: dict[str, Any] = {name: text for name, text in pieces.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        reason = "tool_calls" if calls else answer.handle.finish_reason
+        reason = self._reason(answer, calls)
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _reason(self, answer: Answer, calls: Sequence[Any]) -> str | None:
+        """Why an answer ended: with its calls, unless it was cut where there might have been more."""
+        reason = answer.handle.finish_reason
+        if not calls or (reason == "length" and may_call_again(self.request, self._served.tool_format)):
+            return reason
+        return "tool_calls"
 
     def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any] | None:
         if not self.request.logprobs:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,10 +21,12 @@ from starlette.exceptions import HTTPException
 from lookahead.errors import LookaheadError
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError, as_api_error
+from lookahead.server.fields import text_fault
 from lookahead.server.guard import Guard, ServerSettings
 from lookahead.server.metrics import REFUSED
 from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
+from lookahead.server.responses import ResponsesForm
+from lookahead.server.responses_request import RESPONSES_NAMES, ResponsesRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.service import Service
 from lookahead.version import __version__
@@ -60,6 +63,14 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
     service = app.state.service = Service(models, settings)
     refused = partial(service.metrics.count, models[0].name, REFUSED, 1)
     app.add_middleware(Guard, settings=settings, refused=refused)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     _add_state(app, service)
     _add_texts(app, service)
 
@@ -127,7 +138,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         try:
-            return await service.answer(request.as_chat(), http, ResponsesForm)
+            if left_out := request.left_out:
+                http.state.notes["left_out"] = left_out
+            return await service.answer(request.as_chat(), http, partial(ResponsesForm, request))
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
 
@@ -170,5 +183,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     """The answer to a request that failed."""
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         said = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json tells what there is"
+        if isinstance(error.__cause__, Exception):
+            said = f"the body is not valid JSON: {text_fault(error.__cause__)}"
         error = ApiError(error.status_code, said, headers=error.headers)
     return as_api_error(error, request.headers.get("content-type", "")).response()

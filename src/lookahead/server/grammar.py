@@ -25,15 +25,8 @@ from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import refused
 from lookahead.server.grammar_trial import LIMITS, described_tokenizer, failure
-from lookahead.server.requests import (
-    ChatRequest,
-    FunctionTool,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    NamedTool,
-    StructuredOutputs,
-    TextRequest,
-)
+from lookahead.server.messages import FunctionTool, NamedTool, SomeTools
+from lookahead.server.requests import ChatRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs, TextRequest
 from lookahead.server.tools import TAGS, ReasoningFormat, Thinking, ToolFormat, call_rules, literal, up_to
 
 _FORCED = 0.99
@@ -298,6 +291,17 @@ def grammar_of(
         raise refused("tools" if body is None else body[1], "the schema is nested too deep") from error
 
 
+def may_call_again(request: ChatRequest, format_: ToolFormat | None) -> bool:
+    """Whether there may be a call behind another one."""
+    may = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
+    return may and format_ is not None and bool(format_.between or format_.closing)
+
+
+def _has_to_call(request: ChatRequest) -> bool:
+    choice = request.tool_choice
+    return choice == "required" or (isinstance(choice, SomeTools) and choice.allowed_tools.mode == "required")
+
+
 def _answer_rules(
     request: ChatRequest,
     tools: Sequence[FunctionTool],
@@ -307,10 +311,9 @@ def _answer_rules(
     has_body: bool,
 ) -> list[str]:
     """Rules of an answer that may be calls; `mark` stands before any other."""
-    named = isinstance(request.tool_choice, NamedTool)
-    rules = call_rules(format_, tools, special, request.parallel_tool_calls is not False and not named)
+    rules = call_rules(format_, tools, special, may_call_again(request, format_))
     trigger = literal(format_.trigger, special)
-    if named or request.tool_choice == "required":
+    if isinstance(request.tool_choice, NamedTool) or _has_to_call(request):
         return [f"start: {trigger} calls", *rules]
     if has_body and not (format_.after_text or mark):
         raise refused("tools", "tools of this model do not go with another form of answers: its calls begin like JSON")
@@ -380,15 +383,19 @@ def callable_tools(request: ChatRequest) -> Sequence[FunctionTool]:
         ApiError: `tool_choice` does not go with `tools`.
     """
     choice = request.tool_choice
+    if isinstance(choice, SomeTools):
+        names = [named.function.name for named in choice.allowed_tools.tools]
+    else:
+        names = [choice.function.name] if isinstance(choice, NamedTool) else []
     if not request.tools and choice not in (None, "none", "auto"):
         raise refused("tool_choice", "tool_choice needs tools")
     if len({tool.function.name for tool in request.tools}) < len(request.tools):
         raise refused("tools", "tools has two functions of one name")
     if choice == "none":
         return []
-    if not isinstance(choice, NamedTool):
+    if not names:
         return request.tools
-    chosen = [tool for tool in request.tools if tool.function.name == choice.function.name]
-    if not chosen:
-        raise refused("tool_choice", f"tool_choice names {choice.function.name!r}, which is none of the tools")
-    return chosen
+    chosen = {tool.function.name: tool for tool in request.tools if tool.function.name in names}
+    if strange := [name for name in names if name not in chosen]:
+        raise refused("tool_choice", f"tool_choice names {strange[0]!r}, which is none of the tools")
+    return list(chosen.values())

@@ -177,7 +177,8 @@ def compiled(parts: str, tokenizer: LLTokenizer) -> str:
 
 def failure(matcher: LLMatcher) -> str:
     """What a matcher says that has failed."""
-    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:500]
+    said = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:500]
+    return "it refers to itself, with nothing in between" if said == "NoExtensionBias" else said
 
 
 _READY = {"name", "lark_grammar", "json_schema"}

@@ -22,6 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, described
 from lookahead.server.log import write_line
 
+_PROBE = 0.1
+"""Seconds in which a client that has gone says so to what it is sent."""
+
 OPEN_PATHS = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
 """What may be asked for without a key."""
 
@@ -34,6 +37,7 @@ class ServerSettings:
         host: Address to listen on.
         port: Port to listen on; any free one if 0.
         api_keys: Keys of which clients have to name one; none are asked for if there are none.
+        cors_origin: Origins of web pages that may read answers, `*` for all.
         max_prompt_tokens: Most tokens of a prompt; the model's context if `None`.
         max_new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
         image_host: Hosts that images may be fetched from.
@@ -48,6 +52,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    cors_origin: Sequence[str] | None = None
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 16384
     image_host: Sequence[str] | None = None
@@ -66,7 +71,8 @@ class ServerSettings:
 
 class GuardedProtocol(H11Protocol):
     """Closes connections on which no request has begun for a while: its head must have arrived. uvicorn does so after a
-    response alone, and up to the first byte of the next request. Ends those whose client does not read.
+    response alone, and up to the first byte of the next request. Ends those whose client does not read. Answers those
+    whose client has ended its half of the connection.
 
     Args:
         patience: Seconds in which a client must have read what waits for it.
@@ -87,6 +93,21 @@ class GuardedProtocol(H11Protocol):
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio has it
+        """See asyncio. The client has gone, or sends no more and waits for its answer, which looks alike. It is told to
+        go on, twice: a connection that it has left fails at the second time."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_started or cycle.scope["http_version"] != "1.1":
+            return False  # also of a version in which there is nothing to be told before an answer
+        cycle.keep_alive = False
+        self._tell_to_go_on()
+        self.loop.call_later(_PROBE, self._tell_to_go_on)
+        return True
+
+    def _tell_to_go_on(self) -> None:
+        if not (self.cycle.response_started or self.transport.is_closing()):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def connection_made(self, transport: Any) -> None:
         """See uvicorn."""
@@ -139,7 +160,8 @@ class Guard:
             self._check_host(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
-            await self._app(scope, _with_body(body, receive), answer)
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # its body is not sent
+            await self._app(asked, _with_body(body, receive), answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
         except Exception as error:
@@ -160,8 +182,8 @@ class Guard:
     def _check_host(self, scope: Scope) -> None:
         """Refuse what a web page asks of this machine under a name of its own, which it has resolve to here (DNS
         rebinding): the browser would let it read the answer. Where a key is asked for, it has none."""
-        host = Headers(scope=scope).get("host", "")
-        if self._keys or not self._settings.is_local or _is_loopback(host):
+        host = Headers(scope=scope).get("host")  # none with HTTP/1.0, which browsers do not speak
+        if host is None or self._keys or not self._settings.is_local or _is_loopback(host):
             return
         raise ApiError(
             403,
@@ -187,9 +209,10 @@ class Guard:
         Raises:
             ApiError: It is too large, or takes too long; or there is too much of others.
         """
-        most, length = self._settings.max_body_bytes, Headers(scope=scope).get("content-length", "0")
+        most, headers = self._settings.max_body_bytes, Headers(scope=scope)
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
-        if not length.isdigit() or int(length) > most:
+        length = int(headers.get("content-length", "0"))
+        if length > most and (length > _READ_ON * most or "expect" in headers):
             raise too_large
         parts: list[bytes] = []
         size, deadline, more = 0, time.monotonic() + self._settings.read_timeout, True
@@ -200,11 +223,19 @@ class Guard:
                 raise ApiError(408, "the body did not arrive in time", code="timeout", headers=CLOSE) from None
             if message["type"] == "http.disconnect":
                 raise ApiError(CLIENT_LEFT, "the client has gone before its request had arrived")
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > most:
+            part = message.get("body", b"")
+            size, more = size + len(part), message.get("more_body", False)
+            if size > _READ_ON * most:
                 raise too_large
-            self._count_bytes(scope, len(parts[-1]))
+            if max(size, length) <= most:
+                parts.append(part)
+                self._count_bytes(scope, len(part))
+        if size > most:
+            raise too_large
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(
+                415, f"the body is sent as {coding[:100]!r}; send it as it is", code="unsupported_media_type"
+            )
         body = b"".join(parts)
         await asyncio.to_thread(_check_values, body)
         return body
@@ -220,6 +251,10 @@ class Guard:
 
 _BODIES = 32
 """Bodies of the largest size that are in memory at once, all bodies counted."""
+
+_READ_ON = 8
+"""Bodies of the largest size that are read, though not kept, of one that is larger: clients that still send do not see
+what they are answered."""
 
 _MOST_TEXTS = 2**16
 """Texts of a body, and lists and objects, each of which takes microseconds to check. Nothing else is done meanwhile."""

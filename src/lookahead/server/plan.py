@@ -15,18 +15,13 @@ from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
 from lookahead.server.grammar import GrammarProcessor, GrammarSource, callable_tools, grammar_of, read_grammar
 from lookahead.server.guard import ServerSettings
-from lookahead.server.requests import (
-    ChatRequest,
-    ChoicesRequest,
-    CompletionRequest,
-    LookaheadOptions,
-    TextRequest,
-    joined,
-)
+from lookahead.server.messages import joined
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, LookaheadOptions, TextRequest
 from lookahead.server.served_model import Prompt, ServedModel, prompt_room
 from lookahead.server.tools import TAGS, Thinking
 
 _LEAST_TEMPERATURE = 0.01
+"""Below it the likeliest token is as good as certain, and logits by the temperature may be no numbers any more."""
 
 _NO_TOKEN = -1
 """As end-of-sequence token: there is none. Without one, transformers takes the model's."""
@@ -189,12 +184,9 @@ def _sampling(served: ServedModel, request: TextRequest) -> dict[str, Any]:
     """As the request says, then as the model's own configuration does."""
     chosen: dict[str, Any] = _NEUTRAL | {name: value for name, value in served.sampling.items() if name in _NEUTRAL}
     chosen |= {name: value for name in _NEUTRAL if (value := getattr(request, name)) is not None}
-    if chosen["temperature"] == 0:
+    if chosen["temperature"] < _LEAST_TEMPERATURE or chosen["top_p"] == 0:
         return {"do_sample": False}
-    if chosen["temperature"] < _LEAST_TEMPERATURE:
-        said = f"temperature={chosen['temperature']} must be 0, or at least {_LEAST_TEMPERATURE}"
-        raise refused("temperature", said)
-    return {"do_sample": True, **chosen, "min_p": chosen["min_p"] or None}
+    return {"do_sample": True, **chosen, "top_k": max(chosen["top_k"], 0), "min_p": chosen["min_p"] or None}
 
 
 def _bias(request: TextRequest, vocabulary: int) -> Iterator[tuple[int, float]]:

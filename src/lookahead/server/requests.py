@@ -1,58 +1,18 @@
-"""What clients may send. Fields that are neither declared here nor harmless (see `errors`) are refused by name."""
+"""What clients may send. Fields that are neither declared here nor harmless (see `fields`) are refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import to_json
+from pydantic import BeforeValidator, Field, model_validator
 
 from lookahead.config import MAX_NODES_PER_STEP
-from lookahead.server.errors import CALL, CHAT, COMPLETIONS, MESSAGE, PART, STREAM, TOOL, asks_for_nothing
+from lookahead.server.fields import CHAT, COMPLETIONS, OTHER_NAMES, STREAM, Body, Fields, Many
+from lookahead.server.messages import FunctionTool, Message, NamedTool, SomeTools, TextPart
 
 MOST_STOPS = 16
 MOST_CHOICES = 64
 MOST_LOGPROBS = 20
-_MOST_FIELDS = 256
-
-T = TypeVar("T")
-
-Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
-"""A list of which the first error is told: there may be thousands."""
-
-
-class Fields(BaseModel):
-    """Base of all that clients send: no further fields but those that are harmless in its `place`, no conversions, and
-    `null` is as good as nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
-    _place: ClassVar[str] = ""
-
-    def __init_subclass__(cls, place: str = "") -> None:
-        cls._place = place
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_harmless(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            if len(values) > _MOST_FIELDS:  # of which each would be told
-                raise ValueError(f"there are {len(values)} fields; the most is {_MOST_FIELDS}")
-            return {name: value for name, value in values.items() if not asks_for_nothing(cls._place, name, value)}
-        return values
-
-
-class Body(Fields):
-    """Base of whole requests: all of their text is text."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_alone(cls, values: Any) -> Any:
-        try:
-            to_json(values, fallback=lambda value: None)
-        except ValueError:  # half a surrogate pair, which no tokenizer takes and no answer can repeat
-            raise ValueError("a text holds half of a surrogate pair, which is no character") from None
-        return values
 
 
 class LookaheadOptions(Fields):
@@ -90,7 +50,9 @@ class StructuredOutputs(Fields):
 
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
+    BeforeValidator(
+        lambda value: [value][: len(value)] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+    ),
     Field(max_length=MOST_STOPS),
 ]
 
@@ -110,10 +72,12 @@ class TextRequest(Body):
         default=None, ge=-(2**63), le=2**63 - 1, description="of the draws; answer *i* of `n` has `seed` + *i*"
     )
     temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0, or at least 0.01; not given, the model's own, else 1"
+        default=None, ge=0, le=2, description="below 0.01 as 0; not given, the model's own, else 1"
     )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="not given, the model's own, else 1")
-    top_k: int | None = Field(default=None, ge=0, le=2**31 - 1, description="0: all tokens")
+    top_p: float | None = Field(
+        default=None, ge=0, le=1, description="0: the likeliest token; not given, the model's own, else 1"
+    )
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="0 or -1: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1, description="as in transformers")
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="as in transformers")
     presence_penalty: float = Field(default=0, ge=-2, le=2, description="by the tokens of the answer so far")
@@ -136,6 +100,24 @@ class TextRequest(Body):
     lookahead: LookaheadOptions = Field(
         default_factory=LookaheadOptions, description="how to draft, see below; it changes no text"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_usual_names(cls, values: Any) -> Any:
+        """The same values, where fields have the names that are declared here."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        for name, (field, *part) in OTHER_NAMES.items():
+            if field not in cls.model_fields or values.get(name) is None:
+                continue
+            held = values.get(field) or {}
+            if part[0] in held if part and isinstance(held, dict) else held:
+                usual = ".".join((field, *part))
+                raise ValueError(f"{name} and {usual} are two names of the same thing; give one of them")
+            value = values.pop(name)
+            values[field] = held | {part[0]: value} if part else value
+        return values
 
 
 class ChoicesRequest(TextRequest):
@@ -165,6 +147,7 @@ class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
     logprobs: int | None = Field(
         default=None, ge=0, le=MOST_LOGPROBS, description="of the model itself, with so many rivals of each token"
     )
+    best_of: Count | None = Field(default=None, description="no more than `n`: answers are not ranked")
     echo: bool = Field(default=False, description="the prompt before the answer; not with `logprobs`")
 
     @property
@@ -173,103 +156,6 @@ class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
         prompt: Any = self.prompt
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         return [prompt] if one else prompt
-
-
-class TextPart(Fields, place=PART):
-    """A piece of a message."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class ImageUrl(Fields, place=PART):
-    """Where an image is."""
-
-    url: str
-
-
-class ImagePart(Fields, place=PART):
-    """An image, as chats and `/v1/responses` have it."""
-
-    type: Literal["image_url", "input_image"]
-    image_url: ImageUrl | str
-
-
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-
-
-class FunctionCall(Fields):
-    """What an earlier answer called."""
-
-    name: str = Field(max_length=256)
-    arguments: str
-
-
-class ToolCall(Fields, place=CALL):
-    """A call in an earlier answer."""
-
-    id: str = Field(max_length=256)
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Fields, place=MESSAGE):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[ContentPart] = ""
-    reasoning_content: str | None = None
-    name: str | None = Field(default=None, max_length=256)
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
-    tool_call_id: str | None = Field(default=None, max_length=256)
-
-    @property
-    def text(self) -> str:
-        """All of its text."""
-        return joined(self.content)
-
-    @property
-    def images(self) -> list[str]:
-        """Addresses of its images."""
-        parts = () if isinstance(self.content, str) else self.content
-        places = [part.image_url for part in parts if isinstance(part, ImagePart)]
-        return [place if isinstance(place, str) else place.url for place in places]
-
-
-def joined(content: str | Sequence[TextPart | ImagePart]) -> str:
-    """The text of a content that may come in parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.text for part in content if isinstance(part, TextPart))
-
-
-class Function(Fields):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool = Field(default=True, description="arguments always follow the schema")
-
-
-class FunctionTool(Fields, place=TOOL):
-    """A tool of the one type that there is."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Fields):
-    """A function, by name."""
-
-    name: str = Field(max_length=64)
-
-
-class NamedTool(Fields):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
 
 
 class JsonSchema(Fields):
@@ -325,8 +211,8 @@ class ChatRequest(ChoicesRequest, place=CHAT):
         default=None, description="`text`, `json_object`, or `json_schema` whether `strict` or not"
     )
     tools: list[FunctionTool] = Field(default_factory=list, max_length=128, description="functions; see below")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        default=None, description="`none`, `auto`, `required`, or a function"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools | None = Field(
+        default=None, description="`none`, `auto`, `required`, a function, or `allowed_tools`"
     )
     parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
     prediction: Prediction | None = Field(

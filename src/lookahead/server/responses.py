@@ -1,198 +1,17 @@
-"""`/v1/responses`: its requests as those of a chat, its answers as items of reasoning, text and calls."""
+"""Answers of `/v1/responses`: items of reasoning, text and calls, and named events about them."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from lookahead.server.answers import ChatForm
-from lookahead.server.errors import FORMAT, MESSAGE, RESPONSES, TOOL, ApiError
+from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
-from lookahead.server.requests import (
-    ChatRequest,
-    ContentPart,
-    Count,
-    Fields,
-    Function,
-    FunctionCall,
-    FunctionName,
-    FunctionTool,
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
-    Many,
-    Message,
-    NamedTool,
-    TextFormat,
-    TextPart,
-    TextRequest,
-    ToolCall,
-    joined,
-)
+from lookahead.server.responses_request import HostedTool, ResponsesRequest
 from lookahead.server.tools import Part
-
-
-class Item(Fields):
-    """Something in the input, which may be of an earlier answer."""
-
-    id: str | None = Field(default=None, max_length=256)
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-
-
-class InputMessage(Item, place=MESSAGE):
-    """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[ContentPart]
-    phase: str | None = Field(default=None, max_length=64)
-
-
-class InputCall(Item):
-    """A call of a function in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str = Field(max_length=256)
-    name: str = Field(max_length=256)
-    arguments: str
-
-
-class InputResult(Item):
-    """What a function returned."""
-
-    type: Literal["function_call_output"]
-    call_id: str = Field(max_length=256)
-    output: str | Many[TextPart]
-
-
-class ReasoningPart(Fields):
-    """A piece of the reasoning of an earlier answer."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class InputReasoning(Item):
-    """The reasoning of an earlier answer."""
-
-    type: Literal["reasoning"]
-    summary: Many[ReasoningPart] = Field(default_factory=list)
-    content: Many[ReasoningPart] = Field(default_factory=list)
-    encrypted_content: str | None = None
-
-
-InputItem = InputMessage | InputCall | InputResult | InputReasoning
-
-
-class SchemaFormat(JsonSchema):
-    """A JSON value that follows a schema, as `/v1/responses` asks for it."""
-
-    type: Literal["json_schema"]
-
-
-class TextOptions(Fields, place=FORMAT):
-    """The form of the answer."""
-
-    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = Field(
-        default_factory=lambda: TextFormat(type="text")
-    )
-
-
-class Reasoning(Fields):
-    """How much to reason."""
-
-    effort: str | None = Field(default=None, max_length=64)
-    summary: str | None = Field(default=None, description="reasoning is told whole")
-    generate_summary: str | None = None
-
-
-class FlatTool(Function, place=TOOL):
-    """A function, as `/v1/responses` has it."""
-
-    type: Literal["function"]
-
-
-class FlatName(FunctionName):
-    """The function that has to be called, as `/v1/responses` has it."""
-
-    type: Literal["function"]
-
-
-RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-"""What fields of a chat are called in a request to `/v1/responses`."""
-
-
-class ResponsesRequest(TextRequest, place=RESPONSES):
-    """`POST /v1/responses`."""
-
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095, fail_fast=True)] = Field(
-        description="a text, or messages, calls, what these returned, and reasoning"
-    )
-    instructions: str | None = Field(default=None, description="a system message before all others")
-    max_output_tokens: Count | None = Field(default=None, description="as many as fit if not given")
-    text: TextOptions = Field(default_factory=TextOptions, description="`format`, as `response_format` of a chat")
-    tools: list[FlatTool] = Field(default_factory=list, max_length=128, description="functions; see below")
-    tool_choice: Literal["none", "auto", "required"] | FlatName | None = Field(
-        default=None, description="`none`, `auto`, `required`, or a function"
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
-    reasoning: Reasoning = Field(
-        default_factory=Reasoning,
-        description="`effort`: an argument of the chat template; nothing where it has no such",
-    )
-
-    def as_chat(self) -> ChatRequest:
-        """The same request for a chat completion."""
-        messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else _messages(self.input)
-        if self.instructions is not None:
-            messages.insert(0, Message(role="system", content=self.instructions))
-        asked, choice = self.text.format, self.tool_choice
-        form = JsonSchemaFormat(type="json_schema", json_schema=asked) if isinstance(asked, SchemaFormat) else asked
-        return ChatRequest(
-            messages=messages,
-            max_tokens=self.max_output_tokens,
-            response_format=form,
-            tools=[FunctionTool(type="function", function=tool) for tool in self.tools],
-            tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=self.reasoning.effort,
-            **{name: getattr(self, name) for name in self.model_fields_set.intersection(TextRequest.model_fields)},
-        )
-
-
-def _messages(items: Sequence[InputItem]) -> list[Message]:
-    """Items of `/v1/responses` as messages: reasoning, text and calls of one answer are one message."""
-    messages: list[Message] = []
-    for item in items:
-        if isinstance(item, InputResult):
-            messages.append(Message(role="tool", tool_call_id=item.call_id, content=joined(item.output)))
-        elif isinstance(item, InputMessage) and item.role != "assistant":
-            messages.append(Message(role=item.role, content=item.content))
-        else:
-            if not messages or messages[-1].role != "assistant" or not _may_follow(messages[-1], item):
-                messages.append(Message(role="assistant"))
-            _extend(messages[-1], item)
-    return messages
-
-
-def _may_follow(message: Message, item: InputItem) -> bool:
-    """Whether an item is a part of the same answer as what the message holds."""
-    return isinstance(item, InputCall) or not (message.content or message.tool_calls)
-
-
-def _extend(message: Message, item: InputItem) -> None:
-    if isinstance(item, InputMessage):
-        message.content = item.content
-    elif isinstance(item, InputReasoning):
-        message.reasoning_content = "".join(part.text for part in item.content or item.summary)
-    elif isinstance(item, InputCall):
-        function = FunctionCall(name=item.name, arguments=item.arguments)
-        message.tool_calls = [*(message.tool_calls or []), ToolCall(id=item.call_id, function=function)]
-
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -207,11 +26,13 @@ class ResponsesForm(ChatForm):
 
     prefix, object, chunk_object, last_event = "resp", "response", "", b""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, asked: ResponsesRequest, generation: Generation) -> None:
         super().__init__(generation)
+        self._asked, self._functions = asked, asked.functions
         self._reader = self._readers[0]
         self._items: list[dict[str, Any]] = []
         self._numbered = 0
+        self._is_cut = False
 
     def whole(self, wholes: Sequence[Piece]) -> dict[str, Any]:
         """See `Form`."""
@@ -283,15 +104,18 @@ class ResponsesForm(ChatForm):
         events = self._add(rest)
         if not calls and not self._items:
             events += self._open("message")
-        events += self._close("incomplete" if answer.handle.finish_reason == "length" else "completed")
+        self._is_cut = self._reason(answer, calls) == "length"
+        events += self._close("incomplete" if self._is_cut and not calls else "completed")
         for call in calls:
             events += self._call(call)
         return events
 
     def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a call, which comes whole."""
+        tool, namespace = self._functions[call["function"]["name"]]
         item = {"type": "function_call", "id": _identifier("function_call"), "call_id": call["id"]}
-        item |= call["function"] | {"status": "completed"}
+        item |= call["function"] | {"name": tool.name, "status": "completed"}
+        item |= {} if namespace is None else {"namespace": namespace}
         self._items.append(item)
         index = len(self._items) - 1
         place = {"item_id": item["id"], "output_index": index}
@@ -311,7 +135,8 @@ class ResponsesForm(ChatForm):
 
     def _begun(self) -> dict[str, Any]:
         """The response as it begins."""
-        request = self.request
+        request, asked = self.request, self._asked
+        choice = asked.tool_choice or "auto"
         return {
             "id": self._head["id"],
             "object": self.object,
@@ -321,22 +146,23 @@ class ResponsesForm(ChatForm):
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
+            "instructions": asked.instructions,
             "max_output_tokens": request.max_tokens,
-            "metadata": {},
+            "metadata": asked.metadata,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text" if request.response_format is None else request.response_format.type}},
-            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else "auto",
-            "tools": [{"type": "function", **tool.function.model_dump()} for tool in request.tools],
+            "text": asked.text.model_dump(by_alias=True),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in asked.tools if not isinstance(tool, HostedTool)],
             "top_p": request.top_p,
+            "truncation": asked.truncation,
             "usage": None,
         }
 
     def _complete(self) -> dict[str, Any]:
-        cut = self.generation.answers[0].handle.finish_reason == "length"
+        cut = self._is_cut
         counts = self.usage()
         usage = counts.pop("usage")
         return {

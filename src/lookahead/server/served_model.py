@@ -12,23 +12,18 @@ from typing import Any
 
 import torch
 from llguidance import LLTokenizer
+from pydantic_core import to_json
 
 from lookahead.backends.base import vocabulary_size
 from lookahead.backends.loading import LoadedModel
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
+from lookahead.server.fields import text_fault
 from lookahead.server.grammar import callable_tools, described_tokens, grammar_tokenizer, token_bytes
 from lookahead.server.grammar_trial import GrammarTrials
 from lookahead.server.images import decoded
-from lookahead.server.requests import (
-    ChatRequest,
-    ChoicesRequest,
-    CompletionRequest,
-    FunctionTool,
-    Message,
-    TextPart,
-    ToolCall,
-)
+from lookahead.server.messages import FunctionTool, ImagePart, Message, TextPart, ToolCall
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
 from lookahead.serving import Engine
 from lookahead.text import conversation_text
@@ -249,7 +244,7 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
     if sees:
         parts = [TextPart(type="text", text=message.text)] if isinstance(message.content, str) else message.content
         content = [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in parts
         ]
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     turn |= message.model_dump(include={"reasoning_content", "name", "tool_call_id"}, exclude_none=True)
@@ -262,16 +257,15 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     """An earlier call as chat templates take it: with its arguments as an object, which clients send as JSON."""
+    name, written, fault = call.function.name, call.function.arguments, ""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
-        arguments = None
+        arguments = json.loads(written or "{}")
+        to_json(arguments)
+    except (ValueError, RecursionError) as error:
+        arguments, fault = None, f" ({text_fault(error)})"
     if not isinstance(arguments, dict):
-        raise refused(
-            "messages",
-            f"messages: tool_calls has the arguments {call.function.arguments[:100]!r} of {call.function.name!r}, "
-            "which are no JSON object; send them as they were answered",
-        )
+        said = f"messages: tool_calls has the arguments {written[:100]!r} of {name!r}, which are no JSON object{fault}"
+        raise refused("messages", f"{said}; send them as they were answered")
     return call.model_dump() | {"function": {"name": call.function.name, "arguments": arguments}}
 
 

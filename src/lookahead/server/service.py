@@ -22,8 +22,9 @@ from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings
 from lookahead.server.images import read_images
 from lookahead.server.log import write_line
+from lookahead.server.messages import Message
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
-from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, Message
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
 
 _RETRY_AFTER = 2
@@ -94,7 +95,7 @@ class Service:
         threads = self._preparing_long if long else self._preparing
         return await asyncio.get_running_loop().run_in_executor(threads, make)
 
-    async def answer(self, request: ChoicesRequest, http: Request, form: type[Form]) -> Response:
+    async def answer(self, request: ChoicesRequest, http: Request, form: Callable[[Generation], Form]) -> Response:
         """Decode `request.n` answers to each prompt, and write them in the form of the route.
 
         Raises:
@@ -189,6 +190,8 @@ class Service:
 
 
 def _check(request: ChoicesRequest) -> None:
+    if isinstance(request, CompletionRequest) and (request.best_of or 0) > request.n:
+        raise errors.refused("best_of", f"best_of={request.best_of} is more than n: answers are not ranked here; use n")
     if "stream_options" in request.model_fields_set and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:

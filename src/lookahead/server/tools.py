@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lookahead.server.requests import FunctionTool
+from lookahead.server.messages import FunctionTool
 from lookahead.text import held_back
 
 NAME = "NAME"
@@ -115,7 +115,6 @@ def call_rules(
     """Rules of a grammar in Lark's form: `calls` is what follows the trigger, several calls if these may be `parallel`,
     in which `special` tokens of the model stand for themselves."""
     names = [f"call_{place}" for place in range(len(tools))]
-    parallel = parallel and bool(format_.between or format_.closing)
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
     rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
@@ -142,19 +141,19 @@ def up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
 
 
 def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
-    """The calls of an answer in OpenAI's form, up to the first that is not whole; `text` is the answer from the trigger
-    on."""
-    calls, decoder = [], json.JSONDecoder()
+    """The calls of an answer in OpenAI's form, up to the first that is not whole, with arguments as they were written;
+    `text` is the answer from the trigger on."""
+    calls, decoder = [], json.JSONDecoder(parse_int=str, parse_float=str)  # any number of digits
     begin = re.compile(re.escape(format_.begin).replace(NAME, "([a-zA-Z0-9_-]+)"))
     place = len(format_.trigger)
     while (found := begin.match(text, place)) is not None:
         try:
-            arguments, end = decoder.raw_decode(text, found.end())
-        except ValueError:  # cut off
+            _, end = decoder.raw_decode(text, found.end())
+        except (ValueError, RecursionError):  # cut off, or what no client would read
             break
         if not text.startswith(format_.end, end):
             break
-        function = {"name": found[1], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        function = {"name": found[1], "arguments": text[found.end() : end]}
         identifier = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
         calls.append({"id": identifier, "type": "function", "function": function})
         place = end + len(format_.end) + len(format_.between)

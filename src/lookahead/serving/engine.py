@@ -82,6 +82,7 @@ class Engine:
         prefix_bytes = None if prefix_bytes is None else whole_number("prefix_bytes", prefix_bytes, 1, _MOST_SIZE)
         yes_or_no("prefix_cache", prefix_cache)
         self._model = EngineModel(model, config, max_rows, kv_bytes, prefix_cache, prefix_bytes)
+        self._model.drafting(self._model.config).release()  # its memory file may be none
         self._memory = self._model.memory
         self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
         self._scheduler = Scheduler(max_rows, self._memory, prompt_tokens, self.statistics)
