@@ -238,11 +238,11 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "nope"], ["preset='nope'", "paper"]),
-        (["-W", "0"], ["window_size=0", "at least 1"]),
-        (["--ngram-size", "1"], ["ngram_size=1", "at least 2"]),
+        (["--preset", "nope"], ["--preset nope", "paper"]),
+        (["-W", "0"], ["--window-size 0", "at least 1"]),
+        (["--ngram-size", "1"], ["--ngram-size 1 is", "at least 2"]),
         (["-G", "many"], ["--guess-set-size", "'many'"]),
-        (["--seed", "-1"], ["seed=-1"]),
+        (["--seed", "-1"], ["--seed -1"]),
         (["--max-new-tokens", "0"], ["--max-new-tokens", "0", "at least 1"]),
         (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
         (["--device", "nonsense"], ["--device nonsense", "cpu"]),
@@ -260,6 +260,10 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (["--device", ""], ["--device", "empty"]),
         (["--model", "none.gguf"], ["--model none.gguf: no such file"]),
         (["more"], ["more"]),
+        (["--invariant", "--fallback", "plain"], ["--fallback plain does not keep what --invariant promises"]),
+        (["--no-pool-from-output", "--preset", "jacobi"], ["--no-pool-from-output is about preset"]),
+        (["-W", "500", "-N", "50"], ["--window-size 500, --ngram-size 50, --guess-set-size 15"]),
+        (["--memory", "pack_weights"], ["--memory pack_weights is", "./pack_weights"]),
     ],
 )
 def test_an_option_that_cannot_work_is_named(
@@ -299,10 +303,10 @@ def test_a_number_of_ranks_that_is_none_is_named(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "auto", "-W", "3"], ["window_size=3", "'paper'", "'auto'"]),
-        (["--preset", "paper", "--step-budget", "9"], ["step_budget=9", "'paper'"]),
-        (["--memory", "proces"], ["memory='proces'", "./proces"]),
-        (["-N", "1000000000"], ["ngram_size=1000000000", "at most 4096"]),
+        (["--preset", "auto", "-W", "3"], ["--window-size 3", "'paper'", "'auto'"]),
+        (["--preset", "paper", "--step-budget", "9"], ["--step-budget 9", "'paper'"]),
+        (["--memory", "proces"], ["--memory proces is", "./proces"]),
+        (["-N", "1000000000"], ["--ngram-size 1000000000", "at most 4096"]),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare", "chat"])
@@ -561,7 +565,7 @@ def test_a_memory_that_was_not_saved_is_said_in_one_line(
     out, err = capsys.readouterr()
     assert (json.loads(out)["text"] if options else out.rstrip("\n")) == text.rstrip("\n")
     (warning,) = (line for line in err.splitlines() if line.startswith("warning: "))
-    assert f"memory={str(file)!r} could not be written (No space left on device)" in warning
+    assert f"--memory {file} could not be written (No space left on device)" in warning
     assert ".py:" not in err
 
 
@@ -656,12 +660,13 @@ def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:
 # the rest
 
 
-def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str], option: str) -> None:
     try:
         installed = version("lookahead-decoding")
     except PackageNotFoundError:
         installed = "unknown"
-    assert main(["--version"]) == 0
+    assert main([option]) == 0
     assert installed in capsys.readouterr().out
 
 
@@ -673,3 +678,19 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "compare" in out
     assert "chat" in out
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("names", [["generate"], ["serve"], ["bench"], ["bench", "run"], ["help"]])
+def test_help_about_a_command(capsys: pytest.CaptureFixture[str], names: list[str]) -> None:
+    assert main([*names, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert main(["help", *names]) == 0
+    assert capsys.readouterr().out == out
+    assert "--help" in out
+    assert "bool" not in out
+
+
+def test_help_about_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'nope'" in refused(capsys, "help", "nope")

@@ -112,6 +112,21 @@ def test_options_of_another_kind_of_model_are_refused(arguments: list[str], caps
         assert told in capsys.readouterr().err
 
 
+def test_what_was_done_is_said_off_a_terminal(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    tokens, steps = (sum(row[name] for row in rows) for name in ("tokens", "steps"))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        f"{tmp_path / 'answers.jsonl'}: 8 of 8 prompts answered, 8 of them now\n{tokens} tokens in {steps} steps" in err
+    )
+    assert main(arguments) == 0
+    assert "8 of 8 prompts answered, 0 of them now\n0 tokens in 0 steps" in capsys.readouterr().err
+
+
 def test_bad_lines_become_errors_and_the_others_are_answered(arguments: list[str], tmp_path: Path) -> None:
     bad = {"half": r'"w1 \ud83d"', "empty": '""', "none": "null", "a list": "[]", r"\udc00": '""'}
     prompts = tmp_path / "prompts.jsonl"

@@ -61,7 +61,17 @@ def start(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]
 
 
 def test_what_needs_no_model_imports_none_of_the_heavy_packages() -> None:
-    helps = [[], ["--help"], ["--version"], ["bench"], ["cache"], ["cache", "show"]]
+    helps = [
+        [],
+        ["--help"],
+        ["--version"],
+        ["-V"],
+        ["help"],
+        ["help", "generate"],
+        ["bench"],
+        ["cache"],
+        ["cache", "show"],
+    ]
     helps += [[command, "--help"] for command in ("generate", "compare", "chat", "tune")]
     helps += [["bench", command, "--help"] for command in ("run", "law")]
     nowhere = ["--model", "/no/such/folder"]
@@ -112,6 +122,36 @@ def test_every_public_name_can_be_imported() -> None:
     assert all(getattr(lookahead, name) is not None for name in lookahead.__all__)
     with pytest.raises(AttributeError, match="'nothing'"):
         _ = lookahead.nothing
+
+
+COMPLETED = """
+eval "$(lookahead --show-completion)"
+complete_it() {
+    COMP_WORDS=(lookahead "$@")
+    COMP_CWORD=$#
+    _lookahead_completion lookahead
+    echo "${COMPREPLY[@]}"
+}
+complete_it gen
+complete_it bench r
+complete_it generate --window
+complete_it generate --preset t
+complete_it serve --dtype fl
+complete_it generate --file some
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_options_and_names(tmp_path: Path) -> None:
+    program = tmp_path / "lookahead"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m lookahead "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "--norc", "-c", COMPLETED]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert result.stderr == ""
+    offered = ["generate", "run", "--window-size", "token_recycling", "float32 float16", ""]
+    assert [sorted(line.split()) for line in result.stdout.splitlines()] == [sorted(line.split()) for line in offered]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")

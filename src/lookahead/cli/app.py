@@ -16,7 +16,7 @@ import typer
 from lookahead.bench.suite import read_suite
 from lookahead.cli import process, signals
 from lookahead.cli.inputs import model_folder, read_prompt
-from lookahead.cli.options import Settings, command
+from lookahead.cli.options import Command, Group, Settings, command
 from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
     BatchSettings,
@@ -43,16 +43,18 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 app = typer.Typer(
     name="lookahead",
     help="Lookahead decoding: the same text from a transformers model in fewer steps.",
-    add_completion=False,
+    cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Benchmarks: methods on tasks and models, from one small file.")
+bench = typer.Typer(cls=Group, help="Benchmarks: methods on tasks and models, from one small file.")
 app.add_typer(bench, name="bench")
 
-cache = typer.Typer(help="Files that the library keeps: compiled loops, and what was measured on this machine.")
+cache = typer.Typer(
+    cls=Group, help="Files that the library keeps: compiled loops, and what was measured on this machine."
+)
 app.add_typer(cache, name="cache")
 
 
@@ -110,7 +112,7 @@ def _never_fail_on_encoding() -> None:
 @app.callback(invoke_without_command=True)
 def _lookahead(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(f"lookahead {__version__}")
@@ -155,7 +157,7 @@ def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
         run = import_module(f"lookahead.cli.{command}").run
     from lookahead.cli.loading import quiet_libraries
 
-    with quiet_libraries():
+    with quiet_libraries(settings.in_options):
         code: int = run(settings, consoles, *arguments)
     return code
 
@@ -263,3 +265,11 @@ def cache_clear(settings: Settings) -> int:
     from lookahead.cli.cache import clear
 
     return clear(Consoles(no_color=settings.no_color))
+
+
+@app.command("help", cls=Command)
+def _help(
+    names: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="Its name, as in `bench run`.")] = None,
+) -> int:
+    """Show what a command does, and its options."""
+    return run([*(names or ()), "--help"])

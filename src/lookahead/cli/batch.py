@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 from lookahead.backends.loading import LoadedModel, summary
@@ -13,7 +14,7 @@ from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process, signals
 from lookahead.cli.generate import arguments_of, fitted, text_options
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
+from lookahead.cli.rendering import Consoles, counts_line, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
@@ -30,7 +31,9 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
     _kept(settings, asked)
     loaded = load_for_decoding(settings, consoles.notes)
     kept = _kept(settings, asked)  # once more: loading takes its time
+    begin = perf_counter()
     with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
+        earlier = len(file.rows)
         missing = [prompt for prompt in prompts if prompt.id not in file]
         with measuring_progress(consoles.notes, auto_refresh=True) as bar:
             task = bar.add_task("answers", total=len(missing))
@@ -42,17 +45,31 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
                 interrupted = True
         answers = file.rows
     failed = sum("error" in row for row in answers)
+    answered = len(answers) - failed
     if settings.json:  # counts are over all runs that made the file
-        counts = {"prompts": len(prompts), "answered": len(answers) - failed, "failed": failed}
-        sums = {name: sum(row.get(name, 0) for row in answers) for name in ("prompt_tokens", "tokens", "steps")}
-        print_json(consoles.out, {"output": str(settings.output), **counts, **sums, "interrupted": interrupted})
-    elif interrupted:
-        consoles.notes.print(f"interrupted; {settings.output} has what was finished, the same command goes on")
-    elif failed:
-        consoles.notes.print(f"{failed} of {len(prompts)} prompts were not answered; their lines say why")
+        counts = {"prompts": len(prompts), "answered": answered, "failed": failed}
+        print_json(
+            consoles.out, {"output": str(settings.output), **counts, **_sums(answers), "interrupted": interrupted}
+        )
+    else:
+        new = [row for row in answers[earlier:] if "error" not in row]
+        sums = _sums(new)
+        consoles.notes.print(
+            f"{settings.output}: {answered} of {len(prompts)} prompts answered, {len(new)} of them now"
+        )
+        consoles.notes.print(counts_line(sums["tokens"], sums["steps"], perf_counter() - begin), style="dim")
+        if failed:
+            consoles.notes.print(f"{failed} of {len(prompts)} prompts were not answered; their lines say why")
+        if interrupted:
+            consoles.notes.print("interrupted; the same command goes on")
     if interrupted:
         return signals.INTERRUPTED
     return process.DIFFERENT if failed else process.OK
+
+
+def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Counts of tokens and steps over all answers."""
+    return {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "tokens", "steps")}
 
 
 def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]) -> Iterator[list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,25 +97,25 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
+def quiet_libraries(worded: Callable[[str], str] = str) -> Iterator[None]:
     """Keep warnings, logs and progress bars of the libraries below off the terminal for a while.
 
-    What this library itself warns of is said in one line on standard error.
+    What this library itself warns of is said in one line on standard error, `worded` for whoever gave a command.
     """
+
+    def say(message: Warning | str, *where: Any, **more: Any) -> None:
+        print("warning:", " ".join(worded(str(message)).split()), file=sys.stderr)
+
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         with quiet():
             warnings.simplefilter("default", LookaheadWarning)
-            warnings.showwarning = _say_warning
+            warnings.showwarning = say
             yield
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _say_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    print("warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
 class OutOfMemoryError(LookaheadError):

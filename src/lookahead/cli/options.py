@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from lookahead.config import LookaheadConfig
+from lookahead.errors import LookaheadError
 
 SOURCE = "Prompt and model"
 CONVERSATION = "Conversation"
@@ -101,9 +105,24 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
     names = [word for word in usage.split() if word.startswith("-")]
     metavar = " ".join(usage.split()[len(names) :]) or _METAVARS.get(parser)
     declared = typer.Option(
-        *names, help=help, parser=parser, metavar=metavar, show_default=shown, rich_help_panel=panel
+        *names,
+        help=help,
+        parser=parser,
+        metavar=metavar,
+        show_default=shown,
+        rich_help_panel=panel,
+        autocompletion=_completing(DTYPES) if parser is dtype else None,
     )
     return _field(declared, default)
+
+
+def _completing(choices: Sequence[str] | None) -> Callable[[str], list[str]] | None:
+    """What shells offer for a value that is one of `choices`; files where there are none."""
+
+    def begun(incomplete: str) -> list[str]:
+        return [choice for choice in choices or () if choice.startswith(incomplete)]
+
+    return None if choices is None else begun
 
 
 def argument(name: str, help: str, default: Any = ...) -> Any:
@@ -128,6 +147,47 @@ class Settings:
         """Settings from the values of all options; those not given have their default."""
         return cls(**{spec.name: options[spec.name] for spec in fields(cls) if spec.name in options})
 
+    @classmethod
+    def in_options(cls, message: str) -> str:
+        """A message of the library with options in the place of the arguments that they stand for."""
+        options = {parameter.name: parameter for parameter in _parameters(cls) if _panel(parameter) >= 0}
+        options.pop("model", None)  # an object to the library
+
+        def named(found: re.Match[str]) -> str:
+            name, value = found.groups()
+            flag = "--" + name.replace("_", "-")
+            if value is None:
+                return flag if "_" in name else name  # `memory` is a word as well
+            if value == "False":
+                return f"no {flag}" if options[name].default is False else flag.replace("--", "--no-")
+            return flag if value == "True" else f"{flag} {quote(value.strip(_QUOTES))}"
+
+        return re.sub(rf"(?<![\w./-])({'|'.join(options)})(?:={_VALUE})?(?![\w./-])", named, message)
+
+
+_QUOTES = "'\""
+_VALUE = r"""('[^']*'|"[^"]*"|[\w.-]+)"""
+
+
+class _WithoutTypes:
+    """Help without `<bool>` behind switches, which take no value."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        """See click."""
+        parameters: list[Any] = cast(Any, super()).get_params(context)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class Command(_WithoutTypes, TyperCommand):
+    """A command."""
+
+
+class Group(_WithoutTypes, TyperGroup):
+    """A group of commands."""
+
 
 def command(
     app: typer.Typer, settings: type[_SettingsT], name: str | None = None
@@ -136,7 +196,11 @@ def command(
 
     def register(function: Callable[[_SettingsT], int]) -> Callable[[_SettingsT], int]:
         def run(_context: typer.Context, **options: Any) -> int:
-            return function(settings.of(options | {"argv": _context.obj}))
+            try:
+                return function(settings.of(options | {"argv": _context.obj}))
+            except LookaheadError as error:
+                error.args = (settings.in_options(str(error)),)
+                raise
 
         context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = sorted(_parameters(settings), key=_panel)
@@ -145,7 +209,7 @@ def command(
         parameters.append(_parameter("debug", bool, debug, False))
         cast(Any, run).__signature__ = inspect.Signature([context, *parameters])
         run.__doc__ = function.__doc__
-        app.command(name or function.__name__)(run)
+        app.command(name or function.__name__, cls=Command)(run)
         return function
 
     return register
@@ -187,6 +251,7 @@ def _config_parameters() -> Iterator[inspect.Parameter]:
             parser=whole_number if kind is int else None,
             show_default=switch or about.get("shown") or str(about.get("chosen", spec.default)),
             rich_help_panel=RUN if about.get("runs") else DRAFT,
+            autocompletion=_completing(about.get("choices")),
         )
         yield _parameter(spec.name, kind if switch else kind | None, declared, False if switch else None)
 
