@@ -197,7 +197,7 @@ def detach(model: torch.nn.Module) -> None:
     vars(language_model(model)[0]).pop("generate", None)
 
 
-def forget(model: PreTrainedModel) -> None:
+def forget(model: torch.nn.Module) -> None:
     """Forget every trial and timing of `model` in this process: the next call makes them anew.
 
     Call it after a change that calls cannot see: of a variable in a closure, or of an attribute of a hook. Calls see
