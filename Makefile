@@ -142,24 +142,17 @@ build/vllm: constraints-vllm.txt pyproject.toml
 test-vllm: build/vllm  ## The tests that need vLLM: its texts with our drafts and without, and what we rely on
 	$</bin/python -m pytest --noconftest tests/integrations/test_vllm_engine.py
 
-# Environments of their own: the oldest transformers that pyproject.toml allows, and the newest there is. torch before
-# it, in the version that is here, as for guidellm.
-build/versions/oldest: TRANSFORMERS = transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).*
-build/versions/newest: TRANSFORMERS = transformers
-build/versions/%: constraints.txt pyproject.toml
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)' --editable '.[serve]'
-	touch $@
+# Each pair in a new environment below build/versions.
+TRANSFORMERS ?= oldest newest latest
+PYTHONS ?= all
+test-versions:  ## Imports, the README's snippets and 40 random cases with the oldest and newest transformers of the declared range, the newest release, and each Python that is here (five minutes each); TRANSFORMERS="5.17 5.20" and PYTHONS="3.10 3.14" (or none) choose, RECORD=1 adds rows to the repository
+	mkdir -p $(OUT)/benchmarks/results
+	$(PYTHON) tools/versions.py --transformers $(TRANSFORMERS) --pythons $(PYTHONS) \
+		--output $(OUT)/benchmarks/results/versions.jsonl
 
-test-version-%: build/versions/%
-	$</bin/python tests/support/import_all.py
-	$</bin/python tests/support/run_readme.py
-	$</bin/python tests/support/run_fuzz.py --equal 40
-
-test-newest: test-version-newest  ## Imports, the README's snippets and 40 random cases with the newest transformers that pyproject.toml allows
-
-test-versions: test-version-oldest test-version-newest  ## The same with the oldest and the newest one
+test-newest: TRANSFORMERS = newest
+test-newest: PYTHONS = none
+test-newest: test-versions  ## The same with the newest transformers that pyproject.toml allows alone
 
 # In a folder of its own, like torchao: it brings a server and much beside.
 build/ray: constraints.txt | $(VENV)/installed

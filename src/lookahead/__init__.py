@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+
+if "t" in getattr(sys, "abiflags", ""):  # a build without the GIL, of which not all have releases of numba
+    from importlib.util import find_spec
+
+    if find_spec("numba") is None:
+        raise ImportError(
+            "lookahead needs numba, which is not installed and has no release for some free-threaded builds of Python; "
+            "use a build with the GIL, such as python3.13, or python3.14t with numba"
+        )
 
 TYPE_CHECKING = False  # as type checkers take it; importing `typing` would keep Ctrl-C waiting for a handler
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import lookahead
 from fuzz.families import build as build_family
 from fuzz.variant import Variant
 from lookahead import Engine
+from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.cache_names import CACHE
-from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_zoo import build
 

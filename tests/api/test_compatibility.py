@@ -20,6 +20,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StopStringCriteria,
@@ -28,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import TransformersKwargs
 
 import lookahead
-from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError
+from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build
 
 Generate = Callable[..., Any]
@@ -658,6 +659,31 @@ def test_usual_position_ids() -> None:
     for given in (positions, positions + 5 * (1 - mask)):  # what stands at hidden tokens does not matter
         output = ours_with(model, input_ids=ids, attention_mask=mask, position_ids=given, **GREEDY)
         assert torch.equal(output, expected)
+
+
+class LaterLlama(LlamaForCausalLM):
+    """A model with inputs that transformers may add one day."""
+
+    def forward(
+        self, input_ids: Any = None, later_flag: bool = False, later_kind: str = "usual", later: Any = None, **more: Any
+    ) -> Any:
+        return super().forward(input_ids, **more)
+
+
+@pytest.mark.parametrize("nothing", [{"later_flag": False}, {"later_kind": "usual"}, {"later": None}])
+def test_the_default_of_an_input_asks_for_nothing(nothing: dict[str, Any], llama: PreTrainedModel) -> None:
+    model = LaterLlama(llama.config).eval()
+    text = lookahead.generate(model, PROMPT, **nothing, **GREEDY)
+    assert torch.equal(text, model.generate(PROMPT, **nothing, **GREEDY))
+    for something in ({"later_flag": True}, {"later_kind": "unusual"}, {"later": False}):
+        with pytest.raises(UnsupportedArgumentError, match=next(iter(something))):
+            lookahead.generate(model, PROMPT, **something, **GREEDY)
+
+
+def test_an_output_that_is_not_asked_for_asks_for_nothing() -> None:
+    model = build("mixtral")
+    text = lookahead.generate(model, PROMPT, output_router_logits=False, **GREEDY)
+    assert torch.equal(text, model.generate(PROMPT, output_router_logits=False, **GREEDY))
 
 
 @pytest.mark.parametrize("name", ["max_new_token", "config"])

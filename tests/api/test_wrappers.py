@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.limits import TRANSFORMERS
+from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.demo import demo_model_path
 from model_zoo import build
 from quick import quickly

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead
 from drafting_options import config_of
 from exactness import MODEL_SEEDS, NEAR_TIE
-from lookahead.backends.transformers.limits import TRANSFORMERS
+from lookahead.backends.transformers import TRANSFORMERS
 from model_zoo import ARCHITECTURES, ROPE_CONTEXT, VOCAB_SIZE, build, position_limit
 from sampling_exactness import SETTINGS, prepared
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WRITERS = (
     *("bench", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
-    *("standard", "tables", "test-page", "trl"),
+    *("standard", "tables", "test-page", "test-versions", "trl"),
 )
 INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
 

@@ -56,7 +56,7 @@ class Call:
             )
         session = open_session(model) if parallel is None else parallel.open_session(model)
         if prompts.inputs:
-            check_own_prefill(prompts, config, arguments.config, session.refuses_inputs)
+            check_own_prefill(arguments.model, prompts, config, arguments.config, session.refuses_inputs)
         self._speaks = session.speaks
         config = session.settle(config)
         self._arguments, self._statistics = arguments, Statistics()

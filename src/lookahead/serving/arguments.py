@@ -20,10 +20,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.backends.base import Prompts, vocabulary_size
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
-from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.backends.transformers.own_decoding import given_generate
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.refusals import (
@@ -105,7 +105,7 @@ def read_prompts(
     positions = model_kwargs.get("position_ids")
     counts = positions is None or _count_tokens(positions, mask)
     follows_image = positions is not None and positions.dim() == 3 and not counts
-    own_prefill = bool(inputs_beside_tokens(model_kwargs)) or follows_image
+    own_prefill = bool(inputs_beside_tokens(model, model_kwargs)) or follows_image
     if not counts and not own_prefill:
         raise UnsupportedArgumentError(
             "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave "

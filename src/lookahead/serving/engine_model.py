@@ -107,7 +107,7 @@ class EngineModel:
             refused = self.session.refuses_inputs
             if runner.chains:
                 refused = "an Engine reads such prompts of models without a running state alone; use lookahead.generate"
-            check_own_prefill(prompts, self.config, arguments.config, refused)
+            check_own_prefill(arguments.model, prompts, self.config, arguments.config, refused)
         if prompts.rows != 1:
             raise UnsupportedArgumentError(
                 f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by "

@@ -16,6 +16,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from lookahead.backends.base import Prompts
 from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
+from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.values import require, shown, whole_number
@@ -246,7 +247,7 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
             raise _unsupported(name, type(cache).__name__, "it does not know how long its text is; give the whole text")
     modalities = model.input_modalities
     reads_text_alone = modalities == "text" or set(modalities) == {"text"}
-    for name in inputs_beside_tokens(model_kwargs):
+    for name in inputs_beside_tokens(model, model_kwargs):
         if reads_text_alone or name in _NOT_OF_PROMPTS or is_encoder_decoder(model):
             kind = type(model_kwargs[name]).__name__
             raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
@@ -266,7 +267,11 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
 
 
 def check_own_prefill(
-    prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig, refused: str | None
+    model: PreTrainedModel,
+    prompts: Prompts,
+    config: LookaheadConfig,
+    generation_config: GenerationConfig,
+    refused: str | None,
 ) -> None:
     """Refuse what does not go with a prompt that the model's own prefill reads; `refused` says why it is refused in any
     case, if it is.
@@ -274,7 +279,7 @@ def check_own_prefill(
     Raises:
         UnsupportedArgumentError: Something else is asked for; the message names it.
     """
-    names = ", ".join(inputs_beside_tokens(prompts.inputs)) or "positions that follow an image"
+    names = ", ".join(inputs_beside_tokens(model, prompts.inputs)) or "positions that follow an image"
     if refused is not None:
         reason = refused
     elif config.invariant:
@@ -288,9 +293,10 @@ def check_own_prefill(
     raise UnsupportedArgumentError(f"a prompt with {names} is not supported here: {reason}")
 
 
-def inputs_beside_tokens(model_kwargs: dict[str, Any]) -> list[str]:
+def inputs_beside_tokens(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> list[str]:
     """Names of what a model is to read of a prompt beside its tokens, such as images."""
-    return [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
+    names = [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
+    return [name for name in names if not _asks_for_nothing(model, name, model_kwargs[name])]
 
 
 def _given(value: object) -> bool:
@@ -299,6 +305,13 @@ def _given(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(_given, value.values()))
     return value is not None
+
+
+def _asks_for_nothing(model: PreTrainedModel, name: str, value: object) -> bool:
+    """Whether an input is what the model takes without it, or an output that is not asked for."""
+    parameter = forward_arguments(model).get(name)
+    is_default = parameter is not None and value is parameter.default
+    return is_default or (value is False and name.startswith("output_"))
 
 
 def _unsupported(name: str, value: object, advice: str) -> UnsupportedArgumentError:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig, PreTrainedModel, __version__
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.model_state import of_config
-
-TRANSFORMERS: tuple[int, ...] = tuple(int(number) for number in __version__.split(".")[:2])
-"""Major and minor version of the installed transformers."""
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 """What configurations call the number of positions."""
