@@ -336,8 +336,28 @@ def test_echo_puts_the_prompt_before_the_answer(client: OpenAI) -> None:
     ]
     streamed = complete(client, max_tokens=5, echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == PROMPT + plain[0]
-    with pytest.raises(BadRequestError, match="echo"):
-        complete(client, echo=True, logprobs=1)
+
+
+def test_echoed_prompts_have_the_models_logprobs(client: OpenAI, demo: Any) -> None:
+    model, tokenizer = demo
+    prompts = [PROMPT * 60, "class Stack:"]  # of which one is read in parts
+    choices = complete(client, prompt=prompts, max_tokens=1, echo=True, logprobs=2).choices
+    for prompt, choice in zip(prompts, choices, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            rows = model(ids).logits[0].log_softmax(-1)
+        told, tokens = choice.logprobs, ids[0].tolist()
+        assert told.tokens[:-1] == [tokenizer.decode([token]) for token in tokens]
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        expected = [float(row[token]) for row, token in zip(rows, tokens[1:], strict=False)]
+        assert told.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+        assert [max(top.values()) for top in told.top_logprobs[1:]] == pytest.approx(
+            rows.max(-1).values.tolist(), abs=1e-4
+        )
+        assert told.text_offset[-1] == len(prompt)
+        assert choice.text.startswith(prompt)
+    (chunk, *_) = complete(client, prompt=prompts[1], max_tokens=1, echo=True, logprobs=2, stream=True)
+    assert chunk.choices[0].logprobs.token_logprobs == choices[1].logprobs.token_logprobs[:-1]
 
 
 def test_ends_are_those_of_generate(client: OpenAI, demo: Any) -> None:

@@ -153,20 +153,23 @@ class CompletionForm(Form):
 
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
         """See `Form`."""
-        whole.text = self._echo(answer) + whole.text
+        echo = self._echo(answer)
+        whole = Piece(echo.text + whole.text, logprobs=echo.logprobs + whole.logprobs)
         return self.delta(answer, whole) | {"finish_reason": answer.handle.finish_reason}
 
     def opening(self) -> list[dict[str, Any]]:
         """See `Form`: the prompts, if they are to be told."""
         answers = self.generation.answers if self.request.echo else []
-        return [self._chunk(self.delta(answer, Piece(self._echo(answer)))) for answer in answers]
+        return [self._chunk(self.delta(answer, self._echo(answer))) for answer in answers]
 
-    def _echo(self, answer: Answer) -> str:
+    def _echo(self, answer: Answer) -> Piece:
         """What stands before the answer."""
         if not self.request.echo:
-            return ""
-        prompt = self.request.prompts[answer.index // self.request.n]
-        return prompt if isinstance(prompt, str) else str(self._served.tokenizer.decode(prompt))
+            return Piece()
+        place = answer.index // self.request.n
+        prompt, scored = self.request.prompts[place], self.generation.scored
+        text = prompt if isinstance(prompt, str) else str(self._served.tokenizer.decode(prompt))
+        return Piece(text, logprobs=scored[place] if scored else [])
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""
@@ -183,7 +186,10 @@ class CompletionForm(Form):
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [
-                {self._served.text_of(token): logprob for token, logprob in reversed(entry.top)} for entry in entries
+                None
+                if entry.logprob is None
+                else {self._served.text_of(token): logprob for token, logprob in reversed(entry.top)}
+                for entry in entries
             ],
             "text_offset": offsets,
         }

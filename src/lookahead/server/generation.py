@@ -20,7 +20,8 @@ from lookahead.server.grammar import asks_for_json
 from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHOLE, Metrics
 from lookahead.server.plan import Plan, make_plan
-from lookahead.server.requests import ChoicesRequest
+from lookahead.server.requests import ChoicesRequest, CompletionRequest
+from lookahead.server.scoring import scored
 from lookahead.server.served_model import ServedModel
 from lookahead.server.tools import ReasoningFormat
 from lookahead.serving import RequestHandle
@@ -125,6 +126,7 @@ class Generation:
 
     Attributes:
         plans: One for each prompt, once `prepare` was called.
+        scored: The tokens of each prompt with their log-probabilities, if these were asked for.
         answers: The answers, once `submit` was; `request.n` for each plan.
     """
 
@@ -144,6 +146,7 @@ class Generation:
         self._closed = False
         self._settled = False  # complete or failed: the client hears how it ended
         self.plans: list[Plan] = []
+        self.scored: list[list[TokenEvent]] = []
         self.answers: list[Answer] = []
 
     def prepare(self, images: Sequence[bytes]) -> None:
@@ -156,6 +159,8 @@ class Generation:
         for prompt in prompts:
             grammar = self.plans[0].grammar if self.plans else None
             self.plans.append(make_plan(self.served, self.request, prompt, self._settings, grammar))
+            if isinstance(self.request, CompletionRequest) and self.request.echo and self.request.logprobs is not None:
+                self.scored.append(scored(self.served, prompt.tokens, self.request.logprobs))
 
     def submit(self, loop: asyncio.AbstractEventLoop) -> None:
         """Hand answers to the engine. May be called in another thread than the loop's.

@@ -148,7 +148,7 @@ class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
         default=None, ge=0, le=MOST_LOGPROBS, description="of the model itself, with so many rivals of each token"
     )
     best_of: Count | None = Field(default=None, description="no more than `n`: answers are not ranked")
-    echo: bool = Field(default=False, description="the prompt before the answer; not with `logprobs`")
+    echo: bool = Field(default=False, description="the prompt before the answer, with its `logprobs`")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

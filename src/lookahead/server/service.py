@@ -130,7 +130,8 @@ class Service:
                 has_grammar |= bool(request.tools) or request.response_format is not None
                 await self.with_images(served, request.messages, http, generation.prepare, has_grammar)
             else:
-                await self.prepared(partial(generation.prepare, []), http, has_grammar)
+                scores = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+                await self.prepared(partial(generation.prepare, []), http, has_grammar or scores)
             http.state.notes["stage"] = "submit"
             submit = partial(generation.submit, asyncio.get_running_loop())
             await asyncio.get_running_loop().run_in_executor(self._preparing, submit)
@@ -194,8 +195,6 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("best_of", f"best_of={request.best_of} is more than n: answers are not ranked here; use n")
     if "stream_options" in request.model_fields_set and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
 
 
 async def deliver(http: Request, form: Form) -> Response:
