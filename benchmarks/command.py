@@ -36,6 +36,7 @@ PROBES = {
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "standard": "`auto` beside the best of its parts, line by line, in CPU time",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
+    "host": "what steps take of the host, by part, with a model whose passes cost nothing",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
     "replay": "drafts against recorded answers, as if a model wrote them",
 }

@@ -96,18 +96,25 @@ def _digest(parts: Iterator[bytes]) -> str:
 
 
 class Worker:
-    """A process of one source that measures cases."""
+    """A process that measures with the library of one source.
 
-    def __init__(self, source: Source, shared: Path, quick: bool) -> None:
-        src = source.folder / "src"
-        command = [sys.executable, str(ROOT / "benchmarks/lines.py"), "--src", str(src), "--shared", str(shared)]
+    Args:
+        source: The library.
+        program: The file of this folder that it runs, with arguments: it answers each line of JSON by one.
+
+    Attributes:
+        ready: Its answer before all requests.
+    """
+
+    def __init__(self, source: Source, program: Sequence[str]) -> None:
+        src, (name, *arguments) = source.folder / "src", program
+        command = [sys.executable, str(ROOT / "benchmarks" / name), "--src", str(src), *arguments]
         environment = {**os.environ, "PYTHONPATH": str(src), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._log = (FOLDER / f"{source.name}.log").open("a", encoding="utf-8")
         self._process = subprocess.Popen(
-            [*command, *(["--quick"] if quick else [])], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-        )  # fmt: skip
-        self.lines: list[str] = self._answer()
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+        )
+        self.ready: Any = self._answer()
 
     def ask(self, **request: Any) -> Any:
         """Its answer to a request."""
@@ -151,9 +158,13 @@ class Comparison:
 
     def names(self) -> list[str]:
         """The lines that are compared: what the base has."""
-        worker = Worker(self._sources[0], self._shared, self._quick)
+        worker = self._worker(0)
         worker.close()
-        return worker.lines
+        return list(worker.ready)
+
+    def _worker(self, side: int) -> Worker:
+        program = ["lines.py", "--shared", str(self._shared), *(["--quick"] if self._quick else [])]
+        return Worker(self._sources[side], program)
 
     def turn(self, turn: int, names: Sequence[str]) -> None:
         """Measure what is missing of a turn."""
@@ -162,7 +173,7 @@ class Comparison:
             missing = {name: [0, 1] for name, sides in missing.items() if sides}
         with ExitStack() as stack:
             workers = {
-                side: stack.enter_context(closing(Worker(self._sources[side], self._shared, self._quick)))
+                side: stack.enter_context(closing(self._worker(side)))
                 for side in {side for sides in missing.values() for side in sides}
             }
             for name, sides in missing.items():
