@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.machine import process_clock
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_engine import acquire_steps
@@ -49,7 +50,7 @@ def clock_of(device: torch.device) -> str:
 
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
     """Time of some work by the clock of the device, from one idle moment of it to the next."""
-    now = process_time if clock_of(device) == "cpu" else perf_counter
+    now = process_clock if clock_of(device) == "cpu" else perf_counter
     wait = getattr(torch, device.type).synchronize if device.type in ("cuda", "mps", "xpu") else lambda: None
     wait()
     begin = now()

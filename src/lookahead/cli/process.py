@@ -43,6 +43,8 @@ def started_together() -> bool:
 
 def start_ranks(count: int, settings: GenerateSettings) -> int:
     """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
+    if not hasattr(signal, "pthread_sigmask"):
+        raise InvalidArgumentError(f"--parallel {count} is not supported on Windows; leave it out")
     from lookahead.parallel import check_memory
     from lookahead.parallel.launcher import run_ranks
 

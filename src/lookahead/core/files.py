@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""How text is written: half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
+TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+"""How text is written, with the same bytes on all systems: half of a surrogate pair, which UTF-8 does not have, becomes
+the escape that JSON has for it."""
 
 
 OWN_FOLDER = "lookahead-decoding"

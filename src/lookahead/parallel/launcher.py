@@ -28,7 +28,7 @@ GRACE = 3.0
 INTERRUPT_GRACE = 1.0
 """Seconds that rank 0 has to print what it has generated, after Ctrl-C."""
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that ask to end."""
 
 _POLL = 0.05

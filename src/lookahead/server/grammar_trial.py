@@ -100,7 +100,8 @@ class GrammarTrials:
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
             cwd=Path(__file__).parents[2],  # where this package is, and no module of the user's
-            start_new_session=True,  # Ctrl-C is for the server
+            start_new_session=True,  # Ctrl-C is for the server; Windows has a flag for that
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         assert process.stdin is not None
         with suppress(OSError):  # it has ended, which the first trial finds out

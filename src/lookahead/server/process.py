@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 
@@ -20,6 +21,9 @@ from lookahead.server.served_model import ServedModel
 
 _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""
+
+_MOST_FILES = 10240
+"""What macOS allows a process to open where it says that there is no limit."""
 
 _GRACE = 5.0
 """Seconds in which clients have to take what they are told when their answers are broken off."""
@@ -109,8 +113,10 @@ def _raise_file_limit() -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for most in (hard, _MOST_FILES):
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+            return
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -124,7 +130,9 @@ def bind(settings: ServerSettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Where there is the first one, on Windows, the second one lets two programs listen at one address.
+        reuse = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+        listener.setsockopt(socket.SOL_SOCKET, reuse, 1)
         listener.bind(address)
     except OSError as error:
         raise InvalidArgumentError(

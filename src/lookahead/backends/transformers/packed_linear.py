@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from time import process_time
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from lookahead.backends.machine import process_clock
 from lookahead.backends.transformers.findings import recall, remember
 from lookahead.backends.transformers.snapshots import fingerprint
 
@@ -164,16 +164,16 @@ def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
     for alike in layers.values():
         weights = _sample(alike)
         used = weights, [pack(weight) for weight in weights]
-        least, begin = np.full(seconds.shape, np.inf), process_time()
+        least, begin = np.full(seconds.shape, np.inf), process_clock()
         for finished in range(_MOST_ROUNDS):
-            if finished >= _LEAST_ROUNDS and process_time() - begin > _LONG_ENOUGH:
+            if finished >= _LEAST_ROUNDS and process_clock() - begin > _LONG_ENOUGH:
                 break
             for place, kind in np.ndindex(seconds.shape):
                 inputs = torch.ones(1, _TIMED_ROWS[place], weights[0].shape[1], dtype=weights[0].dtype)
-                start = process_time()
+                start = process_clock()
                 for weight in used[kind]:
                     multiply[kind](inputs, weight)
-                least[place, kind] = min(least[place, kind], process_time() - start)
+                least[place, kind] = min(least[place, kind], process_clock() - start)
         seconds += least * sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
     return {rows: (plain, packed) for rows, (plain, packed) in zip(_TIMED_ROWS, seconds.tolist(), strict=True)}
 

@@ -1,0 +1,68 @@
+"""Commands where Python lacks what other systems lack. `tests/support/systems` hides it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from server_process import ServerProcess
+
+SYSTEMS = Path(__file__).parents[1] / "support" / "systems"
+PROMPT = "def add(a, b):\n"
+NEW_TOKENS = 8
+
+
+@pytest.fixture(params=["windows", "macos"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A system that child processes take this one for."""
+    paths = [SYSTEMS / request.param, Path(lookahead.__file__).parents[1]]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    return str(request.param)
+
+
+def expected(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> str:
+    """What transformers writes after the prompt."""
+    model, tokenizer = demo
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return str(tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def run(*arguments: str) -> Any:
+    command = [sys.executable, "-m", "lookahead", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("system", ["windows"], indirect=True)
+def test_text_is_generated(system: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    ended = run("generate", PROMPT, "-n", str(NEW_TOKENS), "--dtype", "float32", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["text"] == expected(demo)
+
+
+def test_requests_are_answered(system: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
+    with ServerProcess("--dtype", "float32", from_scratch=True) as server, httpx.Client(timeout=600) as client:
+        answer = client.post(f"{server.url}/v1/completions", json=asked).json()
+        assert answer["choices"][0]["text"] == expected(demo)
+        grammar = {"structured_outputs": {"regex": "[a-c]{3}=é"}}  # which another process tries
+        answer = client.post(f"{server.url}/v1/completions", json=asked | grammar | {"max_tokens": 20}).json()
+        assert answer["choices"][0]["text"].endswith("=é"), answer
+    assert server.process.returncode == 0
+
+
+@pytest.mark.parametrize("system", ["windows"], indirect=True)
+def test_several_processes_are_refused_where_they_cannot_be_started(system: str) -> None:
+    ended = run("generate", PROMPT, "--parallel", "2")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: --parallel 2 is not supported on Windows; leave it out\n"
