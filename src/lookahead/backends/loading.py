@@ -1,4 +1,4 @@
-"""Loading a model from a local folder or a GGUF file, never from the network."""
+"""Loading a model from a folder or a GGUF file of this machine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p
 _LONGEST_REASON = 100
 """Characters of what torch says about a device that is not there; longer ones are about torch's own code."""
 
-# trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -46,6 +43,7 @@ class LoadedModel:
         tokenizer: Its tokenizer.
         sampling: What its own generation configuration says about sampling.
         processor: Makes inputs of images, if the model sees any.
+        origin: `NAME@COMMIT` of a model of the Hub.
     """
 
     path: Path
@@ -53,6 +51,12 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     sampling: dict[str, Any] = field(default_factory=dict)
     processor: Any = None
+    origin: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name on the Hub, or that of its folder or file."""
+        return self.origin.rpartition("@")[0] if self.origin else self.path.resolve().name
 
     @property
     def is_gguf(self) -> bool:
@@ -80,6 +84,8 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: torch.device | None = None,
     tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     **gguf: Any,
 ) -> LoadedModel:
     """Load a model.
@@ -89,6 +95,8 @@ def load_model(
         dtype: Type of the weights; `"auto"` for the one they were saved in.
         device: Where the model runs, the CPU if not given.
         tokenizer: Folder of the tokenizer, if not `path`.
+        trust_remote_code: Run code that the folder brings.
+        allow_pickle: Read weights that are pickles.
         **gguf: Further arguments of `load_gguf`, for a GGUF file.
 
     Raises:
@@ -98,18 +106,25 @@ def load_model(
         gguf_model = load_gguf(path, **gguf)
         return LoadedModel(path, gguf_model, gguf_model.tokenizer)
     part = "its tokenizer"
+    # trust_remote_code=False refuses code instead of asking at the terminal.
+    given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        read_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **_LOCAL)
+        read_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **given)
         part = "the model"
-        sees = type(AutoConfig.from_pretrained(path, **_LOCAL)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        sees = type(AutoConfig.from_pretrained(path, **given)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        processor = AutoProcessor.from_pretrained(path, **_LOCAL) if sees else None
-        model, report = kind.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
-        )
+        processor = AutoProcessor.from_pretrained(path, **given) if sees else None
+        given |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        given["use_safetensors"] = None if allow_pickle else True
+        model, report = kind.from_pretrained(path, dtype=dtype, **given)
     except Exception as error:  # whatever a broken file makes transformers raise
         if is_out_of_memory(error):
             raise
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise InvalidArgumentError(
+                f"{part} is made of Python code that comes with it; read that code, then run it with "
+                "--trust-remote-code"
+            ) from error
         raise InvalidArgumentError(
             f"{part} cannot be loaded ({summary(error)}); copy all of its files into this folder"
         ) from error
@@ -165,7 +180,7 @@ def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
         raise InvalidArgumentError(f"--lora {path} needs peft, which is not installed: pip install peft")
     if loaded.is_gguf:
         raise InvalidArgumentError(
-            f"--lora {path} is about models of transformers; --model {loaded.path} is a GGUF file"
+            f"--lora {path} is about models of transformers; --model {loaded.title} is a GGUF file"
         )
     model = open_session(loaded.model).sharing_weights()
     try:

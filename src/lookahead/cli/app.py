@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 
 from lookahead.bench.suite import read_suite
 from lookahead.cli import process, signals
-from lookahead.cli.inputs import model_folder, read_prompt
+from lookahead.cli.inputs import find_model, read_prompt
 from lookahead.cli.options import Command, Group, Settings, command
 from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
@@ -151,8 +152,8 @@ def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
         from lookahead.trace.recorder import check_path
 
         check_path(settings.page)
-    model_folder(settings.model)
     consoles = Consoles(no_color=settings.no_color)
+    settings = replace(settings, found=find_model(settings, consoles.notes))
     with spinner(consoles.notes, "loading the model"):
         run = import_module(f"lookahead.cli.{command}").run
     from lookahead.cli.loading import quiet_libraries

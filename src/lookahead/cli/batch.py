@@ -115,7 +115,9 @@ def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     """Tells answers to a prompt from those of other models and settings, as far as these decide about the text."""
     names = ("dtype", "max_new_tokens", "stop", "repetition_penalty", "sampling", "sampling_seed")
-    identity = [str(settings.model), *(getattr(settings, name) for name in names), prompt.text]
+    found = settings.found
+    model = found.origin if found is not None and found.origin else str(settings.model)
+    identity = [model, *(getattr(settings, name) for name in names), prompt.text]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 

@@ -64,7 +64,7 @@ class Conversation:
     """
 
     def __init__(self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings) -> None:
-        self.name, self.tokenizer = loaded.path.resolve().name, loaded.tokenizer
+        self.name, self.tokenizer = loaded.title, loaded.tokenizer
         self._loaded, self._turns = loaded, turns
         self._config, self._max_new_tokens, self._system = settings.config, settings.max_new_tokens, settings.system
         self._options = text_options(loaded, settings) | {"use_cache": True}
@@ -261,7 +261,7 @@ def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedMo
         plain = plain or template is None
     if not (plain or template or loaded.tokenizer.chat_template):
         raise InvalidArgumentError(
-            f"--model {loaded.path}: the tokenizer has no chat template, so nothing says how this model takes a "
+            f"--model {settings.model}: the tokenizer has no chat template, so nothing says how this model takes a "
             "conversation; give a Jinja template with --template FILE, or take turns as plain text with --raw"
         )
     turns, question = TurnFormat(loaded.tokenizer, template, plain), _turn("user", "Hello")

@@ -262,7 +262,7 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "prompt": prompt.text,
         "prompt_tokens": prompt.input_ids.shape[1],
         "max_new_tokens": prompt.max_new_tokens,
-        "model": str(loaded.path),
+        "model": loaded.origin or str(loaded.path),
         "dtype": loaded.dtype,
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
@@ -286,7 +286,7 @@ def traced(settings: DecodingSettings, loaded: LoadedModel, notes: Console) -> I
     if path is None:
         yield config
         return
-    facts = {"model": loaded.path.resolve().name, "type": loaded.dtype, "device": str(loaded.model.device)}
+    facts = {"model": loaded.title, "type": loaded.dtype, "device": str(loaded.model.device)}
     trace = Trace(path, loaded.tokenizer, facts=facts | {"preset": config.preset})
     try:
         yield replace(config, trace=trace)

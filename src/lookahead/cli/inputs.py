@@ -1,10 +1,12 @@
-"""What the command line names, checked before torch is imported: the prompt, and the model's folder or GGUF file."""
+"""Prompt, model, adapters and keys that the command line names, checked before torch is imported."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,9 @@ from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from lookahead.cli.settings import PromptSource
+    from rich.console import Console
+
+    from lookahead.cli.settings import ModelSettings, PromptSource
 
 
 def read_prompt(settings: PromptSource, default: str = "") -> str:
@@ -88,21 +92,67 @@ def _read_stdin() -> str:
     return decoded(sys.stdin.buffer.read(), "the prompt from standard input")
 
 
-def model_folder(path: Path | None) -> Path:
-    """The folder or the GGUF file that `--model` names, the folder of the demonstration model for `None`.
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Names of weights, or of the list of their parts, as transformers looks for them."""
+
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^:]+)?")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """The model that `--model` names, on this machine.
+
+    Attributes:
+        path: Its folder, or the GGUF file.
+        origin: `NAME@COMMIT` of a model of the Hub.
+    """
+
+    path: Path
+    origin: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
+        return self.path.suffix.lower() == ".gguf" and self.path.is_file()
+
+
+def find_model(settings: ModelSettings, notes: Console) -> FoundModel:
+    """Find the model that the settings name: a folder or a GGUF file or, if there is none, a model of the Hub, which is
+    downloaded; the demonstration model if they name none.
 
     Raises:
         InvalidArgumentError: There can be no model; the message says what is missing.
     """
-    if path is None:
-        return demo_model_path()
-    if not path.exists():
+    name = settings.model
+    path = demo_model_path() if name is None else Path(name)
+    is_here = path.exists()
+    if name is not None and not is_here and _HUB_NAME.fullmatch(name) and not _is_file_name(name):
+        from lookahead.cli.hub import find_on_hub  # late, as the Hub's library takes its time to import
+
+        return find_on_hub(name, settings.revision, settings.trust_remote_code, settings.allow_pickle, notes)
+    if not is_here:
         what = ("file", "GGUF file") if path.suffix.lower() == ".gguf" else ("folder", "model folder")
         raise InvalidArgumentError(
-            f"--model {path}: no such {what[0]}; give the path of a local {what[1]} (nothing is downloaded)"
+            f"--model {path}: no such {what[0]}; give the path of a local {what[1]}, or a name of the Hub, such as "
+            "Qwen/Qwen3-0.6B"
         )
-    if is_gguf(path):
-        return path
+    if settings.revision is not None:
+        raise InvalidArgumentError(
+            f"--revision {settings.revision} is about models of the Hub, but --model {path} is on this machine"
+        )
+    found = FoundModel(path)
+    if not found.is_gguf:
+        _check_folder(path, settings.allow_pickle)
+    return found
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name is that of a GGUF file rather than of a repository with such files."""
+    return ":" not in name and name.lower().endswith(".gguf")
+
+
+def _check_folder(path: Path, pickles: bool) -> None:
     if not path.is_dir():
         raise InvalidArgumentError(
             f"--model {path}: not a folder; give the folder that holds the model's config.json, or a file with the "
@@ -114,12 +164,22 @@ def model_folder(path: Path | None) -> Path:
         json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"--model {path}: its config.json is not valid JSON: {error}") from error
-    return path
+    weights_among([name for name in (*SAFE, *PICKLED) if (path / name).is_file()], pickles, str(path))
 
 
-def is_gguf(path: Path | None) -> bool:
-    """Whether `--model` names a GGUF file."""
-    return path is not None and path.suffix.lower() == ".gguf" and path.is_file()
+def weights_among(names: Collection[str], pickles: bool, model: str) -> str | None:
+    """The name of the weights, or of the list of their parts; `None` if there are none.
+
+    Raises:
+        InvalidArgumentError: They are pickles, and these are not allowed.
+    """
+    found = next((name for name in (*SAFE, *PICKLED) if name in names), None)
+    if found in PICKLED and not pickles:
+        raise InvalidArgumentError(
+            f"--model {model}: its weights are pickles ({found}), a format that can run code as it is read; take a "
+            "model with safetensors, or load them all the same with --allow-pickle"
+        )
+    return found
 
 
 def adapter_folders(given: Sequence[str] | None) -> dict[str, Path]:

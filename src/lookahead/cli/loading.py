@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memo
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli import signals
-from lookahead.cli.inputs import is_gguf, model_folder
+from lookahead.cli.inputs import FoundModel
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import BatchSettings, ModelSettings, ServeSettings, TextSettings
 from lookahead.core.compiled import on_first_compilation
@@ -34,32 +34,45 @@ def compile_drafting(notes: Console) -> None:
 
 def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
-    device, path = check_device(settings.device), model_folder(settings.model)
-    gguf = _gguf_options(path, settings)
+    device, found = check_device(settings.device), settings.found
+    assert found is not None, "found before torch is imported"
+    gguf = _gguf_options(found, settings)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
-    with spinner(notes, f"loading {path.resolve().name}"), memory:
+    with spinner(notes, f"loading {settings.model or found.path.name}"), memory:
         try:
-            return loading.load_model(path, settings.dtype, device, **gguf)
+            loaded = loading.load_model(
+                found.path,
+                settings.dtype,
+                device,
+                trust_remote_code=settings.trust_remote_code,
+                allow_pickle=settings.allow_pickle,
+                **gguf,
+            )
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"--model {path}: {error}") from error
+            raise InvalidArgumentError(f"--model {settings.model or found.path}: {error}") from error
+    return replace(loaded, origin=found.origin)
 
 
-def _gguf_options(path: Path, settings: ModelSettings) -> dict[str, Any]:
+def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
     """Arguments of `load_gguf`.
 
     Raises:
         InvalidArgumentError: There are options that are about models of the other kind.
     """
+    name = settings.model or found.path
     if not isinstance(settings, TextSettings):
-        if is_gguf(path):
+        if found.is_gguf:
             raise InvalidArgumentError(
-                f"--model {path}: tune measures models of transformers; what a step of a GGUF model costs is learned "
+                f"--model {name}: tune measures models of transformers; what a step of a GGUF model costs is learned "
                 "as it runs"
             )
         return {}
-    if is_gguf(path):
+    if found.is_gguf:
+        if settings.trust_remote_code or settings.allow_pickle:
+            option = "--trust-remote-code" if settings.trust_remote_code else "--allow-pickle"
+            raise InvalidArgumentError(f"{option} is about models of transformers; a GGUF file holds no code")
         if settings.dtype not in ("auto", "float32"):
             raise InvalidArgumentError(
                 f"--dtype {settings.dtype} is about models of transformers; the weights of a GGUF file have types of "
@@ -75,7 +88,7 @@ def _gguf_options(path: Path, settings: ModelSettings) -> dict[str, Any]:
         if given:
             value = "" if given is True else f" {given}"
             raise InvalidArgumentError(
-                f"{option}{value} is about GGUF models, but --model {path} is a folder; leave {option} out"
+                f"{option}{value} is about GGUF models, but --model {name} is none; leave {option} out"
             )
     return {}
 

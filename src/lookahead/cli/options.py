@@ -65,11 +65,6 @@ def not_empty(text: str) -> str:
     return text
 
 
-def model_path(text: str) -> Path:
-    """A path."""
-    return Path(not_empty(text))
-
-
 def output_file(text: str) -> Path:
     """A file to write. Standard output is none: files are gone on with, or replaced as a whole."""
     if text == "-":

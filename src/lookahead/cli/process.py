@@ -12,7 +12,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from lookahead.cli import signals
-from lookahead.cli.inputs import is_gguf, model_folder, read_prompt
+from lookahead.cli.inputs import find_model, read_prompt
+from lookahead.cli.rendering import Consoles
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
@@ -49,7 +50,7 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     from lookahead.parallel.launcher import run_ranks
 
     check_memory(settings.config, count)
-    if is_gguf(model_folder(settings.model)):
+    if find_model(settings, Consoles(no_color=settings.no_color).notes).is_gguf:  # downloaded once, not by each rank
         raise InvalidArgumentError(f"--parallel {count} is about models of transformers; leave it out for a GGUF file")
     if settings.device not in (None, "cpu"):
         from lookahead.backends.loading import check_device  # which takes torch to know

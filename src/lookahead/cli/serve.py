@@ -42,7 +42,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
     adapters = adapter_folders(settings.lora)
     with bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)
-        name = settings.name or (DEMO_NAME if settings.model is None else main.path.resolve().name)
+        name = settings.name or (DEMO_NAME if settings.model is None else main.title)
         if name in adapters:
             raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
         all_loaded = {name: main} | {name: with_adapter(main, path) for name, path in adapters.items()}

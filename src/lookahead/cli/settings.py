@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lookahead.cli import process
+from lookahead.cli.inputs import FoundModel
 from lookahead.cli.options import (
     CONVERSATION,
     LIMITS,
@@ -22,7 +23,6 @@ from lookahead.cli.options import (
     count,
     dtype,
     layers,
-    model_path,
     not_empty,
     option,
     output_file,
@@ -62,13 +62,24 @@ def _device() -> Any:
 class ModelSettings(Settings):
     """Settings of the commands that load a model."""
 
-    model: Path | None = option(
-        "--model -m PATH",
+    model: str | None = option(
+        "--model -m NAME",
         SOURCE,
-        "Folder of a causal language model with its tokenizer, or a GGUF file. Nothing is ever downloaded.",
-        model_path,
+        "Model of the Hugging Face Hub, such as Qwen/Qwen3-0.6B, or folder of a causal language model with its "
+        "tokenizer. A GGUF file: its path, or OWNER/REPOSITORY:FILE.",
+        not_empty,
         shown="the demonstration model",
     )
+    revision: str | None = option(
+        "--revision NAME", SOURCE, "Branch, tag or commit of a model of the Hub.", not_empty, shown="main"
+    )
+    trust_remote_code: bool = option(
+        "--trust-remote-code", SOURCE, "Run the Python code that a model brings. Read it first.", default=False
+    )
+    allow_pickle: bool = option(
+        "--allow-pickle", SOURCE, "Load weights that are pickles, which can run code as well.", default=False
+    )
+    found: FoundModel | None = None  # the model, once it is on this machine
     dtype: str = _dtype("auto")
     device: str | None = _device()
 
@@ -269,7 +280,9 @@ class BatchSettings(DecodingSettings, EngineSettings):
 class ServeSettings(EngineSettings):
     """Settings of `lookahead serve`."""
 
-    name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
+    name: str | None = option(
+        "--name TEXT", SOURCE, "What clients call the model.", shown="its name on the Hub, or that of its folder"
+    )
     lora: list[str] | None = option(
         "--lora NAME=PATH",
         SOURCE,

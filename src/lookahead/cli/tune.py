@@ -46,7 +46,7 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
             **measured,
             "cost": cost.to_dict(),
             "setting": setting,
-            "model": str(loaded.path),
+            "model": loaded.origin or str(loaded.path),
             "stored": None if stored is None else str(stored),
             "versions": process.versions(),
         }

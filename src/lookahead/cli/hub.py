@@ -1,0 +1,108 @@
+"""Models of the Hugging Face Hub: the files that a name stands for, and how they come into the Hub's cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from rich.console import Console
+from rich.prompt import IntPrompt
+
+from lookahead.cli.hub_repository import Repository, quiet_hub
+from lookahead.cli.inputs import PICKLED, SAFE, FoundModel, stdin_is, weights_among
+from lookahead.cli.rendering import spinner
+from lookahead.errors import InvalidArgumentError
+
+_BESIDE_WEIGHTS = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+"""Endings of configurations, tokenizers and chat templates."""
+
+_PART = re.compile(r"-(\d{5})(-of-\d{5})(?=\.gguf$)", re.IGNORECASE)
+"""The number of a part in the name of a GGUF model that is split."""
+
+_LISTED = 12
+"""Most names of files in an error."""
+
+
+def find_on_hub(name: str, revision: str | None, code: bool, pickles: bool, notes: Console) -> FoundModel:
+    """Download the files of a model that the Hub's cache lacks.
+
+    Args:
+        name: `OWNER/REPOSITORY` or, for one of its GGUF files, `OWNER/REPOSITORY:FILE`.
+        revision: Branch, tag or commit; the main branch if not given.
+        code: Whether modules of Python come along.
+        pickles: Whether weights may be pickles.
+        notes: Console for progress, and for a choice among GGUF files.
+
+    Raises:
+        InvalidArgumentError: There is no such model, or it cannot be downloaded.
+    """
+    repo, _, file = name.partition(":")
+    with quiet_hub():
+        with spinner(notes, f"looking for {name}"):
+            repository = Repository(repo, revision)
+            wanted = [] if file or _only_gguf(repository.names) else _model_files(repository, code, pickles)
+        if wanted:
+            path = repository.get(wanted)
+        else:
+            chosen = _chosen_gguf(repository, file, notes)
+            parts = [other for other in repository.names if _whole(other) == _whole(chosen)]
+            path = repository.get(parts) / chosen
+    return FoundModel(path, f"{name}@{repository.commit}")
+
+
+def _only_gguf(names: Sequence[str]) -> bool:
+    """Whether a repository has GGUF files, and no weights of transformers."""
+    return not {*SAFE, *PICKLED}.intersection(names) and bool(_gguf_models(names))
+
+
+def _model_files(repository: Repository, code: bool, pickles: bool) -> list[str]:
+    """Names of the files that transformers loads."""
+    names = repository.names
+    weights = weights_among(names, pickles, repository.repo)
+    if weights is None or "config.json" not in names:
+        lacking = "config.json" if weights else "weights that transformers loads (model.safetensors)"
+        raise repository.lacks(lacking)
+    beside = [name for name in names if "/" not in name and PurePosixPath(name).suffix in _BESIDE_WEIGHTS]
+    templates = [name for name in names if name.startswith("additional_chat_templates/")]
+    modules = [name for name in names if name.endswith(".py")] if code else []
+    parts = {weights}
+    if weights.endswith(".json"):
+        parts |= set(json.loads(repository.read(weights))["weight_map"].values())
+    return sorted({*beside, *templates, *modules, *parts})
+
+
+def _gguf_models(names: Sequence[str]) -> list[str]:
+    """GGUF files that are models, of split ones the first part: no projectors of images, no importance matrices."""
+    models = [name for name in names if name.lower().endswith(".gguf")]
+    models = [name for name in models if not PurePosixPath(name).name.lower().startswith(("mmproj", "imatrix"))]
+    return sorted(name for name in models if (part := _PART.search(name)) is None or int(part[1]) == 1)
+
+
+def _whole(name: str) -> str:
+    """The name of a GGUF model without the number of a part."""
+    return _PART.sub(r"\2", name)
+
+
+def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
+    """The GGUF file with this name, or the one with this end or part of a name; the only one if `asked` is empty."""
+    if asked in repository.names and asked.lower().endswith(".gguf"):
+        return asked
+    models = _gguf_models(repository.names)
+    ending = [name for name in models if _PART.sub("", name)[: -len(".gguf")].lower().endswith(asked.lower())]
+    found = ending if asked and ending else [name for name in models if asked.lower() in name.lower()]
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1 and notes.is_terminal and stdin_is(typed=True):
+        for number, name in enumerate(found, 1):
+            notes.print(f"{number:>3}  {name}")
+        numbers = [str(number) for number in range(1, len(found) + 1)]
+        return found[IntPrompt.ask("number of the file", console=notes, choices=numbers, show_choices=False) - 1]
+    if not models:
+        raise repository.lacks("GGUF file")
+    listed = ", ".join((found or models)[:_LISTED]) + (", …" if len(found or models) > _LISTED else "")
+    problem = f"several files fit '{asked}'" if found else f"no GGUF file fits '{asked}'"
+    if not asked:
+        problem = "several GGUF files"
+    raise InvalidArgumentError(f"--model {repository.repo}: {problem}; name one as {repository.repo}:FILE ({listed})")

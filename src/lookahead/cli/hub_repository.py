@@ -1,0 +1,176 @@
+"""A repository of the Hugging Face Hub, in the Hub's own cache; each failure is an error of one line."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import logging
+from huggingface_hub.utils.tqdm import tqdm
+
+from lookahead.errors import InvalidArgumentError
+
+_SECONDS = 10.0
+"""Time limit of a question to the Hub."""
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Let the Hub's library log nothing for a while: its retries go unmentioned, and errors are told here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+class _Bar(tqdm):
+    """A progress bar of all bytes, on a terminal only. The Hub's library also makes bars of files, and of each file."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        shown = options.get("name") == "huggingface_hub.snapshot_download" and sys.stderr.isatty()
+        given = {"desc": "downloading", "leave": False, "bar_format": None, "disable": not shown}
+        super().__init__(*arguments, **{**options, **given})  # type: ignore[no-untyped-call]
+
+    def set_description(self, *arguments: Any, **options: Any) -> None:
+        """Keep the description that it has."""
+
+
+class Repository:
+    """One commit of a repository: as the Hub has it or, where the Hub cannot be asked, as the cache has it.
+
+    Args:
+        repo: Its name.
+        revision: Branch, tag or commit; the main branch if not given.
+
+    Attributes:
+        repo: Its name.
+        commit: The commit.
+        names: Names of its files.
+
+    Raises:
+        InvalidArgumentError: There is no such repository, or no access to it.
+    """
+
+    def __init__(self, repo: str, revision: str | None) -> None:
+        self.repo, self._revision = repo, revision or constants.DEFAULT_REVISION
+        self._failure: Exception | None = None
+        try:
+            found = HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
+            self.commit, self.names = str(found.sha), [file.rfilename for file in found.siblings or ()]
+        except Exception as error:  # HTTP clients have many, and another client came with huggingface_hub 2
+            if isinstance(error, RevisionNotFoundError):
+                raise self._refused(error) from error
+            self._failure, folder = error, self._kept_folder()
+            if folder is None:
+                raise self._refused(error) from error
+            self.commit = folder.name
+            self.names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+    def get(self, names: Sequence[str]) -> Path:
+        """The folder with these files; missing ones are downloaded, with a progress bar on a terminal.
+
+        Raises:
+            InvalidArgumentError: They cannot be downloaded.
+        """
+        if all(self._kept(name) for name in names):
+            folder = self._kept_folder()
+            assert folder is not None
+            return folder
+        if self._failure is not None:
+            raise self._refused(self._failure)
+        patterns = [escape(name) for name in names]
+        try:
+            folder = Path(
+                snapshot_download(self.repo, revision=self._revision, allow_patterns=patterns, tqdm_class=_Bar)
+            )
+        except Exception as error:
+            raise self._refused(error, downloading=True) from error
+        self.commit = folder.name  # a branch may have moved meanwhile
+        return folder
+
+    def read(self, name: str) -> bytes:
+        """Content of a small file.
+
+        Raises:
+            InvalidArgumentError: It cannot be downloaded.
+        """
+        kept = self._kept(name)
+        try:
+            if kept is None:
+                kept = Path(hf_hub_download(self.repo, name, revision=self._revision, tqdm_class=_Bar))
+            return kept.read_bytes()
+        except Exception as error:
+            raise self._refused(error, downloading=True) from error
+
+    def lacks(self, what: str) -> InvalidArgumentError:
+        """The error of a repository without a file that is needed."""
+        if self._failure is not None:
+            return self._refused(self._failure)
+        return InvalidArgumentError(f"--model {self.repo}: {constants.ENDPOINT}/{self.repo} has no {what}")
+
+    def _kept(self, name: str) -> Path | None:
+        """The file in the cache, if it has it as of this commit."""
+        file = try_to_load_from_cache(self.repo, name, revision=self._revision)
+        return Path(file) if isinstance(file, str) and self.commit in Path(file).parts else None
+
+    def _kept_folder(self) -> Path | None:
+        """The folder of the revision in the cache."""
+        try:
+            # No pattern: a cache with a part of the files is good enough, as long as it has those that are needed.
+            kept = snapshot_download(self.repo, revision=self._revision, local_files_only=True, allow_patterns=[])
+        except (OSError, ValueError):  # ValueError: a name that no repository can have
+            return None
+        return Path(kept)
+
+    def _refused(self, error: Exception, downloading: bool = False) -> InvalidArgumentError:
+        """The error of the Hub, in words."""
+        page, name = f"{constants.ENDPOINT}/{self.repo}", f"--model {self.repo}"
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        if isinstance(error, OfflineModeIsEnabled):
+            return InvalidArgumentError(
+                f"{name}: HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} has no whole copy; unset it, "
+                "or give a local folder"
+            )
+        if isinstance(error, GatedRepoError):
+            return InvalidArgumentError(
+                f"{name}: its owners give access on request; ask for it on {page}, then log in with hf auth login"
+            )
+        if isinstance(error, RepositoryNotFoundError):
+            return InvalidArgumentError(
+                f"{name}: no such folder, and no such model at {page}; check the name, or log in with hf auth login if "
+                "it is private"
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return InvalidArgumentError(f"--revision {self._revision}: {page} has no such branch, tag or commit")
+        if isinstance(error, HFValidationError):
+            return InvalidArgumentError(f"{name}: no such folder, and no repository can have this name")
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return InvalidArgumentError(
+                f"{name}: no room in {constants.HF_HUB_CACHE} ({reason}); HF_HOME moves the cache"
+            )
+        if downloading:
+            return InvalidArgumentError(
+                f"{name}: the download broke off ({reason}); try again, and only the rest is downloaded"
+            )
+        return InvalidArgumentError(
+            f"{name}: no such folder, the cache has no whole copy, and {constants.ENDPOINT} does not answer ({reason})"
+        )
