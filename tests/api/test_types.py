@@ -1,4 +1,4 @@
-"""What type checkers make of a user's script."""
+"""Types of a user's script, checked by mypy."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ STUBS = {
     "torch": "class Tensor: ...\n",
     "transformers": "class GenerationConfig:\n    def __init__(self, **kwargs: Any) -> None: ...\n",
 }
-"""What the script needs to know of two large libraries, which take mypy minutes to read."""
+"""Stubs of two large libraries, which take mypy a minute to read."""
 
 WRONG = """
 import lookahead
@@ -38,7 +38,7 @@ def wrong(model: torch.nn.Module) -> None:
 
 
 def strict_mypy(script: Path, folder: Path, *options: str, more: str = "") -> str:
-    """What `mypy --strict` says about a script."""
+    """Output of `mypy --strict` about a script."""
     (folder / "mypy.ini").write_text(SETTINGS + more)
     command = [sys.executable, "-m", "mypy", "--config-file", folder / "mypy.ini", "--cache-dir", folder / "cache"]
     paths = [str(Path(lookahead.__file__).parents[1]), str(folder / "stubs")]
@@ -49,7 +49,7 @@ def strict_mypy(script: Path, folder: Path, *options: str, more: str = "") -> st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where mypy finds stubs of two libraries, and keeps what it has read."""
+    """Folder of the stubs and of mypy's cache."""
     folder = tmp_path_factory.mktemp("types")
     for name, text in STUBS.items():
         (folder / "stubs" / name).mkdir(parents=True)

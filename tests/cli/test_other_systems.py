@@ -1,4 +1,4 @@
-"""Commands where Python lacks what other systems lack. `tests/support/systems` hides it."""
+"""Commands on simulated other systems: `tests/support/systems` hides modules and functions of this one."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 
 def _fine(clock: Callable[[], float], name: Any) -> Callable[[], float]:
-    """The clock, or that of the wall where it ticks in hundredths of a second. Windows' do, and are said to be fine."""
+    """The clock, or the wall clock if it ticks in hundredths of a second. On Windows it does, but claims 100 ns."""
     return clock if get_clock_info(name).resolution <= 1e-5 and sys.platform != "win32" else perf_counter
 
 
@@ -85,7 +85,7 @@ def _of_the_system() -> int:
 
 
 class _MemoryStatus(ctypes.Structure):
-    """What Windows says of its memory, in its `MEMORYSTATUSEX`."""
+    """State of the memory on Windows, `MEMORYSTATUSEX`."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("length", "load")),

@@ -112,7 +112,7 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
 
 
 def _completing(choices: Sequence[str] | None) -> Callable[[str], list[str]] | None:
-    """What shells offer for a value that is one of `choices`; files where there are none."""
+    """Completion of a value by a shell: the `choices` that begin with it; files if there are no choices."""
 
     def begun(incomplete: str) -> list[str]:
         return [choice for choice in choices or () if choice.startswith(incomplete)]
@@ -144,7 +144,7 @@ class Settings:
 
     @classmethod
     def in_options(cls, message: str) -> str:
-        """A message of the library with options in the place of the arguments that they stand for."""
+        """Replace names of arguments in a message of the library by their options."""
         options = {parameter.name: parameter for parameter in _parameters(cls) if _panel(parameter) >= 0}
         options.pop("model", None)  # an object to the library
 

@@ -23,7 +23,7 @@ _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""
 
 _MOST_FILES = 10240
-"""What macOS allows a process to open where it says that there is no limit."""
+"""Open files of a process that macOS allows where it reports no limit."""
 
 _GRACE = 5.0
 """Seconds in which clients have to take what they are told when their answers are broken off."""
@@ -130,7 +130,7 @@ def bind(settings: ServerSettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        # Where there is the first one, on Windows, the second one lets two programs listen at one address.
+        # On Windows SO_REUSEADDR lets two programs listen at one address.
         reuse = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
         listener.setsockopt(socket.SOL_SOCKET, reuse, 1)
         listener.bind(address)

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 with contextlib.suppress(ImportError):
-    import psutil  # noqa: F401  # its part for this system needs what is hidden below
+    import psutil  # noqa: F401  # its part for Linux imports hidden modules
 
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios", "tty")
 OF_OS = ("fork", "forkpty", "getuid", "killpg", "nice", "sched_getaffinity", "setsid", "sysconf")
@@ -21,7 +21,7 @@ OF_SIGNAL = ("SIGALRM", "SIGHUP", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "p
 
 
 class Hidden:
-    """Finds no module of those that are hidden."""
+    """Importer that refuses the hidden modules."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
