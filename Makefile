@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-newest test-versions release-check
+.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-container test-newest test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -153,6 +153,13 @@ test-versions:  ## Imports, the README's snippets and 40 random cases with the o
 test-newest: TRANSFORMERS = newest
 test-newest: PYTHONS = none
 test-newest: test-versions  ## The same with the newest transformers that pyproject.toml allows alone
+
+# docker, or a program with its commands that needs no daemon: ENGINE='podman --runtime runc' RUN='--network host'
+ENGINE ?= docker
+BUILD ?=
+RUN ?=
+test-container:  ## Build the image (minutes), and try a container of it: health, user, an answer, the page, its end; ENGINE=program, BUILD and RUN further options
+	$(PYTHON) tools/container.py --engine '$(ENGINE)' --build='$(BUILD)' --run='$(RUN)'
 
 # In a folder of its own, like torchao: it brings a server and much beside.
 build/ray: constraints.txt | $(VENV)/installed
