@@ -25,6 +25,7 @@ from rich.console import Console
 from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines
 from lookahead.cli import process, signals
 from lookahead.cli.rendering import measuring_progress
+from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
 from plots import draw_plots
 from probe import Probe, machine_of
@@ -79,6 +80,7 @@ def guarded(command: Callable[[Console], int]) -> int:
 
 def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
     """Measure what the file lacks; returns the exit status."""
+    compile_loops()  # no unit is to wait for them, nor to go without
     machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}

@@ -67,9 +67,9 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def compiled_loops() -> None:
-    """The drafting loops, compiled: for tests of what is printed, since compiling them is announced."""
+    """The drafting loops, compiled: no test finds them missing that does not say so."""
     from lookahead.drafting import compile_loops
 
     compile_loops()

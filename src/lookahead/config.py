@@ -171,6 +171,9 @@ class LookaheadConfig:
             `LookaheadWarning` that says why, and transformers' own `generate` decodes, so that code for many models
             needs no branch. An `Engine` runs such a model without drafts if that is exact. Not with `invariant=True`,
             which plain decoding does not keep.
+        compile_in_background: Where loops of drafting are not compiled yet, as at the first call after an
+            installation, have another process compile them, and decode without drafts until then. The text is the same;
+            the number of steps is not known beforehand. `False`: the call waits for them.
         trace: A `lookahead.Trace`, which keeps what every step sent, where it came from and what became of it; see
             `docs/trace.md`.
 
@@ -256,6 +259,12 @@ class LookaheadConfig:
         choices=FALLBACKS,
         help="Where drafts cannot be exact: refuse, or decode without them (plain).",
         metavar="|".join(FALLBACKS),
+        runs=True,
+    )
+    compile_in_background: bool = _choice(
+        *(True, _yes_or_no),
+        help="Compile drafting loops in the background, and decode without drafts until then; else wait for them.",
+        shown="yes",
         runs=True,
     )
     trace: Any = _choice(None, _recorder)

@@ -388,7 +388,7 @@ sys.exit(main())
 
 @pytest.mark.exact
 def test_nothing_is_compiled_while_figures_are_taken(one_loop_is_not_compiled: dict[str, str]) -> None:
-    arguments = ["generate", "def add(a, b):", "-n", "24", "--json", "--device", "cpu"]
+    arguments = ["generate", "def add(a, b):", "-n", "24", "--json", "--device", "cpu", "--no-compile-in-background"]
     with start(AFTER_COMPILING, *arguments, env=one_loop_is_not_compiled) as process:
         out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, b"compiling the drafting loops (once)\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial, update_wrapper
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +20,7 @@ from lookahead.backends.transformers.own_decoding import given_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
+from lookahead.drafting.background import BACKGROUND
 from lookahead.drafting.pool import check_pool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 from lookahead.serving.arguments import Arguments, hand_over, language_model, language_model_or_wrapper, read_arguments
@@ -128,6 +130,8 @@ def generate(
         check_callable("on_step", on_step, 1, ON_STEP)
     joins = parallel is None or callable(getattr(parallel, "open_session", None))
     require(joins, "parallel", parallel, "is no group; give what lookahead.parallel.join returns, or None")
+    # Ranks draft alike, and so none of them begins later than another.
+    BACKGROUND.begin(config if parallel is None else replace(config, compile_in_background=False))
     falls_back = config.fallback == "plain" and parallel is None  # which other ranks would not know of
     written = False  # from then on the call can only go on or fail
 
@@ -173,6 +177,7 @@ def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> Non
         UnsupportedModelError: The model cannot be run on token trees.
     """
     attached = check_config(config)
+    BACKGROUND.begin(attached)
     try:
         target: Any = language_model_or_wrapper(model)
     except UnsupportedModelError as refusal:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.machine import Downloads
+from lookahead.core.compiled import LOOPS
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _LISTED_FROM = 4096
@@ -48,7 +49,7 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """
     vocabulary = logits.shape[1]
     is_listed = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    if is_listed and vocabulary >= max(_LISTED_FROM, count * BLOCK):
+    if is_listed and not LOOPS.awaited and vocabulary >= max(_LISTED_FROM, count * BLOCK):
         return _listed(logits, count)
     ids = logits.topk(count, dim=-1).indices
     return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)

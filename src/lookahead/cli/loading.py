@@ -20,8 +20,16 @@ from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli import signals
 from lookahead.cli.inputs import FoundModel
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import BatchSettings, ModelSettings, ServeSettings, TextSettings
+from lookahead.cli.settings import (
+    BatchSettings,
+    CompareSettings,
+    ModelSettings,
+    ServeSettings,
+    TextSettings,
+    TraceSettings,
+)
 from lookahead.core.compiled import on_first_compilation
+from lookahead.drafting.background import BACKGROUND
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
@@ -96,6 +104,9 @@ def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
     show. Where no `Engine` is to be made, what runs the model is made as well, as its first call would."""
+    waits = isinstance(settings, (CompareSettings, TraceSettings)) or not settings.config.compile_in_background
+    if not waits:
+        BACKGROUND.begin(settings.config, lambda: notes.print("compiling the drafting loops in the background (once)"))
     loaded = load_model(settings, notes)
     session = open_session(loaded.model)
     memory = memory_errors_explained(f"on {loaded.model.device} while preparing the model", "a smaller model")
@@ -103,7 +114,8 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
         session.check()
         if not isinstance(settings, (BatchSettings, ServeSettings)):
             session.prepare(settings.config)
-    compile_drafting(notes)
+    if waits:
+        compile_drafting(notes)
     if not isinstance(settings, ServeSettings):  # a server finishes what it has by itself
         signals.raise_on_interrupt()
     return loaded

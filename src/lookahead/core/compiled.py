@@ -8,6 +8,9 @@ compiles a loop anew when the file that it stands in has changed. But other file
 change of those, as by an upgrade, it would go on as it was. And it numbers the types that a loop was compiled for in an
 index: two processes that compile for different types at once give both the same number, and from then on arrays of one
 type are read as those of the other.
+
+A folder is complete where it names the files of all loops that drafting needs: then these are read, also where nothing
+can be written.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import binding
 from numba.core import caching, event
 from numba.core.cpu import CPUTargetOptions
 
-from lookahead.core.files import OWN_FOLDER, user_cache
+from lookahead.core.files import OWN_FOLDER, replaced, user_cache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -50,6 +54,24 @@ def compiled(
     loop = _compile(function, vectorizes, makes_arrays, nogil=releases_gil)
     keep_compiled(loop)
     return loop
+
+
+class Loops:
+    """The state of the loops of drafting in this process.
+
+    Attributes:
+        awaited: Whether another process compiles them, so that texts go on without.
+    """
+
+    awaited = False
+
+
+LOOPS = Loops()
+
+
+def at_once(loop: Function) -> Function:
+    """The loop; as plain Python as long as it is awaited. For loops over few numbers."""
+    return cast(Function, cast(Any, loop).py_func) if LOOPS.awaited else loop
 
 
 FIRST = cast(int, np.int64(0))
@@ -152,7 +174,7 @@ def _stamp() -> str:
 
 @cache
 def loops_folder() -> Path | None:
-    """The folder of today's loops in the user's cache; `None` where it cannot be written to.
+    """The folder of today's loops in the user's cache; `None` where it is neither complete nor can be written to.
 
     Several states of the sources are in use at once where there are several environments or checkouts. Folders beyond
     the `_KEPT` that were used last are removed.
@@ -164,12 +186,49 @@ def loops_folder() -> Path | None:
         os.utime(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        return None
+        return folder if _is_complete(folder) else None
     with suppress(OSError):  # another process removes folders as well
         by_use = sorted(folder.parent.glob("loops-*"), key=lambda other: other.stat().st_mtime)
         for other in by_use[:-_KEPT]:
             shutil.rmtree(other)
     return folder
+
+
+_held: set[str] = set()
+"""Names of the files of the loops that this process has read or kept."""
+_lost: set[str] = set()
+"""Names of those that it could not keep."""
+
+
+def are_kept() -> bool:
+    """Whether all loops of drafting can be read, for this kind of processor."""
+    folder = loops_folder()
+    return bool(numba.config.DISABLE_JIT) or (folder is not None and _is_complete(folder))
+
+
+def note_all_kept() -> None:
+    """Write down the files of the loops of this process, once these are all loops that drafting needs."""
+    folder = loops_folder()
+    if folder is None or not _held or _lost or LOOPS.awaited or are_kept():
+        return
+    with suppress(OSError), replaced(folder / _list_name()) as file:
+        file.write("\n".join(sorted(_held)))
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        names = (folder / _list_name()).read_text("utf-8", "replace").split("\n")
+        return all((folder / name).is_file() for name in names)
+    except (OSError, ValueError):  # none, or a damaged one
+        return False
+
+
+@cache
+def _list_name() -> str:
+    """Name of the file that names all others: one for each kind of processor, as machines may share a folder."""
+    cpu = numba.config.CPU_NAME or binding.get_host_cpu_name()
+    features = numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()
+    return f"all-{hashlib.sha256(f'{cpu} {features}'.encode()).hexdigest()[:16]}"
 
 
 def keep_compiled(loop: Any) -> None:
@@ -201,6 +260,9 @@ def _cache_class() -> Any:
         def get_cache_path(self) -> str:
             return str(folder)
 
+        def ensure_cache_path(self) -> None:
+            """It was there; see `_save` for one that is full, read-only or gone by now."""
+
         def get_source_stamp(self) -> str:
             return _stamp()
 
@@ -215,15 +277,10 @@ def _cache_class() -> Any:
         """A file for each loop and the types that it takes, instead of numbered files and an index of them."""
 
         def save(self, key: Any, data: Any) -> None:
-            with suppress(OSError):  # a full disk, or a folder that an upgrade has removed: the loop runs all the same
-                self._save_data(self._name(key), (key, data))
+            _save(self, self._name(key), (key, data))
 
         def load(self, key: Any) -> Any:
-            try:
-                kept, data = self._load_data(self._name(key))
-            except Exception:  # not there, or not whole, for which pickle has many errors
-                return None
-            return data if kept == key else None
+            return _load(self, self._name(key), key)
 
         def _name(self, key: Any) -> str:
             return f"{self._index_name}-{hashlib.sha256(str(key).encode()).hexdigest()[:16]}"
@@ -239,3 +296,24 @@ def _cache_class() -> Any:
             self._cache_file = Files(str(folder), self._impl.filename_base, _stamp())
 
     return LoopCache
+
+
+def _save(files: Any, name: str, content: tuple[Any, Any]) -> None:
+    """Keep a loop, whose key comes first, in a file."""
+    try:
+        files._save_data(name, content)
+        _held.add(name)
+    except OSError:  # a full disk, or a folder that an upgrade has removed: the loop runs all the same
+        _lost.add(name)
+
+
+def _load(files: Any, name: str, key: Any) -> Any:
+    """What is kept of a loop; `None` if nothing is."""
+    try:
+        kept, data = files._load_data(name)
+    except Exception:  # not there, or not whole, for which pickle has many errors
+        return None
+    if kept != key:
+        return None
+    _held.add(name)
+    return data

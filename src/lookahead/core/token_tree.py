@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, compiled
+from lookahead.core.compiled import FIRST, LOOPS, at_once, compiled
 from lookahead.errors import InvalidArgumentError
 
 
@@ -231,7 +231,12 @@ class Layout(NamedTuple):
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
         mask = np.zeros((len(self.order), len(self.order)), dtype=np.bool_)
-        _see_ancestors(self.parent_slots, self.pending, mask)
+        if not LOOPS.awaited:
+            _see_ancestors(self.parent_slots, self.pending, mask)
+            return mask
+        for slot, parent in enumerate(self.parent_slots):  # of long prompts: numpy's rows take less time than at_once
+            mask[slot] = mask[parent]
+            mask[slot, slot] = True
         return mask
 
 
@@ -254,7 +259,8 @@ def lay_out(tree: TokenTree) -> Layout:
     if tree.is_chain:
         return _lay_out_chain(tree)
     order, slots, parent_slots, *_ = found = np.full((5, len(tree)), -1, dtype=np.int64)
-    _depth_first(np.array(tree.parents), np.array(tree.kinds) == int(NodeKind.WINDOW), tree.root, found)
+    in_window = np.array(tree.kinds) == int(NodeKind.WINDOW)
+    at_once(_depth_first)(np.array(tree.parents), in_window, tree.root, found)
     return Layout(
         order=order,
         slots=slots,

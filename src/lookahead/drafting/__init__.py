@@ -10,6 +10,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import Source, TokenPaths
+from lookahead.drafting.background import once_compiled
 from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
@@ -78,23 +79,17 @@ def build_drafter(  # noqa: PLR0913
         return TokenRecyclingDrafter(fixed, chains)
     if config.preset == "paper":
         return _paper_drafter(config, pool, chains)
-    compile_loops()  # now: a step that compiled would say nothing of what steps cost
     if config.preset == "context_matches":
-        return AutoDrafter(None, fixed, chains=chains)
+        return once_compiled(AutoDrafter(None, fixed, chains=chains))
     cap = min(most, MOST_CHOSEN_NODES)
     budget: int | StepBudget = fixed
     if isinstance(pace, SharedPace):
         budget = pace
     elif pace is not None and config.step_budget is None:
         budget = PacedRow(pace, resends=chains, most=cap)
-    return AutoDrafter(
-        memory or DraftMemory(),
-        budget,
-        cap,
-        sources=_checked_sources(config, vocabulary),
-        predicted=predicted,
-        chains=chains,
-    )
+    sources = _checked_sources(config, vocabulary)
+    drafter = AutoDrafter(memory or DraftMemory(), budget, cap, sources=sources, predicted=predicted, chains=chains)
+    return once_compiled(drafter)
 
 
 def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool) -> PaperDrafter:

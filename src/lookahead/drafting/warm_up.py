@@ -6,8 +6,9 @@ from functools import cache
 
 import numpy as np
 
+from lookahead.core.compiled import note_all_kept
 from lookahead.core.garbage import uncollected
-from lookahead.core.likeliest import BLOCK, list_likeliest
+from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import StepResult
 from lookahead.core.step_costs import StepCosts
@@ -28,10 +29,12 @@ def compile_loops() -> None:
     # numba makes many objects, and each search for garbage goes through all of torch's: a fifth of the time.
     with uncollected():
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
+        list_likeliest_bits(np.zeros((1, BLOCK), dtype=np.int16), np.empty(BLOCK, dtype=np.float32), *room, *listed)
         pace = Pace(StepCosts())
         pace.choose(np.ones(1), resends=True)
         pace.book(StepTime(nodes=2, context=1, seconds=1.0, tokens=2, rows=1, drafted=True))
         _draft()
+    note_all_kept()
 
 
 def _draft() -> None:

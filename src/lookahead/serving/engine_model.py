@@ -12,6 +12,7 @@ from lookahead.backends.transformers.checks import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.shared_pace import SharedPace
+from lookahead.drafting.background import BACKGROUND
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import Arguments, check_wrapper, language_model
 from lookahead.serving.drafting import Drafting, draft_pace
@@ -46,6 +47,7 @@ class EngineModel:
         check_wrapper(wrapper)
         self.model = model
         self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
+        BACKGROUND.begin(config)
         self.session = open_session(model)
         self._shared = SharedPace(
             lambda rows, temperature: draft_pace(

@@ -20,6 +20,7 @@ from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.core.step import Batch, Phase, step
 from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
+from lookahead.drafting.background import BACKGROUND
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
@@ -221,7 +222,10 @@ class Steps:
                 self.backend.rows = []
 
     def _pace_of(self, requests: Sequence[Request]) -> Pace | SharedPace | None:
-        """What chooses the nodes of the coming step, by its time; one that is shared is told who shares it."""
+        """What chooses the nodes of the coming step, by its time, if drafts can be made; one that is shared is told who
+        shares it."""
+        if not BACKGROUND.are_there():
+            return None
         pace = self._pace
         if isinstance(pace, SharedPace):
             if not any(request.drafting.shares for request in requests):
