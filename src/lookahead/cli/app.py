@@ -31,6 +31,7 @@ from lookahead.cli.settings import (
     ServeSettings,
     TraceSettings,
     TuneSettings,
+    WarmUpSettings,
 )
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -223,6 +224,16 @@ def tune(settings: TuneSettings) -> int:
     and these versions; without a stored one the decoder learns it in its first steps.
     """
     return _start("tune", settings)
+
+
+@command(app, WarmUpSettings, "warm-up")
+def warm_up(settings: WarmUpSettings) -> int:
+    """Do beforehand what a first call would do, as when an image of a container is built.
+
+    The loops of drafting are compiled, the model is tried, and its steps are priced. What is found is kept in the
+    user's cache, for this kind of processor; the folders are printed.
+    """
+    return _start("warm_up", settings)
 
 
 @command(bench, BenchSettings, "run")

@@ -27,6 +27,7 @@ from lookahead.cli.settings import (
     ServeSettings,
     TextSettings,
     TraceSettings,
+    WarmUpSettings,
 )
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.background import BACKGROUND
@@ -104,7 +105,8 @@ def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
     show. Where no `Engine` is to be made, what runs the model is made as well, as its first call would."""
-    waits = isinstance(settings, (CompareSettings, TraceSettings)) or not settings.config.compile_in_background
+    waiting = CompareSettings, TraceSettings, WarmUpSettings
+    waits = isinstance(settings, waiting) or not settings.config.compile_in_background
     if not waits:
         BACKGROUND.begin(settings.config, lambda: notes.print("compiling the drafting loops in the background (once)"))
     loaded = load_model(settings, notes)

@@ -368,6 +368,14 @@ class TuneSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmUpSettings(TextSettings):
+    """Settings of `lookahead warm-up`."""
+
+    price: bool = option("--price/--no-price", RUN, "Measure what steps cost, as `tune` does in short.", default=True)
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchSettings(Settings):
     """Settings of `lookahead bench run`."""
 

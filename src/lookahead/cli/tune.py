@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,23 +31,19 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
     loaded = load_model(settings, consoles.notes)
     signals.raise_on_interrupt()
-    contexts = _contexts(settings, loaded, consoles.notes)
+    contexts = fitting_contexts(settings.context, loaded, consoles.notes)
     try:
-        points = _measure(loaded, nodes, contexts, settings, consoles.notes)
+        points = measured_steps(loaded, nodes, contexts, settings.repeats, settings.pack_weights, consoles.notes)
     except KeyboardInterrupt:
         consoles.notes.print("interrupted; nothing is stored")
         return signals.INTERRUPTED
-    cost = StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
-    setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights))
-    clock = clock_of(loaded.model.device)
-    measured = {"points": [asdict(point) for point in points], "clock": clock}
-    found = {"measured": measured, "date": date.today().isoformat()}
-    stored = store_costs(setting, cost, found) if settings.store else None
+    cost, clock = curve(points), clock_of(loaded.model.device)
+    stored = keep_curve(loaded, points, settings.pack_weights) if settings.store else None
     if settings.json:
         report = {
-            **measured,
+            **_as_values(points, clock),
             "cost": cost.to_dict(),
-            "setting": setting,
+            "setting": describe_setting(loaded.model, LookaheadConfig(pack_weights=settings.pack_weights)),
             "model": loaded.origin or str(loaded.path),
             "stored": None if stored is None else str(stored),
             "versions": process.versions(),
@@ -59,29 +57,46 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
     return process.OK
 
 
-def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> list[int]:
+def curve(points: Sequence[Point]) -> StepCosts:
+    """The curve through what was measured."""
+    return StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
+
+
+def keep_curve(loaded: LoadedModel, points: Sequence[Point], pack_weights: bool) -> Path:
+    """Store the curve through what was measured; returns its file."""
+    setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=pack_weights))
+    found = {"measured": _as_values(points, clock_of(loaded.model.device)), "date": date.today().isoformat()}
+    return store_costs(setting, curve(points), found)
+
+
+def _as_values(points: Sequence[Point], clock: str) -> dict[str, Any]:
+    return {"points": [asdict(point) for point in points], "clock": clock}
+
+
+def fitting_contexts(asked: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
     """The lengths to measure at; those that were asked for must fit, the usual ones are left out if they do not."""
     most = loaded.context_length
-    contexts = sorted(set(settings.context or CONTEXTS))
+    contexts = sorted(set(asked or CONTEXTS))
     fitting = [context for context in contexts if most is None or context <= most]
-    if settings.context and fitting != contexts:
+    if asked and fitting != contexts:
         raise InvalidArgumentError(f"--context {contexts[-1]} is out of range; the context of this model is {most}")
     if fitting != contexts:
         notes.print(f"note: the context of this model is {most}, so longer texts are left out")
     return fitting or [max(1, (most or 1) // 2)]
 
 
-def _measure(
-    loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], settings: TuneSettings, notes: Console
+def measured_steps(
+    loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], repeats: int, pack_weights: bool, notes: Console
 ) -> list[Point]:
+    """Time steps of so many nodes after texts of so many tokens; see `measure`."""
     advice = "a shorter --context, fewer --nodes or --dtype bfloat16"
     with measuring_progress(notes) as bar, memory_errors_explained(f"on {loaded.model.device} while measuring", advice):
-        task = bar.add_task("warming up", total=timings(nodes, contexts, settings.repeats))
+        task = bar.add_task("warming up", total=timings(nodes, contexts, repeats))
 
         def progress(what: str) -> None:
             bar.update(task, advance=1, description=what, refresh=True)
 
-        return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
+        return measure(loaded.model, nodes, contexts, repeats, progress, pack_weights)
 
 
 def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> Table:

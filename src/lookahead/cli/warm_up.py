@@ -1,0 +1,41 @@
+"""`lookahead warm-up`: compiles loops, tries a model and prices its steps, before a first call has to."""
+
+from __future__ import annotations
+
+from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS
+from lookahead.cli import process, signals
+from lookahead.cli.loading import load_for_decoding
+from lookahead.cli.rendering import Consoles, print_json
+from lookahead.cli.settings import WarmUpSettings
+from lookahead.cli.tune import fitting_contexts, keep_curve, measured_steps
+from lookahead.core.compiled import are_kept, loops_folder
+from lookahead.core.files import OWN_FOLDER, user_cache
+from lookahead.errors import InvalidArgumentError
+
+_REPEATS = 3
+"""Timed steps of each size, fewer than `tune` times: later steps correct the curve."""
+
+
+def run(settings: WarmUpSettings, consoles: Consoles) -> int:
+    """Compile, try and measure, say where it is kept, and return the exit code."""
+    own = user_cache() / OWN_FOLDER
+    loaded = load_for_decoding(settings, consoles.notes)
+    if not are_kept():
+        raise InvalidArgumentError(f"{own} cannot keep compiled loops; name another folder by XDG_CACHE_HOME")
+    kept = {"loops": str(loops_folder()), "trials": str(own / "findings")}
+    config = settings.config
+    if settings.price and not loaded.is_gguf and not config.invariant:  # `tune` measures no such steps
+        contexts = fitting_contexts(None, loaded, consoles.notes)
+        contexts = contexts[: len(CONTEXTS) - 1]  # the longest one takes the longest
+        try:
+            points = measured_steps(loaded, NODE_COUNTS, contexts, _REPEATS, config.pack_weights, consoles.notes)
+        except KeyboardInterrupt:
+            consoles.notes.print("interrupted; no prices are kept")
+            return signals.INTERRUPTED
+        kept["costs"] = str(keep_curve(loaded, points, config.pack_weights))
+    if settings.json:
+        print_json(consoles.out, {"model": loaded.origin or str(loaded.path), **kept, "versions": process.versions()})
+    else:
+        for name, place in kept.items():
+            consoles.out.print(f"{name:6}  {place}", soft_wrap=True)
+    return process.OK
