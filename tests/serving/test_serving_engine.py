@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,81 @@ def test_a_long_prompt_does_not_hold_up_others() -> None:
     assert not long.tokens
     engine.run()
     assert long.done
+
+
+@pytest.fixture
+def timed() -> Iterator[tuple[Engine, Any]]:
+    """An engine whose seconds are the tokens that its model has been sent, and its clock."""
+    engine = Engine(build("llama"), LookaheadConfig(step_budget=1), max_rows=4, prompt_tokens=16)
+    sent: list[int] = []
+    hook = engine._model.runner.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: sent.append(inputs[0].numel())
+    )
+    engine._scheduler._turns._clock = lambda: float(sum(sent))
+    yield engine, engine._scheduler._turns._clock
+    hook.remove()
+
+
+SHORT = [7, 8, 9, 10]
+
+
+def seconds_of_a_short_one(engine: Engine, clock: Any) -> float:
+    """From its arrival, just before a step."""
+    begin = clock()
+    short = engine.submit(SHORT, max_new_tokens=4, do_sample=False)
+    while not short.done:
+        engine.step()
+    return float(clock() - begin)
+
+
+def test_a_short_request_beside_a_long_prompt_takes_its_time_alone_and_a_step(timed: tuple[Engine, Any]) -> None:
+    engine, clock = timed
+    alone = seconds_of_a_short_one(engine, clock)
+    long = engine.submit(PROMPT * 20, max_new_tokens=2, do_sample=False)
+    for _ in range(3):
+        engine.step()
+        assert seconds_of_a_short_one(engine, clock) <= 2 * alone + 16
+        assert not long.tokens
+    several = [engine.submit([5, *PROMPT * 20], max_new_tokens=2, do_sample=False) for _ in range(2)]
+    for _ in range(3):
+        engine.step()
+        assert seconds_of_a_short_one(engine, clock) <= 2 * alone + 16
+    engine.run()
+    assert all(handle.done for handle in (long, *several))
+
+
+def test_prompts_of_several_requests_share_a_step(timed: tuple[Engine, Any]) -> None:
+    engine, _ = timed
+    handles = [engine.submit([first, *PROMPT * 8], max_new_tokens=1, do_sample=False) for first in (1, 2)]
+    for _ in range(7):
+        engine.step()
+    assert [request.cached for request in engine._scheduler.running] == [56, 56]
+    endless = [engine.submit(SHORT * 3, max_new_tokens=400, do_sample=False, seed=1) for _ in range(2)]
+    while not all(handle.done for handle in handles):
+        engine.submit(SHORT[::-1] * 3, max_new_tokens=1, do_sample=False)
+        engine.step()
+        assert not endless[0].done, "long prompts have turns beside others"
+
+
+def test_answers_to_one_question_share_their_turns(timed: tuple[Engine, Any]) -> None:
+    engine, clock = timed
+    alone = seconds_of_a_short_one(engine, clock)
+    asked = [
+        Wanted(0, PROMPT, seed, options={"max_new_tokens": 30, "do_sample": True}, extras={"group": "a"})
+        for seed in range(8)
+    ]
+    handles = [wanted.submit(engine) for wanted in asked]
+    for _ in range(4):
+        engine.step()
+        assert seconds_of_a_short_one(engine, clock) <= 2 * alone + 4, "a token of each row is a step"
+        assert not any(handle.done for handle in handles)
+    other = [engine.submit(PROMPT, max_new_tokens=30, group="b", do_sample=True, seed=seed) for seed in range(4)]
+    engine.step()
+    running = Counter(request.group for request in engine._scheduler.running)
+    assert running == {"a": 2, "b": 2}
+    engine.run()
+    assert [handle.result()[0].tolist() for handle in handles] == [wanted.alone(build("llama")) for wanted in asked]
+    assert all(handle.done for handle in other)
 
 
 def test_a_waiting_request_is_not_overtaken_for_ever() -> None:

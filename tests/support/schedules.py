@@ -89,6 +89,8 @@ def draw(random: Random, shared: list[int]) -> Wanted:
         wanted.extras["logprobs"] = random.randrange(3)
     if random.random() < 0.2:
         wanted.extras["prediction"] = [random.randrange(VOCAB_SIZE) for _ in range(8)]
+    if random.random() < 0.4:
+        wanted.extras["group"] = "one"
     return wanted
 
 

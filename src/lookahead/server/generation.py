@@ -60,7 +60,9 @@ class Answer:
         handle: The engine's request, with its counts.
     """
 
-    def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
+    def __init__(
+        self, served: ServedModel, plan: Plan, index: int, seed: int, group: object, tell: Callable[[Piece], None]
+    ) -> None:
         self.plan, self.index, self._tell = plan, index, tell
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.request.stop, plan.dropped)
         self._trace = Trace() if plan.request.lookahead.steps else None
@@ -69,6 +71,7 @@ class Answer:
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
+            group=group,
             lookahead_config=config if self._trace is None else replace(config, trace=self._trace),
             on_step=self._on_step,
             logits_processor=processors,
@@ -162,21 +165,20 @@ class Generation:
             if isinstance(self.request, CompletionRequest) and self.request.echo and self.request.logprobs is not None:
                 self.scored.append(scored(self.served, prompt.tokens, self.request.logprobs))
 
-    def submit(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand answers to the engine. May be called in another thread than the loop's.
+    def submit(self, loop: asyncio.AbstractEventLoop, index: int) -> None:
+        """Hand an answer to the engine, of which `index` have been before. May be called in another thread than the
+        loop's.
 
         Raises:
             LookaheadError: The request asks for what cannot be done.
         """
-        for plan in self.plans:
-            for number in range(self.request.n):
-                index = len(self.answers)
-                tell = partial(self._tell, loop, index)
-                answer = Answer(self.served, plan, index, plan.seed + number, tell)
-                self.answers.append(answer)
-                answer.handle.add_done_callback(partial(tell, None))
-                if self._closed:  # meanwhile
-                    answer.handle.cancel()
+        place, number = divmod(index, self.request.n)
+        plan, tell = self.plans[place], partial(self._tell, loop, index)
+        answer = Answer(self.served, plan, index, plan.seed + number, self, tell)
+        self.answers.append(answer)
+        answer.handle.add_done_callback(partial(tell, None))
+        if self._closed:  # meanwhile
+            answer.handle.cancel()
 
     @property
     def seconds_left(self) -> float:

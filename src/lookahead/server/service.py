@@ -133,8 +133,9 @@ class Service:
                 scores = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
                 await self.prepared(partial(generation.prepare, []), http, has_grammar or scores)
             http.state.notes["stage"] = "submit"
-            submit = partial(generation.submit, asyncio.get_running_loop())
-            await asyncio.get_running_loop().run_in_executor(self._preparing, submit)
+            loop = asyncio.get_running_loop()
+            for index in range(count):  # between which other requests are prepared
+                await loop.run_in_executor(self._preparing, generation.submit, loop, index)
             self.metrics.count(served.name, PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
             http.state.notes["stage"] = "answer"
             return await deliver(http, form(generation))

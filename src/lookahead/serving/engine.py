@@ -94,12 +94,13 @@ class Engine:
         self._closing = False
         self._process = os.getpid()
 
-    def submit(
+    def submit(  # noqa: PLR0913
         self,
         input_ids: torch.Tensor | Sequence[int],
         *,
         seed: int | None = None,
         priority: int = 0,
+        group: object = None,
         logprobs: int | None = None,
         prediction: torch.Tensor | Sequence[int] | None = None,
         lookahead_config: LookaheadConfig | None = None,
@@ -114,6 +115,8 @@ class Engine:
                 whatever other requests there are. Drawn from torch's default generator if not given.
             priority: Requests of a larger one are served first. A request waits for those of the next priority that
                 come up to 1,000 steps after it, and for no later ones.
+            group: What equals that of the answers to one question, say. They share their turns with others: each counts
+                as of one priority less for every other one of its group that runs.
             logprobs: Return per-token log-probabilities, and this many of the likeliest tokens with each; see
                 `RequestHandle.events`. At least 0.
             prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
@@ -150,6 +153,7 @@ class Engine:
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
+        request.group = group
         request.serve(handle, (self.statistics.steps - PATIENCE * priority, next(self._numbers)), on_step)
         with self._changed:
             self._arrivals.append(request)
@@ -173,6 +177,7 @@ class Engine:
             self._read_inputs(requests)
             if requests:
                 self._run(requests)
+            self._scheduler.end_step()
             return self._unfinished
 
     def run(self) -> None:

@@ -46,11 +46,13 @@ class Request:
         rule: When it is complete.
         row: Its keys and values, where rows come and go.
         handle: What a caller has of it who submitted it.
+        group: What it shares its turns with others with, if anything; see `Engine.submit`.
         urgency: Its place among others, which never changes, the smallest first: the step at which it came, earlier by
             its priority, and which request it is.
     """
 
     row: TextRow
+    group: object = None
 
     def __init__(
         self,
