@@ -76,7 +76,7 @@ test-page: build/playwright  ## The pages of server and traces in Chromium, whic
 	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py tests/trace/test_trace_page.py
 	mkdir -p $(OUT)/docs/images/server $(OUT)/docs/images/trace
 	cp build/page/page-light.png build/page/page-dark.png $(OUT)/docs/images/server
-	cp $(addprefix build/trace/,code-light.png repeat-dark.png sampled-light.png paper-light.png code.html) \
+	cp $(addprefix build/trace/,code-light.png code-dark.png sampled-light.png paper-light.png code.html) \
 		$(OUT)/docs/images/trace
 
 build/clients: constraints.txt | $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Draw the plots of the pages, one message each, readable on light and on dark pages.
+"""Draw the plots of the pages, one message each: NAME.svg for light pages and NAME-dark.svg for dark ones.
 
     python benchmarks plots docs/images
 
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 MOST_LINES = 5
 
 BACK, INK, SOFT, GRID = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0"
+MARKERS = ("o", "s", "^", "D", "v")
 LINES = ("#0a5fb4", "#b35c00", "#1a7f37", "#8250df", "#5f6b77")
 MILD = "#86b6e4"
 
@@ -155,16 +156,19 @@ def law(rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if (row["model"], row["task"]) == ("stories260k", "stories")]
     points = law_points(rows)
     best, _ = fit(points)
-    label = f"W = G; dots: measured, lines: α={best.alpha:.3f}, f={best.f:.3f}"
+    tried = ", ".join(map(str, sorted({point.window_size for point in points})))
+    label = f"W = G; points: measured at {tried}; lines: α={best.alpha:.3f}, f={best.f:.3f}"
     figure, axes = _new_figure(4.6, ("Measured S, and the law that fits: stories260k, stories", label))
     windows = range(1, max(point.window_size for point in points) + 1)
     lengths = sorted({point.ngram_size for point in points})[: MOST_LINES - 1]
-    for color, length in zip(LINES, lengths, strict=False):
+    for number, (color, length) in enumerate(zip(LINES, lengths, strict=False)):
         of_length = [point for point in points if point.ngram_size == length]
         curve = [best.step_compression(size, length) for size in windows]
         axes.plot(windows, curve, color=color, linewidth=2, label=f"N={length}")
         measured = [point.step_compression for point in of_length]
-        axes.plot([point.window_size for point in of_length], measured, "o", color=color)
+        beside = 2 ** (0.1 * (number - 0.5 * (len(lengths) - 1)))  # no point covers another one
+        sizes = [point.window_size * beside for point in of_length]
+        axes.plot(sizes, measured, MARKERS[number], color=color, markersize=6)
     theirs = [PAPER_LAW.step_compression(size, 5) for size in windows]
     name = f"N=5, the paper's α={PAPER_LAW.alpha}, f={PAPER_LAW.f}"
     axes.plot(windows, theirs, "--", color=LINES[-1], linewidth=2, label=name)
@@ -203,17 +207,12 @@ def _legend(axes: Any, columns: int) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as SVG that follows the page's colours."""
+    """Write a figure as SVG, once in the colours of a light page and once in those of a dark one."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    svg = drawn.getvalue()
-    rules = "".join(
-        f'[style*="{part}: {light}"]{{{part}:{dark}!important}}'
-        for light, dark in _DARK.items()
-        for part in ("fill", "stroke")
-        if f"{part}: {light}" in svg
-    )
-    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
+    light = drawn.getvalue()
+    dark = re.sub("|".join(_DARK), lambda color: _DARK[color[0]], light)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with named(path):
-        path.write_text(re.sub(r"(<svg[^>]*>)", lambda start: start[1] + style, svg, count=1), encoding="utf-8")
+    for file, svg in ((path, light), (path.with_name(f"{path.stem}-dark.svg"), dark)):
+        with named(file):
+            file.write_text(svg, encoding="utf-8")

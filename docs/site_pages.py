@@ -15,6 +15,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 """Files of the root folder, and the pages that they become."""
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+_SOURCE = re.compile(r'\b(src|srcset)="docs/')
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.site_pages")
 
@@ -51,4 +52,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for code in _CODE.finditer(markdown):  # what looks like a link in code is none
         parts += [_LINK.sub(put_right, markdown[last : code.start()]), code.group()]
         last = code.end()
-    return "".join([*parts, _LINK.sub(put_right, markdown[last:])])
+    return _SOURCE.sub(r'\1="', "".join([*parts, _LINK.sub(put_right, markdown[last:])]))

@@ -6,31 +6,34 @@ from importlib.resources import files
 from pathlib import Path
 
 DEMO_PROMPT = '''\
-import json
-import logging
-import urllib.request
-from urllib.parse import urlencode, urlparse
+import copy
+from collections import OrderedDict
+
+import networkx as nx
 
 
-class HTTPClient:
-    """A simple client for HTTP requests."""
+class Graph:
+    """A directed graph with weighted edges."""
 
-    def __init__(self, base_url, timeout=None, headers=None):
-        self.base_url = base_url
-        self.timeout = timeout
-        self.headers = headers or {}
+    def __init__(self, nodes=None, edges=None, directed=False):
+        self.nodes = nodes or {}
+        self.edges = edges or {}
+        self.directed = directed
 
-    def get(self, path, params=None):
-        """Send a GET request."""
-        return self.request("GET", path, params=params)
+    def add_node(self, node, **attributes):
+        """Add a node to the graph."""
+        if node not in self.nodes:
+            self.nodes[node] = {}
+        self.nodes[node].update(attributes)
 
-    def post(self, path, data=None):
-        """Send a POST request."""
-        return self.request("POST", path, data=data)
+    def add_edge(self, source, target, weight=1.0):
+        """Add an edge to the graph."""
+        if source not in self.nodes:'''
+"""The beginning of a Python class.
 
-    def request(self, method, path, params=None, data=None):'''
-"""The beginning of a Python class. What follows it takes up names and shapes that it has used before, which is what
-on which lookahead decoding pays. It ends without a line break: the model's tokens join a break to the indentation."""
+The model's greedy continuation repeats names and shapes of the class, without a repeated cycle in its first 128
+tokens. The prompt ends without a line break, since the model's tokens join a break to the indentation after it.
+"""
 
 
 def demo_model_path() -> Path:

@@ -16,6 +16,9 @@ from tempfile import TemporaryDirectory
 from lookahead.demo import demo_model_path
 
 README = Path(__file__).parents[2] / "README.md"
+MODEL = "Qwen/Qwen3-0.6B"
+"""Model of the README's examples; the demo model takes its place, which needs no network."""
+
 COMMANDS = ("generate", "compare", "trace", "batch")
 """The commands that end by themselves, and within seconds."""
 
@@ -25,8 +28,8 @@ def main() -> int:
     (script,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = re.findall(rf"^lookahead (?:{'|'.join(COMMANDS)}) .*$", text, re.MULTILINE)
     model = str(demo_model_path())
-    runs = [["-c", script.replace("path/to/a/model", model)]]
-    runs += [["-m", *shlex.split(line.replace("PATH", shlex.quote(model)), comments=True)] for line in lines]
+    runs = [["-c", script.replace(MODEL, model)]]
+    runs += [["-m", *shlex.split(line.replace(MODEL, shlex.quote(model)), comments=True)] for line in lines]
     failed = 0
     with TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")

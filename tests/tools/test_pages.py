@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.M | re.S)
 _PROGRAMS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python benchmarks|lookahead|make) ")
+MODEL = "Qwen/Qwen3-0.6B"
+"""Model of the README's example; the demo model takes its place."""
 TRIED_ELSEWHERE = {"extending.md"}
 """Pages whose blocks need more than one model; `tests/drafting/test_extending.py` runs them."""
 
@@ -66,7 +68,7 @@ def test_python_on_a_page_runs_as_it_stands(
     names |= {"prompts": [ids[0].tolist(), ids[0].tolist()[:2]], "arguments": {"max_new_tokens": 4}}
     for code in blocks(page, "python"):
         shorter = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code)  # the same calls, in less time
-        exec(shorter.replace("path/to/a/model", str(demo_model_path())), names)
+        exec(shorter.replace(MODEL, str(demo_model_path())), names)
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
@@ -128,7 +130,7 @@ def test_toml_on_a_page_can_be_read(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"(?:\]\(|\bsrc(?:set)?=\")([^)\"\s]+)[)\"]", text):
         if re.match("[a-z]+:", target):
             continue
         name, _, heading = target.partition("#")

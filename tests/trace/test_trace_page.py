@@ -34,21 +34,11 @@ class Run:
     options: dict[str, Any]
 
 
-CODE = '''class Queue:
-    """A queue of items."""
-
-    def __init__(self, maxsize=0):
-        self.maxsize = maxsize
-        self.items = []
-
-    def put(self, item):
-        """Put an item into the queue."""
-        if self.maxsize and len(self.items) >='''
 RUNS = {
-    # Left to itself, the demo model would soon repeat one line for ever.
-    "code": Run("Code, greedy, no 12 tokens twice", CODE, {}, {"no_repeat_ngram_size": 12}),
-    "repeat": Run("A text that repeats itself, greedy", DEMO_PROMPT, {}, {}),
-    "sampled": Run("Code, sampled at temperature 0.8", CODE, {}, {"do_sample": True, "temperature": 0.8}),
+    "code": Run("Code, greedy", DEMO_PROMPT, {"step_budget": 16}, {}),
+    "sampled": Run(
+        "Code, sampled at temperature 0.8", DEMO_PROMPT, {"step_budget": 16}, {"do_sample": True, "temperature": 0.8}
+    ),
     "paper": Run(
         "The method of the paper, W=5, N=4, G=3",
         DEMO_PROMPT,
@@ -67,7 +57,7 @@ def pages(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> dict[str, Pa
     for name, run in RUNS.items():
         inputs = tokenizer(run.prompt, return_tensors="pt").input_ids
         torch.manual_seed(4)
-        facts = {"model": "demo model, 5.9 million parameters, float32", "preset": "paper" if run.settings else "auto"}
+        facts = {"model": "demo model, 5.9 million parameters, float32", "preset": name if name == "paper" else "auto"}
         with Trace(PICTURES / f"{name}.html", tokenizer, title=run.title, facts=facts) as trace:
             config = LookaheadConfig(trace=trace, **run.settings)
             lookahead.generate(model, inputs, lookahead_config=config, max_new_tokens=TOKENS, **run.options)
@@ -78,7 +68,7 @@ def pages(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> dict[str, Pa
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Any]:
     """Opens pages; nothing may be asked of a network, and nothing may go wrong on them."""
-    context = browser.new_context(viewport={"width": 1040, "height": 780}, device_scale_factor=1.5)
+    context = browser.new_context(viewport={"width": 1240, "height": 900}, device_scale_factor=1.25)
     wrong: list[str] = []
 
     def open_page(path: Path, **media: Any) -> Page:
@@ -100,12 +90,29 @@ def step_of(page: Page) -> int:
 
 
 def show_a_full_step(page: Page) -> None:
-    """Go to the step with the most to see: a long path that was accepted, and much beside it."""
-    best = """text.steps.map((step, index) => {
+    """Go to the step with the longest accepted path and most beside it, among the trees that fit into their panel."""
+    best = """() => {
+        const panel = document.getElementById("scroll");
+        const fits = (index) => {
+            show(index);
+            return panel.scrollWidth <= panel.clientWidth && panel.scrollHeight <= panel.clientHeight;
+        };
+        const ranked = text.steps.map((step, index) => {
             const near = nodesOf(step).filter((node) => node.depth < 5 && !node.taken).length;
             return [3 * Math.min(step.a.length, 6) + Math.min(near, 16), index];
-        }).slice(2).sort((one, other) => other[0] - one[0])[0][1]"""
-    page.evaluate(f"show({best})")
+        }).slice(2).sort((one, other) => other[0] - one[0]).map(([, index]) => index);
+        show(ranked.find(fits) ?? ranked[0]);
+    }"""
+    page.evaluate(best)
+
+
+def take_picture(page: Page, path: Path) -> None:
+    """The text and the tree of a step, in panels that are low enough for a page, down to their end."""
+    page.add_style_tag(content="#text, #scroll { height: 19rem }")
+    box = page.locator("#scroll").bounding_box()
+    assert box is not None
+    clip: Any = {"x": 0, "y": 0, "width": 1240, "height": box["y"] + box["height"] + 4}
+    page.screenshot(path=path, full_page=True, clip=clip)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -122,7 +129,7 @@ def test_the_page_shows_every_step_of_a_run(opened: Any, pages: dict[str, Path],
     assert page.locator("#legend li").count() >= 1
     assert page.locator("#sources tbody tr").count() >= 2
     assert page.locator(".chart").count() == 3
-    page.screenshot(path=PICTURES / f"{name}-{scheme}.png")
+    take_picture(page, PICTURES / f"{name}-{scheme}.png")
 
 
 def test_slider_and_arrow_keys_choose_the_step(opened: Any, pages: dict[str, Path]) -> None:
@@ -147,7 +154,7 @@ def test_slider_and_arrow_keys_choose_the_step(opened: Any, pages: dict[str, Pat
 
 
 def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
-    page = opened(pages["repeat"])
+    page = opened(pages["code"])
     show_a_full_step(page)
     page.locator("#tree .node").nth(1).click()
     expect(page.locator("#node")).to_contain_text("Named by")
@@ -163,7 +170,7 @@ def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
 def test_masks_are_those_of_the_library(opened: Any, pages: dict[str, Path]) -> None:
     from lookahead.core.token_tree import TokenTree, lay_out
 
-    page = opened(pages["repeat"])
+    page = opened(pages["code"])
     show_a_full_step(page)
     told = page.evaluate("({ tokens: text.steps[current].t, parents: text.steps[current].p })")
     tree = TokenTree([0])
