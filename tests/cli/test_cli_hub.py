@@ -298,8 +298,8 @@ def test_a_gguf_file_is_named_by_its_name_or_a_part_of_it(
     assert files_asked(hub) == files
 
 
-def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = b"") -> bytes:
-    """What a command shows on a terminal up to some text, at which Ctrl-C comes, or something is typed before."""
+def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = b"", code: int = 130) -> bytes:
+    """What a command shows on a terminal up to some text, where Ctrl-C ends it unless another exit code comes."""
     pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x20\x00\x60\x00\x00\x00\x00\x00")
@@ -311,14 +311,15 @@ def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = 
         shown = b""
         while until not in shown:
             shown += os.read(ours, 1 << 16)
-        process.send_signal(signal.SIGINT)
+        if code == 130:
+            process.send_signal(signal.SIGINT)
         while True:
             try:
                 os.read(ours, 1 << 16)
             except OSError:
                 break
     os.close(ours)
-    assert process.returncode == 130
+    assert process.returncode == code
     return shown
 
 
@@ -335,3 +336,8 @@ def test_a_terminal_offers_gguf_files_to_choose_from(hub: Hub, home: str) -> Non
     assert b"  2  small-Q4_K_M.gguf" in shown
     assert b"mmproj" not in shown
     assert files_asked(hub) <= {"small-Q4_K_M.gguf"}
+
+
+def test_no_choice_is_a_refusal(hub: Hub, home: str) -> None:
+    shown = on_a_terminal(hub, home, "tiny/gguf", until=b"several GGUF files", typed=b"\x04", code=2)
+    assert b"error: --model tiny/gguf: " in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 
 from rich.console import Console
@@ -98,7 +99,8 @@ def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
         for number, name in enumerate(found, 1):
             notes.print(f"{number:>3}  {name}")
         numbers = [str(number) for number in range(1, len(found) + 1)]
-        return found[IntPrompt.ask("number of the file", console=notes, choices=numbers, show_choices=False) - 1]
+        with suppress(EOFError):  # Ctrl-D
+            return found[IntPrompt.ask("number of the file", console=notes, choices=numbers, show_choices=False) - 1]
     if not models:
         raise repository.lacks("GGUF file")
     listed = ", ".join((found or models)[:_LISTED]) + (", …" if len(found or models) > _LISTED else "")
