@@ -23,6 +23,7 @@ import transformers
 import lookahead
 from cases import Case, encoder_of, forced, read_cases
 from lookahead import Engine, LookaheadConfig
+from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
 from models import load_model, load_tokenizer
 from stubbed import DEVICE, Marks, Table, table_model
@@ -315,6 +316,7 @@ def _counts(calls: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 def main() -> None:
     """Answer requests until the input ends."""
+    compile_loops()  # no unit is to wait for them, nor to go without
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--src", required=True, type=Path, help="expected folder of the library")
     parser.add_argument("--texts", required=True, type=Path)

@@ -25,7 +25,7 @@ import torch
 import lookahead
 from cases import Case, Counts, Encode, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.drafting import AutoDrafter, DraftMemory
+from lookahead.drafting import AutoDrafter, DraftMemory, compile_loops
 from lookahead.integrations.vllm import LookaheadProposer
 from models import load_model, load_tokenizer
 
@@ -297,6 +297,7 @@ def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
 
 def main() -> None:
     """Answer requests until the input ends."""
+    compile_loops()  # no unit is to wait for them, nor to go without
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")

@@ -36,7 +36,7 @@ from cases import encoder_of, read_cases, tokenizer_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import compiled
 from lookahead.core.protocols import StepResult
-from lookahead.drafting import AutoDrafter, DraftMemory
+from lookahead.drafting import AutoDrafter, DraftMemory, compile_loops
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.ngrams import Entries, look_up
 from lookahead.drafting.auto.texts import MATCH_CLASSES
@@ -208,6 +208,7 @@ def fit(every: Sequence[Part], length: int, present: NDArray[np.float64]) -> NDA
 
 def main() -> int:
     """The command."""
+    compile_loops()  # no text is to go without drafts, as first ones might
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run", nargs=2, action="append", default=[], metavar=("MODEL", "PROMPTS"), help="what to decode with what")

@@ -43,6 +43,7 @@ from fuzz.images import image_prompt  # noqa: E402
 from fuzz.variant import Variant  # noqa: E402
 from lookahead.backends.transformers.checks import runs_on_chains  # noqa: E402
 from lookahead.bench.rows import kept_lines  # noqa: E402
+from lookahead.drafting import compile_loops  # noqa: E402
 from lookahead.errors import LookaheadError  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "models.jsonl"
@@ -137,6 +138,7 @@ def _in_words(error: str) -> str:
 
 def main() -> int:
     """Try the families that the command line names, or all, and write their rows beside those of the others."""
+    compile_loops()  # no family is to go without drafts, as first ones might
     parser = argparse.ArgumentParser(description="Try families of models, and write a row for each.")
     parser.add_argument("families", nargs="*", help="all if none is named")
     parser.add_argument("--output", type=Path, default=ROWS, help=f"JSON lines ({ROWS})")

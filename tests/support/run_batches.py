@@ -21,12 +21,14 @@ from rich.table import Table
 from transformers.utils import logging
 
 from batch_exactness import BatchCase, BatchOutcome, random_batch_case, random_sampled_case, run_batch_case
+from lookahead.drafting import compile_loops
 from model_zoo import ARCHITECTURES
 from run_sampling import positive, progress_bar
 
 
 def main() -> int:
     """Run the cases that the command line asks for."""
+    compile_loops()  # no case is to go without drafts, as first ones might
     arguments = _parse()
     console = Console()
     by_architecture: dict[str, list[BatchOutcome]] = {name: [] for name in arguments.architectures}

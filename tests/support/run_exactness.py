@@ -20,11 +20,13 @@ from rich.table import Table
 
 from exactness import Case, Outcome, random_case, run_case
 from lookahead.config import ENGINES
+from lookahead.drafting import compile_loops
 from model_zoo import ARCHITECTURES
 
 
 def main() -> int:
     """Run the cases that the command line asks for."""
+    compile_loops()  # no case is to go without drafts, as first ones might
     arguments = _parse()
     console = Console()
     by_architecture: dict[str, list[Outcome]] = {name: [] for name in arguments.architectures}

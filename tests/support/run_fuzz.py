@@ -39,6 +39,7 @@ from fuzz.outcome import EQUAL, WRONG, Outcome, run_case
 from fuzz.report import describe, report
 from fuzz.rows import CaseRows, reason_not_to_run
 from fuzz.shrink import shrink
+from lookahead.drafting import compile_loops
 
 FAMILIES: dict[str, Callable[[], list[str]]] = {
     "images": image_families,
@@ -52,6 +53,7 @@ SAME_REASON = 2
 
 def main() -> int:
     """Run the cases that the command line asks for."""
+    compile_loops()  # no case is to go without drafts, as first ones might
     arguments = _parse()
     families = FAMILIES.get(arguments.of, family_names)()
     if arguments.seed is not None:

@@ -20,12 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging
 
+from lookahead.drafting import compile_loops
 from model_zoo import ARCHITECTURES
 from sampling_exactness import DEMO, FAMILIES, SamplingCase, SamplingOutcome, random_sampling_case, run_sampling_case
 
 
 def main() -> int:
     """Run the cases that the command line asks for."""
+    compile_loops()  # no case is to go without drafts, as first ones might
     arguments = _parse()
     console = Console()
     by_family: dict[str, list[SamplingOutcome]] = {name: [] for name in arguments.families}
