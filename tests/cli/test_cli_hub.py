@@ -218,7 +218,7 @@ def test_what_the_hub_does_not_give_is_said_in_one_line(commands: Commands, mode
     assert words in commands.refused("generate", PROMPT, "--model", *model)
 
 
-@pytest.mark.parametrize("command", ["compare", "trace", "chat", "batch", "serve", "tune"])
+@pytest.mark.parametrize("command", ["compare", "trace", "chat", "batch", "serve", "tune", "warm-up"])
 def test_every_command_takes_names(commands: Commands, tmp_path: Path, command: str) -> None:
     prompts = [str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "out")] if command == "batch" else []
     message = commands.refused(command, *prompts, "--model", "tiny/nothing", "--revision", "main")
