@@ -204,7 +204,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
 ) -> None:
     config, how, rows, most_waits, most_operations = MOST_OF_A_STEP[kind]
     # A batch of texts that come from one, so that their drafts come true.
-    inputs = {"input_ids": torch.cat([demo_prompt[:, row : row + 180] for row in range(rows)])}
+    inputs = {"input_ids": torch.cat([demo_prompt[:, row : row + 150] for row in range(rows)])}
     options = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, **how}
     steps: list[tuple[int, list[Event]]] = []
 

@@ -199,14 +199,16 @@ def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Ten
 
     Raises:
         InvalidArgumentError: The cache does not fit the prompt.
+        UnsupportedArgumentError: The cache holds another number of tokens than the mask counts.
     """
     held = 0 if cache is None else cache.get_seq_length()
     earlier = mask.shape[1] - input_ids.shape[1]
     if earlier:
         if earlier != held:
-            raise InvalidArgumentError(
-                f"attention_mask counts {earlier} tokens before input_ids, but {CACHE} holds {held}; a mask is "
-                "as long as input_ids, or as the cached text and input_ids together"
+            refusal = UnsupportedArgumentError if held else InvalidArgumentError
+            raise refusal(
+                f"attention_mask counts {earlier} tokens before input_ids, but {CACHE} holds {held}; give a mask as "
+                "long as input_ids, or as the cached text and input_ids together"
             )
         return [int(count) for count in mask[:, :earlier].sum(dim=1)]
     if held >= input_ids.shape[1]:
