@@ -66,6 +66,7 @@ class RequestHandle:
         self._events: list[TokenEvent] = []
         self._outcome: Future[Output] = Future()
         self._listeners: set[Callable[[], object]] = set()
+        self._readers = 0  # that wait, or are about to
         self.finish_reason: str | None = None
         self.cancelled = False
         self.statistics = RequestStatistics()
@@ -140,11 +141,15 @@ class RequestHandle:
             self._engine.check_process()
         while True:
             with self._changed:
-                if self.done or len(self._events) > seen:
-                    return len(self._events) > seen
-                if self._engine.started:
-                    self._changed.wait()
-                    continue
+                self._readers += 1  # before the look at events: who adds some later sees that somebody waits
+                try:
+                    if self.done or len(self._events) > seen:
+                        return len(self._events) > seen
+                    if self._engine.started:
+                        self._changed.wait()
+                        continue
+                finally:
+                    self._readers -= 1
             self._engine.step()
 
     def serve(self) -> None:
@@ -173,8 +178,9 @@ class RequestHandle:
 
     def _notify(self) -> None:
         """Wake whoever waits."""
-        with self._changed:
-            self._changed.notify_all()
+        if self._readers:
+            with self._changed:
+                self._changed.notify_all()
         for listener in list(self._listeners):
             try:
                 listener()
