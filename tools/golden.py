@@ -132,7 +132,7 @@ class NotingBackend(PlayedBackend):
         self._roots: list[int] = []
         self.now = 0.0
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[Any]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Any:
         """See `Backend`."""
         plain, node = self._prices
         self.now += plain + node * (sum(map(len, trees)) - len(trees))

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from golden_record import LISTED, Listed, Recording, Sampling
-from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.core.forest import lay_out
+from lookahead.core.token_tree import TokenTree
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.95)

@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.core.forest import lay_out
 from lookahead.core.step import Batch
 from lookahead.core.step import step as decode_step
-from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
+from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
 from lookahead.errors import InvalidArgumentError, extra_hint

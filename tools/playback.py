@@ -88,6 +88,25 @@ class PlayedOutputs:
         raise NotImplementedError("recordings have no logits")
 
 
+class PlayedPass(list[PlayedOutputs]):
+    """The outputs for all trees of a step; their arrays one behind another, as `ForestOutputs` has them."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node."""
+        return np.concatenate([of_tree.predictions for of_tree in self])
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first."""
+        return np.concatenate([of_tree.top_ids for of_tree in self])
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities."""
+        return np.concatenate([of_tree.top_probabilities for of_tree in self])
+
+
 @dataclass
 class PlayedRow:
     """A row of a backend.
@@ -127,10 +146,10 @@ class PlayedBackend:
         """See `Backend`."""
         return True
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[PlayedOutputs]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PlayedPass:
         """See `Backend`."""
         self._sizes = list(map(len, trees))
-        return [self._read(row, tree, top_k) for row, tree in zip(self.rows, trees, strict=True)]
+        return PlayedPass([self._read(row, tree, top_k) for row, tree in zip(self.rows, trees, strict=True)])
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Backend`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from exactness import NEAR_TIE, Case, Outcome, cases, logit_difference, random_case, run_case
-from lookahead.backends.transformers import runner
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
-from lookahead.core.token_tree import Layout, NodeKind, TokenTree, lay_out
+from lookahead.core import forest, walk
+from lookahead.core.forest import Forest
+from lookahead.core.token_tree import NodeKind, TokenTree
 from model_zoo import (
     ARCHITECTURES,
     LOGIT_SPREAD,
@@ -170,15 +171,27 @@ def _any_child(self: TokenTree, node: int, token: int) -> int | None:
     return next((child for child in candidates if self.parents[child] == node), None)
 
 
-def _sees_all_before(self: Layout) -> NDArray[np.bool_]:
+def _walk_one_by_one(
+    rows: list[int], sequences: Sequence[Any], forest: Forest, predictions: NDArray[np.int64], walks: list[Any]
+) -> None:
+    """The walk of plain rows, by the children that `TokenTree.child` finds."""
+    for row in rows:
+        said, text = predictions[forest.firsts[row] :], sequences[row]
+        walks[row] = walk.follow(
+            forest[row], lambda node, said=said, text=text: (int(said[node]), text.append(said[node]))
+        )
+
+
+def _sees_all_before(firsts: NDArray[np.int64], parent_slots: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
     """A tree mask that shows a node everything that was sent before it, as a plain causal mask does."""
-    return np.tri(len(self.order), dtype=np.bool_)
+    for row, count in enumerate(np.diff(firsts)):
+        mask[row, :count, :count] = np.tri(count, dtype=np.bool_)
 
 
-def _positions_in_order(tree: TokenTree) -> Layout:
+def _positions_in_order(self: Forest) -> NDArray[np.int64]:
     """Position ids that count the nodes, as those of plain text do, instead of their depth."""
-    layout = lay_out(tree)
-    return layout._replace(depths=np.arange(len(layout.order)))
+    found: NDArray[np.int64] = np.arange(len(self.tokens)) - self.firsts[self.rows_of_slots]
+    return found
 
 
 def _keeps_first_slots(self: TreeCache, *places: object) -> None:
@@ -190,12 +203,14 @@ def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | No
     return None, None
 
 
-FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
-    "accepts any child": (TokenTree, "child", _any_child, NAMES),
-    "causal instead of tree mask": (Layout, "ancestor_mask", _sees_all_before, NAMES),
-    "positions count nodes": (runner, "lay_out", _positions_in_order, NAMES),
-    "cache keeps the wrong nodes": (TreeCache, "move", _keeps_first_slots, NAMES),
-    "no sliding window": (MaskBuilder, "reach", _full_everywhere, SHORT_SIGHTED),
+Patches = list[tuple[object, str, Any]]
+
+FAULTS: dict[str, tuple[Patches, list[str]]] = {
+    "accepts any child": ([(TokenTree, "child", _any_child), (walk, "_walk_plain_rows", _walk_one_by_one)], NAMES),
+    "causal instead of tree mask": ([(forest, "see_ancestors", _sees_all_before)], NAMES),
+    "positions count nodes": ([(Forest, "slot_depths", property(_positions_in_order))], NAMES),
+    "cache keeps the wrong nodes": ([(TreeCache, "move", _keeps_first_slots)], NAMES),
+    "no sliding window": ([(MaskBuilder, "reach", _full_everywhere)], SHORT_SIGHTED),
 }
 
 
@@ -205,14 +220,15 @@ believed = cache(check)
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_detects_a_wrong_token(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, method, broken, names = FAULTS[fault]
+    patches, names = FAULTS[fault]
     # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
     chosen = [name for name in names if name not in LENGTH_SCALED]
     options = {"preset": "paper", "ngram_size": 4, "guess_set_size": 12, "pool_from_prompt": True, "eos_at": ()}
     cases = [replace(random_case(Random(place), name), **options) for place, name in enumerate(chosen)][-8:]
     for case in cases:
         believed(case)  # the library has now tried each model, and believes it
-    monkeypatch.setattr(owner, method, broken)
+    for patch in patches:
+        monkeypatch.setattr(*patch)
     outcomes = [run_case(case) for case in cases]
     differing = [outcome for outcome in outcomes if outcome.error is None and not outcome.matched]
     # With a third, a run of ten cases overlooks the fault once in 60 times, one of a hundred never.

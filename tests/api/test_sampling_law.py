@@ -21,8 +21,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, NGramPool
-from lookahead.core.step import Walk, follow
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import Walk, follow
 from paper_sampling import NextDistribution, verify_by_rejection
 
 VOCABULARY = 5
@@ -255,7 +255,7 @@ def _draws_again_after_a_rejection(tree: TokenTree, take: Any) -> Walk:
 
 @pytest.mark.parametrize("wrong", [_accepts_the_first_candidate, _draws_again_after_a_rejection])
 def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.core.step.follow", wrong)
+    monkeypatch.setattr("lookahead.core.walk.follow", wrong)
     torch.manual_seed(0)
     texts, _ = draw_with_lookahead(DRAWS // 10, batch=500)
     assert p_value(texts, exact_law(next_distributions())) < LEVEL

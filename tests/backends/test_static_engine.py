@@ -39,14 +39,15 @@ from lookahead.backends.transformers.fixed_passes import (
     recorder_for,
     rounded,
 )
-from lookahead.backends.transformers.layouts import Step
+from lookahead.backends.transformers.layouts import PassPlan
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 from lookahead.backends.transformers.tree_cache import Row
-from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.core.forest import Forest, lay_out
+from lookahead.core.token_tree import TokenTree
 from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
 from quick import REPRESENTATIVES, quickly
@@ -352,10 +353,10 @@ def test_no_node_sees_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     clean = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
     stage, random = StaticInputs.stage, np.random.default_rng(0)
 
-    def stage_and_fill(self: StaticInputs, step: Step, part: int = 0) -> None:
-        stage(self, step, part)
-        for row, layout in enumerate(step.layouts):
-            padding = self._tokens[row, len(layout.order) :]
+    def stage_and_fill(self: StaticInputs, plan: PassPlan, part: int = 0) -> None:
+        stage(self, plan, part)
+        for row, count in enumerate(plan.counts.tolist()):
+            padding = self._tokens[row, count:]
             padding[:] = random.integers(VOCAB_SIZE, size=padding.shape)
 
     monkeypatch.setattr(StaticInputs, "stage", stage_and_fill)
@@ -393,7 +394,7 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
         layouts = [lay_out(tree) for tree in trees]
         most = max(map(len, trees))
         inputs = staged[next(nodes for nodes in staged if nodes >= most)]
-        inputs.stage(Step(layouts, lengths, lengths))
+        inputs.stage(PassPlan(Forest(trees), np.array(lengths), np.array(lengths)))
         positions, ancestors = np.zeros((2, inputs.nodes), dtype=np.int64), np.zeros((2, *[inputs.nodes] * 2), bool)
         for row, layout in enumerate(layouts):
             own = len(layout.order)

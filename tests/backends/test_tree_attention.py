@@ -18,13 +18,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.backends.transformers.attention import tree_attention_forward
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, packed_width, sight, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, sight, unpack
+from lookahead.core.packed_masks import packed_width, write_masks
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, steps
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes that a program may use, by compute capability. What is compiled for 8.0 also has to run on 8.6 and 8.9, which
 have less than the 163 KiB of 8.0."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(max_nodes=70, max_length=90))
+def test_masks_of_trees_one_behind_another_are_those_of_each_alone(step: Step) -> None:
+    firsts, parents = np.cumsum([0, *map(len, step.parents)]), np.concatenate(step.parents)
+    pairs = [(row, node) for row, nodes in enumerate(step.parents) for node in range(len(nodes))]
+    places = np.array([step.position(row, node) for row, node in pairs])
+    mask = np.full((len(parents) + 3, packed_width(96)), 7, dtype=np.int32)
+    write_masks(firsts, parents, np.array(step.lengths), places, step.window or 0, step.chunk or 0, mask)
+    for row, length in enumerate(step.lengths):
+        alone = replace(step, parents=[step.parents[row]], lengths=[length], gap=0).packed()[0, 0].numpy()
+        found = mask[firsts[row] : firsts[row + 1]]
+        np.testing.assert_array_equal(found[:, : alone.shape[1]], alone)
+        assert not found[:, alone.shape[1] :].any()
+    assert (mask[len(parents) :] == 7).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig, StepRecord
-from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.core.protocols import JoinedOutputs
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
@@ -32,8 +32,8 @@ class ComingAndGoing:
     def wants_draft(self, tree: TokenTree) -> bool:
         return self.rows[0].wants_draft(tree)
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
-        return [row.forward([tree], top_k)[0] for row, tree in zip(self.rows, trees, strict=True)]
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> JoinedOutputs:
+        return JoinedOutputs([row.forward([tree], top_k)[0] for row, tree in zip(self.rows, trees, strict=True)])
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         for row, nodes in zip(self.rows, kept, strict=True):

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
+from lookahead.core.forest import lay_out
+from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.errors import InvalidArgumentError
 

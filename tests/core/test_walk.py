@@ -1,13 +1,19 @@
 """The walk, and how the sampler selects tokens."""
 
+from copy import copy
+from functools import partial
+from random import Random
+
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.core.step import follow
+from lookahead.core.forest import Forest
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import follow, take_token, walk_trees
 
 
 def tree_with(*paths: list[int]) -> TokenTree:
@@ -39,6 +45,68 @@ def test_walk_selects_one_token_when_nothing_matches() -> None:
 def test_walk_stops_inside_an_accepted_run() -> None:
     # The last token is not on the path: its keys are not wanted, as in plain decoding.
     assert walked(tree_with([1, 2, 3]), [1, 2, 3, 9], stop_at=2) == ([1], [1, 2], True)
+
+
+class Text:
+    """A text of a greedy row, walked either way."""
+
+    finished, error = False, None
+
+    def __init__(self, most_tokens: int, end_tokens: tuple[int, ...]) -> None:
+        self.tokens: list[int] = []
+        self.most_tokens, self.end_tokens = most_tokens, end_tokens
+        self.sampler = TextSampler()
+
+    @property
+    def remaining(self) -> int:
+        return self.most_tokens - len(self.tokens)
+
+    def append(self, token: int) -> bool:
+        self.tokens.append(token)
+        return token in self.end_tokens or len(self.tokens) >= self.most_tokens
+
+    def extend(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+
+
+def random_tree(random: Random) -> TokenTree:
+    """A tree with pending tokens, branches, and perhaps a window, over few tokens."""
+    tree = TokenTree(random.choices(range(3), k=random.randint(1, 3)))
+    for _ in range(random.randint(0, 6)):
+        tree.add_candidates(random.choices(range(4), k=random.randint(1, 4)), random.randrange(tree.root, len(tree)))
+    if random.random() < 0.3:
+        tree.add_window_node(random.randrange(4), tree.root, needs_logits=True)
+    return tree
+
+
+class Predictions:
+    """The outputs of a pass that says these tokens."""
+
+    def __init__(self, forest: Forest, random: Random) -> None:
+        self.predictions = np.array([random.randrange(4) for _ in forest.tokens])
+        self._firsts = forest.firsts
+
+    def __getitem__(self, row: int) -> "Predictions":
+        one = copy(self)
+        one.predictions = self.predictions[self._firsts[row] : self._firsts[row + 1]]
+        return one
+
+
+def test_rows_that_are_walked_together_are_walked_as_each_alone() -> None:
+    random, accepted, ended = Random(1), 0, 0
+    for _ in range(300):
+        forest = Forest([random_tree(random) for _ in range(random.randint(1, 5))])
+        outputs = Predictions(forest, random)
+        rules = [(random.randint(1, 6), tuple(random.sample(range(4), random.randint(0, 1)))) for _ in forest]
+        together, alone = ([Text(*rule) for rule in rules] for _ in range(2))
+        found = walk_trees(together, forest, outputs)
+        for row, text in enumerate(alone):
+            assert found[row] == follow(forest[row], partial(take_token, text, outputs[row]))
+            assert together[row].tokens == text.tokens
+            accepted += len(found[row].path)
+            ended += found[row].stopped
+    assert accepted > 200
+    assert ended > 100
 
 
 def test_sampler_draws_as_transformers_does() -> None:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.step import Batch, follow, step
+from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import Noise, TokenTree
+from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, all_weights, feature_names
 from lookahead.errors import InvalidArgumentError

@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder of kept loops in which those of one module are missing, which take the least time to compile."""
     kept = loops_folder()
     assert kept is not None
-    missing = shutil.ignore_patterns("token_tree.*", "all-*", "*.tmp.*", "*.lock")
+    missing = shutil.ignore_patterns("forest.*", "all-*", "*.tmp.*", "*.lock")
     return Path(shutil.copytree(kept, tmp_path / OWN_FOLDER / kept.name, ignore=missing))
 
 
@@ -93,7 +93,7 @@ def lines(process: subprocess.Popen[str]) -> list[list[int]]:
 
 
 def is_complete(folder: Path) -> bool:
-    return any(folder.glob("all-*")) and any(folder.glob("token_tree._depth_first*"))
+    return any(folder.glob("all-*")) and any(folder.glob("forest._write_order*"))
 
 
 def test_a_text_is_drafted_for_once_the_loops_are_there(folder: Path) -> None:

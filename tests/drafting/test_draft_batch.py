@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.forest import Forest
+from lookahead.core.protocols import JoinedOutputs, StepResult, StepResults, Walk
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -141,7 +142,8 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
         if step == 0:  # from then on each knows what the others have learned
             assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
         results = results_of(trees)
-        together[0].together.observe_rows(together, results)
+        walks = [Walk(result.tree, [], result.tokens, False) for result in results]
+        together[0].together.observe_rows(together, range(3), StepResults(Forest(trees), JoinedOutputs(results), walks))
         for drafter, result in zip(apart, results, strict=True):
             drafter._tree = result.tree
             drafter.observe(result)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
-import numpy as np
 import pytest
 import torch
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
-from lookahead.core.protocols import NoDrafter, StepResult
+from lookahead.backends.forward_result import pass_result
+from lookahead.core.forest import Forest
+from lookahead.core.protocols import NoDrafter, StepResult, StepResults, Walk
 from lookahead.core.sequence import SequenceState
-from lookahead.core.step import ask_drafters
+from lookahead.core.step import observe, propose
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy
@@ -233,9 +235,9 @@ class Together:
         for drafter, tree in zip(drafters, trees, strict=True):
             drafter.propose(tree)
 
-    def observe_rows(self, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
-        for drafter, result in zip(drafters, results, strict=True):
-            drafter.observe(result)
+    def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
+        for drafter, row in zip(drafters, rows, strict=True):
+            drafter.observe(step.of(row))
 
 
 class InGroup:
@@ -269,9 +271,11 @@ def test_what_a_group_raises_costs_those_alone_whose_matter_it_is(member: Litera
         SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")
     ]
     trees = [TokenTree([3]) for _ in sequences]
-    asked = trees if member == "propose" else [StepResult(tree, np.array([4]), [], [4]) for tree in trees]
+    outputs = pass_result(Forest(trees), torch.eye(3, 5), 0)
+    results = StepResults(Forest(trees), outputs, [Walk(tree, [], [4], False) for tree in trees])
+    ask = partial(propose, sequences, trees, range(3)) if member == "propose" else partial(observe, sequences, results)
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
-        ask_drafters(list(zip(sequences, asked, strict=True)), member)
+        ask()
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
     if member == "propose":
         assert [len(tree) for tree in trees[::2]] == [2, 2]

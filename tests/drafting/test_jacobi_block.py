@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.core.step import follow
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import follow
 from lookahead.drafting import JacobiBlockDrafter, StepResult
 
 NextToken = Callable[[list[int]], int]

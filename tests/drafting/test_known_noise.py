@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.core.step import follow
 from lookahead.core.token_tree import Noise, TokenTree
+from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
 
 VOCABULARY, TOP_K = 12, 6

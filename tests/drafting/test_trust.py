@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.core.protocols import StepResult
-from lookahead.core.step import follow
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.learning import SHOWN, UNTRUSTED, Step

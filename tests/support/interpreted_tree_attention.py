@@ -29,9 +29,11 @@ from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.tree_attention import kernel, running_softmax
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, packed_width, sight
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, sight
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
-from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.core.forest import lay_out
+from lookahead.core.packed_masks import packed_width
+from lookahead.core.token_tree import TokenTree
 from model_zoo import SLIDING_WINDOW, build, in_type
 from quick import quickly
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance

@@ -34,7 +34,8 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead.backends.transformers import fused
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
-from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
+from lookahead.core.packed_masks import SCRATCH
 
 aten = torch.ops.aten
 _OURS = str(Path(lookahead.__file__).parent)

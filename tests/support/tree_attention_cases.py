@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Sight, sight
+from lookahead.backends.transformers.tree_attention.packed_mask import Sight, sight
+from lookahead.core.packed_masks import SCRATCH
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
 
 
 def test_masks_are_those_of_the_library(opened: Any, pages: dict[str, Path]) -> None:
-    from lookahead.core.token_tree import TokenTree, lay_out
+    from lookahead.core.forest import lay_out
+    from lookahead.core.token_tree import TokenTree
 
     page = opened(pages["code"])
     show_a_full_step(page)

@@ -168,6 +168,7 @@ class Call:
         for sequence in self._sequences:
             sequence.stop = lambda sequence: sequence.length >= longest
             sequence.most_tokens = len(sequence.tokens) + longest - sequence.length
+            sequence.end_tokens = ()
             sequence.finished = sequence.stop(sequence)
 
     @torch.no_grad()

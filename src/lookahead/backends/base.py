@@ -14,9 +14,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.backends.forward_result import ForwardResult
+from lookahead.backends.forward_result import PassResult
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.protocols import Backend
+from lookahead.core.protocols import Backend, JoinedOutputs
 from lookahead.core.step import Batch
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -196,7 +196,7 @@ class Runner(Backend):
         """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
 
     @abstractmethod
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult | JoinedOutputs:
         """See `Backend`."""
 
 

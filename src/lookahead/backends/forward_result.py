@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.machine import Downloads
 from lookahead.core.compiled import LOOPS
+from lookahead.core.forest import Forest
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _LISTED_FROM = 4096
@@ -70,13 +72,13 @@ def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Listed(NamedTuple):
-    """What is known of each node of a tree, or of each row of logits.
+    """The likeliest tokens after nodes, or of rows of logits.
 
     Attributes:
         ids: The likeliest tokens, likeliest first, `[nodes, top_k]` int64; -1 where nothing was read.
-        probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
-        predictions: The likeliest token, `[nodes]` int64; -1 likewise. `None` to find that of each row of logits when
-            it is asked for.
+        probabilities: Their probabilities, `[nodes, top_k]` float32; 0 where nothing was read.
+        predictions: The likeliest token, `[nodes]` int64; -1 where nothing was read. `None` to compute it from the
+            logits when it is first asked for.
     """
 
     ids: NDArray[np.int64]
@@ -84,35 +86,57 @@ class Listed(NamedTuple):
     predictions: NDArray[np.int64] | None = None
 
 
-NOTHING = Listed(np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32))
-
-
-class ForwardResult:
-    """What a forward pass gave for the tree of one sequence.
+class PassResult(Sequence["TreeResult"]):
+    """The result of a forward pass over some trees, as arrays in the order of `Forest`; as a sequence, that of each
+    tree.
 
     Args:
-        logits: `[rows, vocabulary]`.
-        rows: The row of `logits` for each node that was read.
-        find: Finds what they say: a pass on another device is waited for when this is first asked for.
+        forest: The trees.
+        logits: `[rows of logits, vocabulary]`.
+        logit_rows: Row of the logits after each node, `[nodes]`; -1 where nothing was read.
+        find: Returns the likeliest tokens after each node. A pass on a device is waited for when this is first asked.
         borrowed: Whether the next pass overwrites `logits`.
-        downloads: With what `find` comes to the host.
+        downloads: The copies from the device that come with those of `find`.
 
     Attributes:
         logits: After nodes that were read, float32; in static passes a row for every slot, in the model's number type.
-        rows, borrowed, downloads: As above.
+        logit_rows, borrowed, downloads: As above.
     """
 
     def __init__(
         self,
+        forest: Forest,
         logits: torch.Tensor,
-        rows: dict[int, int],
+        logit_rows: NDArray[np.int64],
         find: Callable[[], Listed],
         borrowed: bool = False,
         downloads: Downloads | None = None,
     ) -> None:
-        self.logits, self.rows, self.borrowed = logits, rows, borrowed
+        self.logits, self.logit_rows, self.borrowed = logits, logit_rows, borrowed
         self.downloads = downloads or Downloads()
-        self._find = find
+        self._forest, self._find = forest, find
+
+    def __len__(self) -> int:
+        return len(self._forest)
+
+    @overload
+    def __getitem__(self, row: int) -> TreeResult: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[TreeResult]: ...
+
+    def __getitem__(self, row: int | slice) -> TreeResult | Sequence[TreeResult]:
+        if isinstance(row, slice):
+            return [self[place] for place in range(*row.indices(len(self)))]
+        return TreeResult(self, *self._bounds[row])
+
+    def __iter__(self) -> Iterator[TreeResult]:
+        return (TreeResult(self, *bounds) for bounds in self._bounds)
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """Index of the first node of each tree, and behind its last one."""
+        return [*pairwise(self._forest.firsts.tolist())]
 
     @cached_property
     def _listed(self) -> Listed:
@@ -120,66 +144,132 @@ class ForwardResult:
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
-        """See `NodeOutputs`."""
+        """The likeliest tokens after each node, `[nodes, top_k]`; see `NodeOutputs`."""
         return self._listed.ids
 
     @property
     def top_probabilities(self) -> NDArray[np.float32]:
-        """See `NodeOutputs`."""
+        """Their probabilities, `[nodes, top_k]`."""
         return self._listed.probabilities
 
     @cached_property
     def predictions(self) -> NDArray[np.int64]:
-        """See `NodeOutputs`. A sampled step of plain decoding may not ask."""
-        found = self._listed.predictions
-        return argmax(self.logits) if found is None else found
-
-    def logits_after(self, node: int) -> torch.Tensor:
-        """Logits of the token after `node`, `[1, vocabulary]` float32."""
-        row = self.rows[node]
-        logits = self.logits[row : row + 1] if len(self.logits) > 1 else self.logits
-        return logits.to(torch.float32, copy=True) if self.borrowed else logits
+        """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
+        found = self._listed.predictions  # a sampled step of plain decoding may not ask
+        return _spread(argmax(self.logits), self.logit_rows, -1) if found is None else found
 
 
-def forward_results(
-    lengths: Sequence[int],
-    nodes: Sequence[NDArray[np.int64]],
-    logits: torch.Tensor,
-    top_k: int,
-    rows: Sequence[NDArray[np.int64]] | None = None,
-    borrowed: bool = False,
-    listed: torch.Tensor | None = None,
-) -> list[ForwardResult]:
-    """The results that the logits of one pass amount to.
+class TreeResult:
+    """The result of a forward pass for the tree of one sequence.
 
     Args:
-        lengths: Nodes of each tree.
-        nodes: Those of each that were read, `[reads]`.
+        result: Of the whole pass.
+        begin: Index of its first node there.
+        end: Index behind its last one.
+
+    Attributes:
+        whole: Of the whole pass.
+    """
+
+    __slots__ = ("_begin", "_end", "whole")
+
+    def __init__(self, result: PassResult, begin: int, end: int) -> None:
+        self.whole, self._begin, self._end = result, begin, end
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The logits of all rows; see `PassResult`."""
+        return self.whole.logits
+
+    @property
+    def downloads(self) -> Downloads:
+        """See `PassResult`."""
+        return self.whole.downloads
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """See `NodeOutputs`."""
+        return self.whole.predictions[self._begin : self._end]
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """See `NodeOutputs`."""
+        return self.whole.top_ids[self._begin : self._end]
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """See `NodeOutputs`."""
+        return self.whole.top_probabilities[self._begin : self._end]
+
+    @property
+    def logit_rows(self) -> NDArray[np.int64]:
+        """Row of the logits after each node, `[nodes]`; -1 where nothing was read."""
+        return self.whole.logit_rows[self._begin : self._end]
+
+    def logits_after(self, node: int) -> torch.Tensor:
+        """Logits of the token after `node`, `[1, vocabulary]` float32.
+
+        Raises:
+            KeyError: Nothing was read after it.
+        """
+        row = int(self.whole.logit_rows[self._begin + node])
+        if row < 0:
+            raise KeyError(node)
+        logits = self.whole.logits
+        logits = logits[row : row + 1] if len(logits) > 1 else logits
+        return logits.to(torch.float32, copy=True) if self.whole.borrowed else logits
+
+
+def pass_result(
+    forest: Forest,
+    logits: torch.Tensor,
+    top_k: int,
+    rows: NDArray[np.int64] | None = None,
+    borrowed: bool = False,
+    listed: torch.Tensor | None = None,
+) -> PassResult:
+    """The result of one pass, given its logits.
+
+    Args:
+        forest: The trees that were run.
         logits: `[rows, vocabulary]`; float32 where `listed` is not given.
-        top_k: How many of the likeliest tokens after each node are wanted.
-        rows: The row of `logits` for each of `nodes`; one after another, those of one tree behind those of another, if
-            not given.
+        top_k: Number of likeliest tokens to list after each node.
+        rows: The row of `logits` for each of `forest.read_slots`; one after another if not given.
         borrowed: Whether the next pass overwrites `logits`.
         listed: What `pack_likeliest` made of `logits`, with `top_k` or more, where the pass did that.
     """
-    is_here = listed is None and logits.device.type == "cpu"
-    downloads = Downloads()
-    if is_here:
-        here = _likeliest(logits, top_k)
-        if len(lengths) == 1 == lengths[0] == len(logits):  # a step of plain decoding
-            return [ForwardResult(logits, {0: 0}, lambda: here, borrowed, downloads)]
-        found: Callable[[], Listed] = partial(here._replace, predictions=argmax(logits))
+    downloads, read = Downloads(), forest.read_nodes
+    if rows is None and len(read) == len(forest.tokens) and forest.is_plain:
+        logit_rows = forest.order
     else:
-        read = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
-        found = cache(lambda: unpack_likeliest(read(), top_k))
-    results, end = [], 0
-    for place, (length, read_nodes) in enumerate(zip(lengths, nodes, strict=True)):
-        start, end = end, end + len(read_nodes)
-        numbers = np.arange(start, end) if rows is None else rows[place]
-        numbered = dict(zip(read_nodes.tolist(), numbers.tolist(), strict=True))
-        of_tree = partial(_of_tree, found, numbers, read_nodes, length)
-        results.append(ForwardResult(logits, numbered, of_tree, borrowed, downloads))
-    return results
+        logit_rows = np.full(len(forest.tokens), -1, dtype=np.int64)
+        logit_rows[read] = np.arange(len(read)) if rows is None else rows
+    if listed is None and logits.device.type == "cpu":
+        here = _likeliest(logits, top_k)
+        if borrowed and len(logits) > 1:  # the next pass may come before anybody asks
+            here = here._replace(predictions=argmax(logits))
+        return PassResult(forest, logits, logit_rows, partial(_of_nodes, here, logit_rows), borrowed, downloads)
+    bring = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
+    return PassResult(
+        forest, logits, logit_rows, lambda: _of_nodes(unpack_likeliest(bring(), top_k), logit_rows), borrowed, downloads
+    )
+
+
+def _of_nodes(listed: Listed, rows: NDArray[np.int64]) -> Listed:
+    """The likeliest tokens after nodes, given those of rows of logits and the row of each node."""
+    predictions = None if listed.predictions is None else _spread(listed.predictions, rows, -1)
+    return Listed(_spread(listed.ids, rows, -1), _spread(listed.probabilities, rows, 0), predictions)
+
+
+def _spread(values: NDArray[Any], rows: NDArray[np.int64], unread: int) -> NDArray[Any]:
+    """The value of the row of each node; `unread` where that is -1."""
+    if len(values) == 1 == len(rows) and not rows[0]:
+        return values
+    if not len(values):
+        return np.full((len(rows), *values.shape[1:]), unread, dtype=values.dtype)
+    found = values.take(rows, axis=0)  # of row -1 the last one
+    found[rows < 0] = unread
+    return found
 
 
 def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -201,24 +291,9 @@ def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
     return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 
-def _of_tree(found: Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int) -> Listed:
-    """What is found of `rows` of logits, which are those after `nodes`, for all of a tree's nodes."""
-    listed, spread = cast(tuple[NDArray[Any], ...], found()), list[NDArray[Any]]()
-    if len(nodes) == length:  # none is unread
-        row_of = np.empty(length, dtype=np.int64)
-        row_of[nodes] = rows
-        return Listed(*(values.take(row_of, axis=0) for values in listed))
-    for values, unread in zip(listed, (-1, 0, -1), strict=True):
-        spread.append(np.full((length, *values.shape[1:]), unread, dtype=values.dtype))
-        spread[-1][nodes] = values[rows]
-    return Listed(*spread)
-
-
 def _likeliest(logits: torch.Tensor, top_k: int) -> Listed:
     """The `top_k` likeliest tokens of each row of logits on the CPU."""
     top_k = min(top_k, logits.shape[-1])
-    if not top_k and len(logits) == 1:
-        return NOTHING
     if not top_k or not len(logits):
         shape = len(logits), top_k
         return Listed(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32))

@@ -36,7 +36,7 @@ def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: 
             if decided[row] < len(text):
                 trees[row] = tree = runner.begin_tree(row, text[: decided[row]])
                 paths[row] = draft(tree, text[decided[row] : -1]) if runner.wants_draft(tree) else []
-        results: Sequence[Any] = runner.forward(trees)
+        results: Any = runner.forward(trees)
         kept: list[list[int]] = [[] for _ in texts]
         for row, path in paths.items():
             root = trees[row].root

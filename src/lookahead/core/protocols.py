@@ -6,12 +6,13 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.forest import Forest
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.values import finite_number, whole_number
 
@@ -33,6 +34,84 @@ class NodeOutputs(Protocol):
 
     def logits_after(self, node: int) -> Any:
         """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
+
+
+class ForestOutputs(Protocol):
+    """The outputs of a forward pass over the trees of a step."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node of a `Forest`, `[nodes]`; -1 where nothing was read."""
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+
+    def __getitem__(self, row: int, /) -> NodeOutputs:
+        """The outputs for the nodes of one tree."""
+
+    def __iter__(self) -> Iterator[NodeOutputs]: ...
+
+
+class JoinedOutputs:
+    """The outputs of the trees of a step that were found apart (`ForestOutputs`).
+
+    Args:
+        outputs: Those of each tree.
+    """
+
+    def __init__(self, outputs: Sequence[NodeOutputs]) -> None:
+        self._outputs = outputs
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __getitem__(self, row: int) -> Any:
+        """The outputs for the nodes of one tree."""
+        return self._outputs[row]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._outputs)
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.predictions for of_tree in self._outputs])
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.top_ids for of_tree in self._outputs])
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
+
+
+class Walk(NamedTuple):
+    """A walk from the root of a tree along drafted tokens that were selected.
+
+    Attributes:
+        tree: The tree that was sent.
+        path: Accepted candidate nodes, from below the root downwards.
+        tokens: The tokens selected: those of `path`, and one more, the root of the next step.
+        stopped: Whether the text is complete.
+    """
+
+    tree: TokenTree
+    path: list[int]
+    tokens: list[int]
+    stopped: bool
+
+    @property
+    def certain_tokens(self) -> int:
+        """Number of `tokens` that are accepted nodes added by `TokenTree.add_certain`."""
+        return sum(node <= self.tree.root + self.tree.certain for node in self.path) if self.tree.certain else 0
 
 
 class StepResult(NamedTuple):
@@ -62,11 +141,6 @@ class StepResult(NamedTuple):
         `[nodes]` int64; -1 where the prediction was not read."""
         return self.predicted() if callable(self.predicted) else self.predicted
 
-    @property
-    def certain_tokens(self) -> int:
-        """How many of `tokens` are accepted nodes that `TokenTree.add_certain` added."""
-        return sum(node <= self.tree.root + self.tree.certain for node in self.path)
-
     def beyond(self, certain: int) -> StepResult:
         """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
         if not certain:
@@ -77,6 +151,29 @@ class StepResult(NamedTuple):
     def selected_after(self) -> list[int]:
         """The nodes after which `tokens` were selected: the root, and those of the path."""
         return [self.tree.root, *self.path][: len(self.tokens)]
+
+
+class StepResults(NamedTuple):
+    """What one step showed about all sequences of a batch.
+
+    Attributes:
+        forest: The trees that were sent.
+        outputs: The outputs of the pass.
+        walks: The walk down each tree; `None` where no text went on.
+    """
+
+    forest: Forest
+    outputs: ForestOutputs
+    walks: Sequence[Walk | None]
+
+    def of(self, row: int) -> StepResult | None:
+        """What the step showed about one sequence, if its text went on."""
+        walk = self.walks[row]
+        if walk is None:
+            return None
+        outputs = self.outputs[row]
+        listed = outputs.top_ids, outputs.top_probabilities
+        return StepResult(walk.tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
 
 
 class Backend(Protocol):
@@ -94,7 +191,7 @@ class Backend(Protocol):
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`."""
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[NodeOutputs]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> ForestOutputs:
         """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
 
         Args:
@@ -155,8 +252,8 @@ class RowsDrafter(Protocol):
     def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         """`propose` of several drafters."""
 
-    def observe_rows(self, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
-        """`observe` of several drafters."""
+    def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
+        """`observe` of several drafters, for these rows of a step."""
 
 
 Send = Callable[[int], None]
@@ -188,6 +285,22 @@ class StepBudget(Protocol):
             likely: Probability that each is accepted, in the order of sending: about falling, `[candidates]`.
             send: Called with how many are sent: at once, or when other rows have offered theirs.
             pending: Nodes of the row without them.
+        """
+
+
+@runtime_checkable
+class RowsBudget(Protocol):
+    """A `StepBudget` that chooses among the candidates of several rows."""
+
+    def offer_rows(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]
+    ) -> None:
+        """Choose among the candidates of several rows.
+
+        Args:
+            likely: Probability that each is accepted, row after row, `[candidates]`.
+            counts: Candidates of each row, `[rows]`.
+            send: Called with the number of candidates that are sent of each row, when other rows have offered theirs.
         """
 
 

@@ -44,6 +44,8 @@ class SequenceState:
 
     Attributes:
         tokens: Token ids of the text so far.
+        end_tokens: Token ids that complete the text, if `stop` looks at nothing but these and `most_tokens`; `None` to
+            ask `stop`.
         finished: Whether the text is complete, or nothing is added to it any more.
         error: What its sampler, its stop rule or a listener raised, if anything.
         steps: Steps this sequence has taken.
@@ -67,6 +69,7 @@ class SequenceState:
         self.listeners = listeners
         self.index = index
         self.most_tokens = sys.maxsize if most_tokens is None else most_tokens
+        self.end_tokens: tuple[int, ...] | None = None
         self.finished = False
         self.error: BaseException | None = None
         self.steps = 0
@@ -79,6 +82,11 @@ class SequenceState:
     def is_last_token(self) -> bool:
         """Whether the coming token certainly completes the text, so that there is nothing to draft."""
         return len(self.tokens) + 1 >= self.most_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens with which the text is complete at the latest."""
+        return self.most_tokens - len(self.tokens)
 
     def fail(self, error: BaseException) -> None:
         """Add nothing to the text any more, because of `error`."""
@@ -110,6 +118,10 @@ class SequenceState:
         """Add a token to the text; whether the text is complete with it."""
         self.tokens.append(token)
         return self.stop(self)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text, whose end somebody else has looked for."""
+        self.tokens += tokens
 
 
 def common_start(first: Tokens, second: Tokens) -> int:

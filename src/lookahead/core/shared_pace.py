@@ -14,6 +14,8 @@ from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 
+_NO_CANDIDATES, _NO_ROWS = np.zeros(0), np.zeros(0, dtype=np.int64)
+
 
 class SharedPace:
     """Has the candidates of all rows compete for the nodes of a step: one `StepBudget` for all of their drafters.
@@ -40,7 +42,7 @@ class SharedPace:
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
         self._pace: Pace | None = None
-        self._offers: list[tuple[NDArray[np.float64], Send]] = []
+        self._offers: list[tuple[NDArray[np.float64], NDArray[np.int64], Callable[[NDArray[np.int64]], None]]] = []
         self._teaching = 0  # rows of the step whose nodes teach
 
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
@@ -81,7 +83,14 @@ class SharedPace:
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`: sent when all rows have offered theirs."""
-        self._offers.append((likely[: self.most], send))
+        offered = likely[: self.most]
+        self.offer_rows(offered, np.array([len(offered)]), lambda counts: send(int(counts[0])))
+
+    def offer_rows(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]
+    ) -> None:
+        """See `RowsBudget`."""
+        self._offers.append((likely, counts, send))
 
     def share_out(self, trees: Sequence[TokenTree]) -> None:
         """Choose among all that was offered, and have it sent.
@@ -89,22 +98,27 @@ class SharedPace:
         Args:
             trees: Those of the step, with roots and pending tokens alone.
         """
-        counts = self.share([likely for likely, _ in self._offers], sum(map(len, trees)), self._teaching)
-        for (_, send), count in zip(self._offers, counts, strict=True):
-            send(count)
+        likely = np.concatenate([*(offered for offered, _, _ in self._offers), _NO_CANDIDATES])
+        counts = np.concatenate([*(counts for _, counts, _ in self._offers), _NO_ROWS])
+        sent, end = self.share(likely, counts, sum(map(len, trees)), self._teaching), 0
+        for _, of_rows, send in self._offers:
+            begin, end = end, end + len(of_rows)
+            send(sent[begin:end])
         self._offers.clear()
 
-    def share(self, offers: Sequence[NDArray[np.float64]], pending: int, teaching: int) -> list[int]:
-        """How many candidates of each row are sent.
+    def share(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int, teaching: int
+    ) -> NDArray[np.int64]:
+        """Number of candidates of each row that are sent, `[rows]`.
 
         Args:
-            offers: Of each row the probabilities that its candidates are accepted, in the order of sending.
+            likely: Probability that each candidate is accepted, row after row in the order of sending, `[candidates]`.
+            counts: Candidates of each row, `[rows]`.
             pending: Nodes of the step without them.
             teaching: Rows of whose nodes it is learned what the model says after them.
         """
         if self.backs_off:
-            return [0] * len(offers)
-        likely = np.concatenate([*offers, np.zeros(0)])
+            return np.zeros_like(counts)
         order = np.argsort(-likely, kind="stable")  # those of a row stay in their order
         if self._pace is None:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
@@ -112,9 +126,8 @@ class SharedPace:
             room = max(self._pace.room - self.rows, self.rows)
             sent = self._pace.choose(likely[order[:room]], pending, shared=True, taught=TAUGHT * teaching / self.rows)
             self.backs_off = self._pace.in_rest  # it was but a look
-        owners = np.repeat(np.arange(len(offers)), [len(offered) for offered in offers])
-        counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()
-        return counts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        return np.bincount(owners[order[:sent]], minlength=len(counts))
 
     @property
     def searches(self) -> bool:

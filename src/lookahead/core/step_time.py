@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lookahead.core.protocols import StepResults
 from lookahead.core.statistics import Seconds
-from lookahead.core.step import Batch, DoneStep, Phase
+from lookahead.core.step import Batch, Phase
 
 
 class StepTime(NamedTuple):
@@ -70,20 +71,22 @@ class StepTimer:
             setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
         self._since = now
 
-    def end(self, batch: Batch, done: DoneStep, drafted: bool) -> StepTime:
+    def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
         """Time and tokens of the step; `drafted`: see `StepTime`."""
-        trees, shown = done
-        results = [result for result in shown if result is not None]
-        steps = zip(batch.sequences, trees, strict=True)
-        prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
+        forest = results.forest
+        walks = [walk for walk in results.walks if walk is not None]
+        prompts = bool(forest.roots.any()) and any(
+            tree.root > 0 and (self._packed or sequence.steps <= 1)
+            for sequence, tree in zip(batch.sequences, forest, strict=True)
+        )
         return StepTime(
-            nodes=sum(map(len, trees)) if self._packed else max(map(len, trees)) * len(trees),
+            nodes=len(forest.tokens) if self._packed else int(forest.counts.max()) * len(forest),
             context=self._context,
             seconds=self._clock() - self._start,
-            tokens=sum(len(result.tokens) for result in results),
-            rows=len(results),
+            tokens=sum(len(walk.tokens) for walk in walks),
+            rows=len(walks),
             drafted=drafted,
-            tells=bool(results) and not self._completes and not prompts,
-            certain_nodes=sum(tree.certain for tree in trees),
-            certain_tokens=sum(result.certain_tokens for result in results),
+            tells=bool(walks) and not self._completes and not prompts,
+            certain_nodes=sum(tree.certain for tree in forest),
+            certain_tokens=sum(walk.certain_tokens for walk in walks),
         )

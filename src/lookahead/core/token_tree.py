@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, LOOPS, at_once, compiled
 from lookahead.errors import InvalidArgumentError
 
 
@@ -63,7 +62,8 @@ class TokenTree:
             a node is the length of the cached text plus its depth.
         needs_logits: Whether the model's prediction after each node is wanted.
         root: The node of the last decided token.
-        certain: How many of the first candidates were added by `add_certain`.
+        certain: Number of the first candidates that were added by `add_certain`.
+        has_window: Whether it has window nodes.
         foresee: Tells what so many tokens below the root are sampled with, if they are; see `Sampler.foresee`.
         vocabulary: How many tokens the model reads. Larger ones are not drafted, whoever remembers them.
 
@@ -82,12 +82,18 @@ class TokenTree:
         self.needs_logits: list[bool] = [False] * (count - 1) + [True]
         self.root = count - 1
         self.certain = 0
+        self.has_window = False
         self.foresee: Callable[[int], Noise | None] | None = None
         self.vocabulary = sys.maxsize
         self._max_depth = sys.maxsize if max_depth is None else max_depth
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def reads_root(self) -> bool:
+        """Whether the model's prediction after the root is wanted: not where the step sends a part of a prompt."""
+        return self.needs_logits[self.root]
 
     @property
     def room(self) -> int:
@@ -169,6 +175,7 @@ class TokenTree:
         """
         if self.depths[parent] >= self._max_depth:
             raise InvalidArgumentError(f"parent={parent} is at the deepest place a node may have: {self._max_depth}")
+        self.has_window = True
         return self._add(token, parent, NodeKind.WINDOW, needs_logits)
 
     def child(self, node: int, token: int) -> int | None:
@@ -200,107 +207,3 @@ def first_path(nodes: Iterable[int], parents: Iterable[int], root: int) -> list[
             path.append(node)
             root = node
     return path
-
-
-class Layout(NamedTuple):
-    """The order in which the nodes of a tree are sent. A node's place in that order is its *slot*.
-
-    Attributes:
-        order: Node in each slot, `[nodes]`.
-        slots: Slot of each node, `[nodes]`, the inverse of `order`.
-        tokens: Token id in each slot, `[nodes]` int64.
-        depths: Depth of the node in each slot, `[nodes]` int64.
-        read_slots: Slots whose prediction is wanted, ascending.
-        parent_slots: Slot of the parent of the node in each slot, `[nodes]`; -1 for the first pending token.
-        pending: How many pending tokens there are.
-    """
-
-    order: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    depths: NDArray[np.int64]
-    read_slots: NDArray[np.int64]
-    parent_slots: NDArray[np.int64]
-    pending: int
-
-    @property
-    def is_chain(self) -> bool:
-        """See `TokenTree.is_chain`."""
-        return len(self.order) == self.pending
-
-    def ancestor_mask(self) -> NDArray[np.bool_]:
-        """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
-        mask = np.zeros((len(self.order), len(self.order)), dtype=np.bool_)
-        if not LOOPS.awaited:
-            _see_ancestors(self.parent_slots, self.pending, mask)
-            return mask
-        for slot, parent in enumerate(self.parent_slots):  # of long prompts: numpy's rows take less time than at_once
-            mask[slot] = mask[parent]
-            mask[slot, slot] = True
-        return mask
-
-
-@compiled
-def _see_ancestors(parent_slots: NDArray[np.int64], pending: int, mask: NDArray[np.bool_]) -> None:
-    for slot in range(len(parent_slots)):
-        parent = slot - 1 if slot < pending else parent_slots[slot]
-        for other in range(parent + 1):  # what its parent sees lies before that
-            mask[slot, other] = mask[parent, other]
-        mask[slot, slot] = True
-
-
-def lay_out(tree: TokenTree) -> Layout:
-    """Choose the order in which the nodes of `tree` are sent.
-
-    Pending tokens come first, then the others depth first, each node followed by the child that was added first, the
-    candidates below the root before its window. Drafters add the likeliest path first, so the accepted path most often
-    lies directly behind the root, where its keys and values need not be moved.
-    """
-    if tree.is_chain:
-        return _lay_out_chain(tree)
-    order, slots, parent_slots, *_ = found = np.full((5, len(tree)), -1, dtype=np.int64)
-    in_window = np.array(tree.kinds) == int(NodeKind.WINDOW)
-    at_once(_depth_first)(np.array(tree.parents), in_window, tree.root, found)
-    return Layout(
-        order=order,
-        slots=slots,
-        tokens=np.array(tree.tokens, dtype=np.int64)[order],
-        depths=np.array(tree.depths, dtype=np.int64)[order],
-        read_slots=np.flatnonzero(np.array(tree.needs_logits)[order]),
-        parent_slots=parent_slots,
-        pending=tree.root + 1,
-    )
-
-
-@compiled
-def _depth_first(parents: NDArray[np.int64], in_window: NDArray[np.bool_], root: int, found: NDArray[np.int64]) -> None:
-    """Write order, slots and slots of parents; the last two rows of `found` are room for the first child of each node
-    and for its next sibling, -1 where there is none."""
-    order, slots, parent_slots, child, sibling = found[0], found[1], found[2], found[3], found[4]
-    for window in (True, False):  # whatever is put in later comes before
-        for node in range(len(parents) - 1, root, -1):
-            parent = parents[node]
-            if (parent == root and in_window[node]) == window:
-                sibling[node], child[parent] = child[parent], node
-    place = node = FIRST
-    while place < len(parents):
-        order[place], slots[node] = node, place
-        parent_slots[place] = slots[parents[node]] if node else -1
-        place += 1
-        if node < root:
-            node += 1
-        elif child[node] >= 0:
-            node = child[node]
-        else:
-            while node > root and sibling[node] < 0:
-                node = parents[node]
-            node = sibling[node] if node > root else node
-
-
-def _lay_out_chain(tree: TokenTree) -> Layout:
-    """The pending tokens as they are: the layout of a step of plain decoding, which has little time for one."""
-    tokens = np.array(tree.tokens, dtype=np.int64)
-    places = np.arange(len(tokens))
-    is_read = len(tokens) == 1 and tree.needs_logits[0]
-    read_slots = places if is_read else np.flatnonzero(np.array(tree.needs_logits))
-    return Layout(places, places, tokens, places, read_slots, places - 1, len(tokens))

@@ -7,13 +7,16 @@ from functools import cache
 import numpy as np
 
 from lookahead.core.compiled import note_all_kept
+from lookahead.core.forest import Forest
 from lookahead.core.garbage import uncollected
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
+from lookahead.core.packed_masks import packed_width, write_masks
 from lookahead.core.protocols import StepResult
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
-from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import compile_walk
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 
@@ -44,7 +47,11 @@ def _draft() -> None:
     tree = TokenTree([2])
     drafter.propose(tree)
     tree.add_candidates([0])
-    lay_out(tree).ancestor_mask()
+    forest = Forest([tree])
+    forest.ancestors(1, len(tree))
+    compile_walk(forest)
+    mask = np.empty((len(tree), packed_width(len(tree))), dtype=np.int32)
+    write_masks(forest.firsts, forest.parent_slots, forest.roots, forest.depths, 0, 0, mask)
     top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
     top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
     drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))

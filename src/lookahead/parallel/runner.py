@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.forward_result import ForwardResult, Listed
+from lookahead.backends.forward_result import Listed, PassResult, TreeResult
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSequence
-from lookahead.core.step import Walk, follow, take_token, verify
+from lookahead.core.forest import Forest
+from lookahead.core.protocols import Walk
 from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.walk import follow, take_token, walk_trees
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
@@ -55,9 +57,10 @@ class ParallelRunner:
         # For each row how many of the tokens that one process would have in its cache each rank has not run.
         self._behind: list[list[int]] = [[0] * exchange.size for _ in local.rows]
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
-        self._trees: list[TokenTree] = []
+        self._forest = Forest(())
         self._splits: list[Split] = []
-        self._said: list[NDArray[Any]] = []  # for each row what ranks say of the nodes of its tree
+        self._owners = np.empty(0, dtype=np.int64)  # the rank that answers for each node of the forest
+        self._said: NDArray[Any] = np.empty(0)  # predictions of all ranks after each node of the forest
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
@@ -80,30 +83,36 @@ class ParallelRunner:
         tree.vocabulary = local_tree.vocabulary
         return tree
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
         """Run this rank's parts of `trees`.
 
         Returns:
-            Results for the whole trees, of which the logits, and until `verify` everything else, are there only
+            The result for the whole trees, of which the logits, and until `verify` everything else, are there only
             after the nodes that this rank answers for, and after the root.
         """
-        self._trees = list(trees)
+        self._forest = forest = Forest.of(trees)
         self._splits, self._places, local_trees = [], [], []
-        for row, tree in enumerate(trees):
+        for row, tree in enumerate(forest):
             local_tree = self._local_trees.pop(row, self.idle_tree())
             split = split_tree(tree, [tree.root + 1 + behind for behind in self._behind[row]])
             self._splits.append(split)
             self._places.append(_grow(local_tree, tree, split, self.rank))
             local_trees.append(local_tree)
         results = self._local.forward(local_trees, top_k)
+        self._owners = np.concatenate([split.owners for split in self._splits])
         rows = zip(results, self._splits, self._places, strict=True)
-        self._said = [_said(result, split, places, self.rank) for result, split, places in rows]
-        return [_spread(*row) for row in zip(results, self._said, self._places, strict=True)]
+        self._said = said = np.concatenate([_said(result, split, places, self.rank) for result, split, places in rows])
+        logit_rows = [_rows(*row) for row in zip(results, self._splits, self._places, strict=True)]
 
-    def verify(
-        self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]
-    ) -> list[Walk | None]:
-        """Walk the trees of all sequences, as `lookahead.core.step.verify`; the same walks on every rank.
+        def find() -> Listed:
+            ids, chances = said["ids"].astype(np.int64), said["chances"].astype(np.float32)
+            return Listed(ids, chances, said["likeliest"].astype(np.int64))
+
+        whole = results[0].whole
+        return PassResult(forest, whole.logits, np.concatenate(logit_rows), find, whole.borrowed)
+
+    def verify(self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: PassResult) -> list[Walk | None]:
+        """Walk the trees of all sequences, as `walk_trees`; the same walks on every rank.
 
         Tokens are selected row after row, as in one process, since all rows sample from one random state.
 
@@ -112,7 +121,7 @@ class ParallelRunner:
         """
         self._share()
         if self._alone:
-            return verify(sequences, trees, outputs)
+            return walk_trees(sequences, trees, outputs)
         return [
             None if sequence.finished else follow(tree, partial(self._take, sequence, result, split.owners))
             for sequence, tree, result, split in zip(sequences, trees, outputs, self._splits, strict=True)
@@ -121,7 +130,7 @@ class ParallelRunner:
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
         local_kept: list[list[int]] = []
-        for row, (nodes, tree, split) in enumerate(zip(kept, self._trees, self._splits, strict=True)):
+        for row, (nodes, tree, split) in enumerate(zip(kept, self._forest, self._splits, strict=True)):
             if not nodes:
                 local_kept.append([])
                 continue
@@ -140,12 +149,9 @@ class ParallelRunner:
 
     def _share(self) -> None:
         """Tell the other ranks what this one predicts; take in what they predict."""
-        size = self._exchange.size
-        answers = [
-            [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
-        ]  # [ranks][rows], nodes
-        local = np.concatenate([said[nodes] for said, nodes in zip(self._said, answers[self.rank], strict=True)])
-        padded = np.zeros(max(sum(map(len, rows)) for rows in answers), dtype=local.dtype)
+        answers = [np.flatnonzero(self._owners == rank) for rank in range(self._exchange.size)]  # nodes of all trees
+        local = self._said[answers[self.rank]]
+        padded = np.zeros(max(map(len, answers)), dtype=local.dtype)
         padded[: len(local)] = local
         checksum = self._checksum()
         received = self._exchange.gather(np.concatenate([checksum, padded.view(np.uint8)]))
@@ -157,12 +163,11 @@ class ParallelRunner:
                 )
                 self._exchange.fail(error, blamed=True)
                 raise error
-            news, start = message[len(checksum) :].view(local.dtype), 0
-            for said, nodes in zip(self._said, answers[rank], strict=True):
-                said[nodes], start = news[start : start + len(nodes)], start + len(nodes)
+            news = message[len(checksum) :].view(local.dtype)
+            self._said[answers[rank]] = news[: len(answers[rank])]
 
     def _take(
-        self, sequence: TextSequence, result: ForwardResult, owners: NDArray[np.int64], node: int
+        self, sequence: TextSequence, result: TreeResult, owners: NDArray[np.int64], node: int
     ) -> tuple[int, bool]:
         """As `take_token`, by the rank that answers for `node`; the others repeat it."""
         owner = int(owners[node])
@@ -184,10 +189,8 @@ class ParallelRunner:
 
     def _checksum(self) -> Bytes:
         """A few bytes that differ where trees do: drafts must be the same on every rank."""
-        value = 0
-        for tree in self._trees:
-            value = zlib.crc32(np.array([tree.tokens, tree.parents], dtype=np.int64).tobytes(), value)
-        return np.array([value], dtype=np.uint32).view(np.uint8)
+        drafted = np.concatenate([self._forest.firsts, self._forest.tokens, self._forest.parents])
+        return np.array([zlib.crc32(drafted.tobytes())], dtype=np.uint32).view(np.uint8)
 
 
 def _held(path: Sequence[int], held: Sequence[int]) -> int:
@@ -215,7 +218,7 @@ def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> di
     return places
 
 
-def _said(result: ForwardResult, split: Split, places: dict[int, int], rank: int) -> NDArray[Any]:
+def _said(result: TreeResult, split: Split, places: dict[int, int], rank: int) -> NDArray[Any]:
     """What this rank has to say of each node of a tree, as it is sent: nothing of those that others answer for.
 
     That is the likeliest token after it, and the `top_k` likeliest with their probabilities. These are in half
@@ -232,13 +235,8 @@ def _said(result: ForwardResult, split: Split, places: dict[int, int], rank: int
     return said
 
 
-def _spread(result: ForwardResult, said: NDArray[Any], places: dict[int, int]) -> ForwardResult:
-    """The result for this rank's tree as one for the whole tree. What it lists is read when all ranks have said theirs,
-    and its logits are there only after nodes that this rank runs."""
-    rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
-
-    def find() -> Listed:
-        ids, chances = said["ids"].astype(np.int64), said["chances"].astype(np.float32)
-        return Listed(ids, chances, said["likeliest"].astype(np.int64))
-
-    return ForwardResult(result.logits, rows, find, result.borrowed)
+def _rows(result: TreeResult, split: Split, places: dict[int, int]) -> NDArray[np.int64]:
+    """Row of the logits after each node of the whole tree, -1 for nodes that other ranks run."""
+    rows = np.full(len(split.owners), -1, dtype=np.int64)
+    rows[[*places]] = result.logit_rows[[*places.values()]]
+    return rows

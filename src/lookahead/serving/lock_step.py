@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.forward_result import ForwardResult
+from lookahead.backends.forward_result import TreeResult
 from lookahead.backends.transformers.sampler import TextSequence
-from lookahead.core.step import Walk
+from lookahead.core.protocols import Walk
 from lookahead.core.token_tree import TokenTree
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.selecting import warn_of_last_position
@@ -53,11 +53,11 @@ class LockStep:
         self.idle_tree, self.begin_tree, self.wants_draft = runner.idle_tree, runner.begin_tree, runner.wants_draft
         self.prefill, self.complete = runner.prefill, runner.complete
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[TreeResult]:
         """Run the trees of all rows, with padding for those that have ended; see `Backend`."""
         self._padded = {row: Walk(self._padding(row), [], [], False) for row in self._texts}
         sent = [self._padded[row].tree if row in self._padded else tree for row, tree in enumerate(trees)]
-        outputs: Sequence[ForwardResult] = self._runner.forward(sent, top_k)
+        outputs: Sequence[TreeResult] = self._runner.forward(sent, top_k)
         return outputs
 
     def _padding(self, row: int) -> TokenTree:

@@ -90,6 +90,9 @@ class Request:
             index=place,
             most_tokens=rule.most_tokens(prompts.width, len(tokens)),
         )
+        last = self.sequence.last_length
+        if last is None or self.sequence.length + self.sequence.remaining <= last:
+            self.sequence.end_tokens = rule.end_tokens
         if prompts.source_tokens and (read := prompts.source_tokens[place]):  # texts copy from what they are about
             self.sequence.ask_drafter(lambda drafter: drafter.start([*read, *tokens]), None)
         if (trace := drafting.config.trace) is not None:
@@ -189,20 +192,21 @@ class Steps:
         clock: Callable[[], float],
         pace: Pace | SharedPace | None = None,
         come_and_go: bool = True,
-        launched: Callable[[], None] = lambda: None,
+        launched: Callable[[], None] | None = None,
     ) -> None:
         self.backend = backend
         self.come_and_go = come_and_go
         self._pace = pace
         # A thread's own time is a call into the system.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
-        self._launched = launched
-        self.batch = Batch((), mark=self._mark)
+        timer = self._timer
 
-    def _mark(self, phase: Phase) -> None:
-        if phase == "forward":
-            self._launched()
-        self._timer.mark(phase)
+        def mark(phase: Phase) -> None:
+            if phase == "forward" and launched is not None:
+                launched()
+            timer.mark(phase)
+
+        self.batch = Batch((), mark=self._timer.mark if launched is None else mark)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Make one step, and add its counts and times to `statistics`. What one of `requests` raises is in its

@@ -164,6 +164,11 @@ class StopRule:
         """Whether there are criteria besides those two, which may depend on time or other state."""
         return bool(self._criteria)
 
+    @property
+    def end_tokens(self) -> tuple[int, ...] | None:
+        """Token ids that complete a text, if nothing else does but its length; else `None`."""
+        return None if self.asks_others else tuple(sorted(self._eos))
+
     def ends_by_length(self, sequence: TextSequence) -> bool:
         """Whether a complete `sequence` ended only because it reached its length limit."""
         if sequence.tokens[-1] in self._eos or self._max_length is None or sequence.length < self._max_length:

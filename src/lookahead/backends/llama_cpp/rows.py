@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.llama_cpp.context import LlamaContext
-from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.core.forest import Layout, lay_out
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
 ID_BYTES = np.dtype(np.int32).itemsize
@@ -35,9 +36,9 @@ class Branches(NamedTuple):
     leaves: int
 
 
-def branches(tree: TokenTree) -> Branches:
-    """The leaves of `tree`."""
-    layout = lay_out(tree)
+def branches(tree: TokenTree, layout: Layout | None = None) -> Branches:
+    """The leaves of `tree`, whose layout may be known."""
+    layout = lay_out(tree) if layout is None else layout
     if tree.is_chain:
         only = np.zeros(len(tree), dtype=np.int64)
         return Branches(layout, only, only, 1)

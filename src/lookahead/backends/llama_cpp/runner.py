@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from lookahead.backends.base import Runner, check_chain
-from lookahead.backends.forward_result import ForwardResult, forward_results
+from lookahead.backends.forward_result import PassResult, pass_result
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.rows import ID_BYTES, Branches, LlamaRow, SequenceIds, branches
+from lookahead.core.forest import Forest
 from lookahead.core.sequence import common_start
 from lookahead.core.token_tree import TokenTree
 
@@ -23,8 +23,6 @@ LONGEST_DRAFTED_PREFILL = 32
 RESTS = 4
 """Steps of one token a row after which rows give the ids back that they had for their trees: a token of several
 sequences takes llama.cpp longer."""
-
-_NO_NODES = np.empty(0, dtype=np.int64)
 
 
 class LlamaRunner(Runner):
@@ -77,25 +75,26 @@ class LlamaRunner(Runner):
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not onto a prompt, unless it is short."""
-        return tree.root < LONGEST_DRAFTED_PREFILL and tree.needs_logits[tree.root]
+        return tree.root < LONGEST_DRAFTED_PREFILL and tree.reads_root
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
         """See `Runner`. Keys and values wait in the context for `commit`."""
-        self._plain_steps = self._plain_steps + 1 if all(len(tree) == 1 for tree in trees) else 0
+        forest = Forest.of(trees)
+        self._plain_steps = self._plain_steps + 1 if len(forest.tokens) == len(forest) else 0
         if self._plain_steps == RESTS:
             for row in self.rows:
                 self._ids.take_back(row, left=1)
-        self._sent = [None if tree is self._idle else branches(tree) for tree in trees]
+        self._sent = [
+            None if tree is self._idle else branches(tree, forest.layout(row)) for row, tree in enumerate(forest)
+        ]
         self._ids.give(self.rows, [0 if sent is None else sent.leaves for sent in self._sent])
         count = 0
-        nodes = [_NO_NODES] * len(trees)
-        for place, (row, sent) in enumerate(zip(self.rows, self._sent, strict=True)):
+        for row, sent in zip(self.rows, self._sent, strict=True):
             if sent is not None:
-                nodes[place] = sent.layout.order[sent.layout.read_slots]
                 self._place(row, sent, count)
                 count += len(sent.layout.order)
-        logits = torch.from_numpy(self.llama_context.run(count, sum(map(len, nodes))))
-        return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
+        logits = torch.from_numpy(self.llama_context.run(count, len(forest.read_slots)))
+        return pass_result(forest, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -160,7 +159,7 @@ class LlamaChainRunner(LlamaRunner):
         """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
         return True
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
         """Run the model on one chain; the change of its state waits for `commit`.
 
         Raises:

@@ -26,7 +26,7 @@ from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from lookahead.backends.transformers.layouts import PackedStep
+    from lookahead.backends.transformers.layouts import PackedRows
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
 """The name under which transformers finds `folded_sdpa`."""
@@ -154,7 +154,7 @@ def packed_rows_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packed_rows: PackedStep | None = None,
+    packed_rows: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over texts that lie one after another in one row of tokens: each sees its own keys and values alone.

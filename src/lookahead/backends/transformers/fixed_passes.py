@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Recorded
-from lookahead.backends.forward_result import ForwardResult, forward_results, pack_likeliest
+from lookahead.backends.forward_result import PassResult, pack_likeliest, pass_result
 from lookahead.backends.machine import PausingClock, Staged, free_bytes
 from lookahead.backends.transformers.cache_names import cache_name
-from lookahead.backends.transformers.layouts import Step, ancestors, padded
+from lookahead.backends.transformers.layouts import PassPlan, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
-from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
 from lookahead.core.garbage import uncollected
+from lookahead.core.packed_masks import packed_width
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which reads all weights for one node as
@@ -195,20 +195,21 @@ class StaticInputs:
             "attention_mask": self._masks.of_packed(self.packed_masks, cache.capacity, model.dtype),
         }
 
-    def stage(self, step: Step, part: int = 0) -> None:
-        """Bring one step, or a part of it, to the device.
+    def stage(self, plan: PassPlan, part: int = 0) -> None:
+        """Bring one pass, or a part of it, to the device.
 
         Args:
-            step: The trees, of at most `nodes` nodes, or `most`. Rows that have none are padding.
+            plan: The trees, of at most `nodes` nodes, or `most`. Rows that have none are padding.
             part: Which `nodes` slots of the trees.
         """
         rows, start = len(self._tokens), part * self.nodes
         part_slots = slice(start, start + self.nodes)
-        tokens, places, positions = padded(step, rows, self._slots)
-        lengths = [*step.lengths, *[0] * (rows - len(step.lengths))]
-        np.add(self._offsets, max(lengths) + start, out=self._columns)
+        tokens, places, positions = padded(plan, rows, self._slots)
+        lengths = np.zeros(rows, dtype=np.int64)
+        lengths[: len(plan.lengths)] = plan.lengths
+        np.add(self._offsets, int(lengths.max()) + start, out=self._columns)
         self._tokens[:], self._positions[:] = tokens[:, part_slots], positions[:, part_slots]
-        sights = self._masks.sights(ancestors(step, rows, self._slots), lengths, places)
+        sights = self._masks.sights(plan.forest.ancestors(rows, self._slots), lengths, places)
         for buffer, of_kind in zip(self._packed, sights.values(), strict=True):
             buffer[:] = of_kind.packed()[:, :, part_slots]
         self._staged.send()
@@ -262,18 +263,18 @@ class StaticSteps:
         if needed > self.cache.capacity:
             self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
 
-    def forward(self, step: Step, top_k: int) -> list[ForwardResult] | None:
-        """Run one step, if it is of a size that there are passes for.
+    def forward(self, plan: PassPlan, top_k: int) -> PassResult | None:
+        """Run one pass, if it is of a size that there are passes for.
 
         Args:
-            step: The trees, one for each row.
-            top_k: How many of the likeliest tokens after each node are wanted, with probabilities.
+            plan: The trees, one for each row.
+            top_k: Number of likeliest tokens to list after each node, with probabilities.
 
         Returns:
-            A result for each row; `None` if the trees are too large, or a pass of that size does not pay any more.
-            Then, too, there is room for them in the cache.
+            The result; `None` if the trees are too large, or a pass of that size does not pay any more. Then, too,
+            there is room for them in the cache.
         """
-        nodes = max(step.counts)
+        nodes = int(plan.counts.max())
         size = next((size for size in self.sizes if size >= nodes), self.chunk)
         parts = 1 if size is None else -(-nodes // size)
         self.make_room(self.cache.longest + (nodes if size is None else parts * size))
@@ -285,15 +286,17 @@ class StaticSteps:
         left = PAYS_FROM if self.last is None else self.last - self.cache.longest
         if left < PAYS_FROM and not self._passes.has(size, top_k):
             return None
-        logits, listed = self._run(size, parts, step, top_k)
-        rows = [row * parts * size + layout.read_slots for row, layout in enumerate(step.layouts)]
-        return forward_results(step.counts, step.nodes_read, logits, top_k, rows, borrowed=True, listed=listed)
+        logits, listed = self._run(size, parts, plan, top_k)
+        forest = plan.forest
+        row_of = forest.rows_of_slots[forest.read_slots]
+        rows = row_of * parts * size + forest.read_slots - forest.firsts[row_of]
+        return pass_result(forest, logits, top_k, rows, borrowed=True, listed=listed)
 
-    def _run(self, size: int, parts: int, step: Step, top_k: int) -> Outputs:
+    def _run(self, size: int, parts: int, plan: PassPlan, top_k: int) -> Outputs:
         """Run the trees in parts of `size` nodes; see `run_pass`."""
         given = []
         for part in range(parts):
-            outputs = self._passes.run(size, top_k, self._new_inputs, step, part)
+            outputs = self._passes.run(size, top_k, self._new_inputs, plan, part)
             if parts == 1:
                 return outputs
             given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.machine import upload
@@ -19,36 +20,41 @@ from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position, sight
 from lookahead.backends.transformers.tree_cache import Integers
-from lookahead.core.token_tree import Layout
+from lookahead.core.forest import Forest, Layout
 
 
 @dataclass
-class Step:
-    """What a pass is to run.
+class PassPlan:
+    """The trees of a pass, and where each begins in its text.
 
     Attributes:
-        layouts: The trees.
-        lengths: Tokens that are kept of each text.
-        starts: Place in the text of the first node of each; 0 for an idle tree, which has none.
-        shifts: What is added to places in the text to have positions, if anything is.
-        dropped: How many of the first tokens layers with a window have forgotten.
+        forest: The trees.
+        lengths: Cached tokens of each text, `[rows]` int64.
+        starts: Index in the text of the first node of each tree, `[rows]`; 0 for an idle tree, which has none.
+        shifts: Position id minus index in the text, `[rows]`; `None` if all are 0.
+        dropped: Number of first tokens that layers with a window have forgotten.
     """
 
-    layouts: Sequence[Layout]
-    lengths: Sequence[int]
-    starts: Sequence[int]
-    shifts: Sequence[int] | None = None
+    forest: Forest
+    lengths: Integers
+    starts: Integers
+    shifts: Integers | None = None
     dropped: int = 0
 
     @property
-    def counts(self) -> list[int]:
-        """Nodes of each tree."""
-        return [len(layout.order) for layout in self.layouts]
+    def counts(self) -> Integers:
+        """Nodes of each tree, `[rows]`."""
+        return self.forest.counts
+
+    @cached_property
+    def places(self) -> Integers:
+        """Index in its text of the node in each slot, `[nodes]`."""
+        return self.starts[self.forest.rows_of_slots] + self.forest.slot_depths
 
     @property
-    def nodes_read(self) -> list[Integers]:
-        """The nodes of each tree that are read, in the order of their slots."""
-        return [layout.order[layout.read_slots] for layout in self.layouts]
+    def positions(self) -> Integers:
+        """Position id of the node in each slot, `[nodes]`."""
+        return self.places if self.shifts is None else self.places + self.shifts[self.forest.rows_of_slots]
 
 
 @dataclass
@@ -58,15 +64,15 @@ class Inputs:
     Attributes:
         tokens, positions: `[rows, nodes]` int64, where the model is.
         keep: Which nodes of each row are read, ascending, `[keep]`.
-        rows: Where the reads of each tree are in the logits of all rows, one behind another, of which `keep` were kept;
-            `None` if there is nothing else in them.
+        rows: Row of each of the forest's `read_slots` in the logits of all rows, one behind another, of which `keep`
+            were kept; `None` if nothing else is in them.
         arguments: What else: masks, and which logits to keep.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     keep: Integers
-    rows: list[Integers] | None = None
+    rows: Integers | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,37 +99,38 @@ class Padded:
         # Places would have to be on the device of the last layer, where hooks do not bring them.
         self._is_spread = hasattr(model, "hf_device_map")
 
-    def inputs(self, step: Step, cache: object = None) -> Inputs:
-        """What the model takes of a step; the cache says nothing of it."""
-        layouts, counts = step.layouts, step.counts
-        rows = len(layouts)
-        nodes = max(*counts, -(-self._least_nodes // rows))
-        reads = [layout.read_slots for layout in layouts]
-        keep = reads[0] if rows == 1 else np.unique(np.concatenate(reads))
-        found = self._bring(step, *padded(step, rows, nodes), keep)
-        if rows > 1:
-            found.rows = [row * len(keep) + np.searchsorted(keep, read_slots) for row, read_slots in enumerate(reads)]
+    def inputs(self, plan: PassPlan, cache: object = None) -> Inputs:
+        """The arguments of a pass; they do not depend on the cache."""
+        forest, rows = plan.forest, plan.forest.rows
+        nodes = max(int(plan.counts.max()), -(-self._least_nodes // rows))
+        if rows == 1:
+            return self._bring(plan, *padded(plan, rows, nodes), forest.read_slots)
+        rows_read = forest.rows_of_slots[forest.read_slots]
+        slots_read = forest.read_slots - forest.firsts[rows_read]
+        keep = np.unique(slots_read)
+        found = self._bring(plan, *padded(plan, rows, nodes), keep)
+        found.rows = rows_read * len(keep) + np.searchsorted(keep, slots_read)
         return found
 
-    def _bring(self, step: Step, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
+    def _bring(self, plan: PassPlan, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
         """All of it where the model is, by one copy."""
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
         picks = self._keeps_logits and not keeps_last and not self._is_spread
         picked = [keep.copy()] if picks else []
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
-        plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
+        plain = plan.forest.rows == 1 and plan.forest.is_plain and not self.is_invariant
         masks = None if plain else self._masks
-        sights = masks.sights(ancestors(step, *positions.shape), step.lengths, positions) if masks else {}
+        sights = masks.sights(plan.forest.ancestors(*positions.shape), plan.lengths, positions) if masks else {}
         packed = [of_kind.packed() for of_kind in sights.values()] if self._packs else []
         sent = upload(self._device, tokens, placed, *picked, *packed)
         found = Inputs(sent[0], sent[1], keep)
         if masks and packed:
-            keys = max(step.lengths) + positions.shape[1]
+            keys = int(plan.lengths.max()) + positions.shape[1]
             packed_there = sent[len(sent) - len(packed) :]
-            found.arguments["attention_mask"] = masks.of_packed(packed_there, keys, self._dtype, step.dropped)
+            found.arguments["attention_mask"] = masks.of_packed(packed_there, keys, self._dtype, plan.dropped)
         elif masks:
-            found.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, step.dropped)
+            found.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, plan.dropped)
         if picks:
             found.arguments["logits_to_keep"] = sent[2]
         elif self._keeps_logits and keeps_last:
@@ -131,44 +138,27 @@ class Padded:
         return found
 
 
-def padded(step: Step, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
-    """The trees of a step, padded to as many `rows` and `nodes`: tokens, places in the text, and positions, each
+def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
+    """The trees of a pass, padded to as many `rows` and `nodes`: tokens, places in the text, and positions, each
     `[rows, nodes]`. Padding is token 0 at position 0."""
+    forest = plan.forest
+    if rows == 1 and nodes == len(forest.tokens):
+        places = plan.places[None]
+        return forest.slot_tokens[None], places, places if plan.shifts is None else plan.positions[None]
     tokens, places = np.zeros((2, rows, nodes), dtype=np.int64)
-    counts = step.counts
-    for row, (layout, count, start) in enumerate(zip(step.layouts, counts, step.starts, strict=True)):
-        tokens[row, :count] = layout.tokens
-        places[row, :count] = start + layout.depths
-    if step.shifts is None:
+    row = forest.rows_of_slots
+    slot = np.arange(len(row)) - forest.firsts[row]
+    tokens[row, slot], places[row, slot] = forest.slot_tokens, plan.places
+    if plan.shifts is None:
         return tokens, places, places
     positions = places.copy()
-    for row, (count, shift) in enumerate(zip(counts, step.shifts, strict=True)):
-        positions[row, :count] += shift
+    positions[row, slot] = plan.positions
     return tokens, places, positions
 
 
-def in_a_row(step: Step) -> tuple[Integers, Integers, list[Integers]]:
-    """The trees of a step one behind another: tokens and positions, each `[nodes of all rows]`, and for each tree the
-    places of its nodes in the text."""
-    tokens = np.concatenate([layout.tokens for layout in step.layouts])
-    places = [start + layout.depths for start, layout in zip(step.starts, step.layouts, strict=True)]
-    positions = np.concatenate(places)
-    if step.shifts is not None:
-        positions += np.repeat(step.shifts, step.counts)
-    return tokens, positions, places
-
-
-def ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
-    """Which slots each slot of padded trees may attend to, `[rows, nodes, nodes]`."""
-    found = np.zeros((rows, nodes, nodes), dtype=np.bool_)
-    for row, (layout, count) in enumerate(zip(step.layouts, step.counts, strict=True)):
-        found[row, :count, :count] = layout.ancestor_mask()
-    return found
-
-
 @dataclass(frozen=True)
-class PackedStep:
-    """What the attention function has to know of a step; models hand it through as the argument `packed_rows`.
+class PackedRows:
+    """Rows of a pass, for the attention function; models hand it through as the argument `packed_rows`.
 
     Attributes:
         bounds: Where the nodes of each row begin and end.
@@ -211,31 +201,34 @@ class Packed:
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
-    def inputs(self, step: Step, cache: PackedCache) -> Inputs:
-        """What the model takes of a step, with the cache that rows are found by."""
-        tokens, positions, places = in_a_row(step)
-        ends = np.cumsum(step.counts).tolist()
-        firsts = [0, *ends[:-1]]
-        keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, step.layouts, strict=True)])
-        sent = upload(self._device, tokens[None], positions[None], keep)
+    def inputs(self, plan: PassPlan, cache: PackedCache) -> Inputs:
+        """The arguments of a pass, with the cache by which rows are found."""
+        forest, keep = plan.forest, plan.forest.read_slots
+        firsts = forest.firsts.tolist()
+        sent = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)
         found = Inputs(sent[0], sent[1], keep)
-        masks = {kind: self._masks_of(kind, step, places) for kind in self._masks.kinds}
-        bounds = list(zip(firsts, ends, strict=True))
-        found.arguments["packed_rows"] = PackedStep(bounds, masks, self._masks.layers, cache)
+        masks = {kind: self._masks_of(kind, plan) for kind in self._masks.kinds}
+        bounds = [*pairwise(firsts)]
+        found.arguments["packed_rows"] = PackedRows(bounds, masks, self._masks.layers, cache)
         if self._keeps_logits:
-            alone = len(keep) == 1 == ends[-1]  # a number keeps it without a copy
+            alone = len(keep) == 1 == firsts[-1]  # a number keeps it without a copy
             found.arguments["logits_to_keep"] = 1 if alone else sent[2]
         return found
 
-    def _masks_of(self, kind: str, step: Step, places: Sequence[Integers]) -> list[torch.Tensor | None]:
-        """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
+    def _masks_of(self, kind: str, plan: PassPlan) -> list[torch.Tensor | None]:
+        """Masks of layers of a kind, added to the scores of each row; see `PackedRows.masks`."""
         masks: list[torch.Tensor | None] = []
-        reach = self._masks.reach(kind)
-        for length, layout, of_row in zip(step.lengths, step.layouts, places, strict=True):
-            if not self.is_invariant and _sees_all_before(length, layout, of_row, reach):
+        reach, forest, lengths = self._masks.reach(kind), plan.forest, plan.lengths.tolist()
+        for row, (begin, end) in enumerate(pairwise(forest.firsts.tolist())):
+            places = plan.places[begin:end]
+            if not self.is_invariant and end - begin == 1 and not first_position(places, *reach)[0]:
                 masks.append(None)
                 continue
-            seen = sight(layout.ancestor_mask()[None], [length], of_row[None], *reach)
+            layout = forest.layout(row)
+            if not self.is_invariant and _sees_all_before(lengths[row], layout, places, reach):
+                masks.append(None)
+                continue
+            seen = sight(layout.ancestor_mask()[None], lengths[row : row + 1], places[None], *reach)
             made = torch.from_numpy(seen.packed()) if self.is_invariant else seen.dense(self._dtype).to(self._device)
             masks.append(made)
         return masks

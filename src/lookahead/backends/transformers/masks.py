@@ -62,7 +62,7 @@ class MaskBuilder:
                 )
 
     def sights(
-        self, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
+        self, ancestors: NDArray[np.bool_], lengths: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
     ) -> dict[str, Sight]:
         """What the nodes of a step see in layers of each kind.
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import TextRow
-from lookahead.backends.forward_result import ForwardResult, forward_results
+from lookahead.backends.forward_result import PassResult, pass_result
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
 from lookahead.backends.transformers.fixed_passes import FixedPasses, pass_sizes, rounded
-from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, in_a_row, padded
+from lookahead.backends.transformers.layouts import PackedRows, PassPlan
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
-from lookahead.backends.transformers.runner import LARGE, ModelRunner
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
+from lookahead.backends.transformers.runner import ModelRunner
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.compiled import at_once
+from lookahead.core.forest import Forest
+from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
 
 MOST_RECORDED = 256
 """Nodes of the largest pass that is recorded: with more, as with a part of a prompt, products take longer than reading
@@ -37,16 +38,19 @@ FIRST_TOKENS = 1024
 class RowPool(StaticTreeCache):
     """Keys and values of many texts in pages of one memory, which is one row of all pages.
 
-    Page 0 is for nodes of no text.
+    Page 0 is for nodes of no text. Each text has a number, by which arrays hold its length and its pages.
 
     Args:
-        shapes: What each layer keeps of a token.
-        tokens: How many there is room for; it grows where that is not enough.
+        shapes: Shapes of keys and values in each layer.
+        tokens: Number of tokens that there is room for; it grows where that is not enough.
         block: Tokens of a page.
         device: Where it is.
 
     Attributes:
         free: Pages that no text has.
+        text_lengths: Tokens that are kept of each text, `[texts]`.
+        page_counts: Pages that each text has, `[texts]`.
+        page_table: Pages of each text in the order of its tokens, `[texts, pages]` int32.
     """
 
     def __init__(self, shapes: Sequence[LayerShape | None], tokens: int, block: int, device: torch.device) -> None:
@@ -54,13 +58,44 @@ class RowPool(StaticTreeCache):
         super().__init__(shapes, 1, pages * block, device)
         self.block = block
         self.free = list(range(pages - 1, 0, -1))
+        self.text_lengths, self.page_counts = np.zeros((2, 0), dtype=np.int64)
+        self.page_table = np.zeros((0, 1), dtype=np.int32)
+        self._numbers: list[int] = []  # of no text
 
     def grow(self, capacity: int) -> None:
         """See `StaticTreeCache.grow`. All columns count as text: whoever writes to some knows which are."""
         super().grow(capacity)
         self._set_lengths([capacity])
 
-    def take(self, count: int) -> list[int]:
+    def add_text(self) -> int:
+        """Begin an empty text; returns its number."""
+        if not self._numbers:
+            before = len(self.text_lengths)
+            more = max(before, 8)
+            self.text_lengths = np.append(self.text_lengths, np.zeros(more, dtype=np.int64))
+            self.page_counts = np.append(self.page_counts, np.zeros(more, dtype=np.int64))
+            self.page_table = np.pad(self.page_table, ((0, more), (0, 0)))
+            self._numbers = list(range(before + more - 1, before - 1, -1))
+        number = self._numbers.pop()
+        self.text_lengths[number] = self.page_counts[number] = 0
+        return number
+
+    def remove_text(self, number: int) -> None:
+        """Give back the pages of a text, and its number."""
+        self.free += self.page_table[number, : self.page_counts[number]].tolist()
+        self._numbers.append(number)
+
+    def reserve(self, numbers: Integers, tokens: Integers) -> None:
+        """Have room for so many tokens of each of some texts."""
+        for place in np.flatnonzero(tokens > self.page_counts[numbers] * self.block).tolist():
+            number, begin = int(numbers[place]), int(self.page_counts[numbers[place]])
+            end = whole_blocks(int(tokens[place]), self.block) // self.block
+            if end > self.page_table.shape[1]:
+                self.page_table = np.pad(self.page_table, ((0, 0), (0, end)))
+            self.page_table[number, begin:end] = self._take(end - begin)
+            self.page_counts[number] = end
+
+    def _take(self, count: int) -> list[int]:
         """Take so many pages."""
         if count > len(self.free):
             before = self.capacity // self.block
@@ -69,44 +104,45 @@ class RowPool(StaticTreeCache):
             self.free[:0] = range(pages - 1, before - 1, -1)
         return [self.free.pop() for _ in range(count)]
 
+    def columns_of(self, numbers: Integers | int, places: Integers) -> Integers:
+        """Columns of the pool that hold tokens, given their texts and their places in these."""
+        pages: Integers = self.page_table[numbers, places // self.block].astype(np.int64)
+        return pages * self.block + places % self.block
+
 
 class PooledRow(TextRow):
     """One text in a pool.
 
     Attributes:
-        pages: Its pages, in the order of its tokens, `[pages]` int32.
-        length: Tokens that are kept.
+        number: Its number in the pool.
     """
 
     def __init__(self, pool: RowPool) -> None:
         self._pool = pool
-        self.pages = np.empty(0, dtype=np.int32)
-        self.length = 0
+        self.number = pool.add_text()
 
     def __del__(self) -> None:
-        self._pool.free.extend(self.pages.tolist())
+        self._pool.remove_text(self.number)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are kept."""
+        return int(self._pool.text_lengths[self.number])
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self._pool.text_lengths[self.number] = tokens
 
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
-        return len(self.pages) * self._pool.block
-
-    def reserve(self, tokens: int) -> None:
-        """Have room for so many tokens."""
-        if tokens > self.capacity:
-            count = whole_blocks(tokens - self.capacity, self._pool.block) // self._pool.block
-            self.pages = np.append(self.pages, np.array(self._pool.take(count), dtype=np.int32))
-
-    def columns(self, places: Integers) -> Integers:
-        """Where tokens lie in the pool, given their places in the text."""
-        block = self._pool.block
-        return self.pages[places // block].astype(np.int64) * block + places % block
+        return int(self._pool.page_counts[self.number]) * self._pool.block
 
     def copy_start(self, other: PooledRow, tokens: int) -> None:
         """Begin with the first `tokens` tokens of another row, which has them."""
-        self.reserve(tokens)
-        places = np.arange(tokens)
-        self._pool.move(np.zeros_like(places), other.columns(places), self.columns(places))
+        places = self._reserve(tokens)
+        pool = self._pool
+        pool.move(np.zeros_like(places), pool.columns_of(other.number, places), pool.columns_of(self.number, places))
         self.length = tokens
 
     def crop(self, tokens: int) -> None:
@@ -115,14 +151,19 @@ class PooledRow(TextRow):
 
     def adopt(self, text: Row) -> None:
         """Begin with all that a row with a cache of its own has."""
-        self.reserve(text.length)
-        columns = upload(self._pool.buffers[0].device, self.columns(np.arange(text.length)))[0]
+        places = self._reserve(text.length)
+        columns = upload(self._pool.buffers[0].device, self._pool.columns_of(self.number, places))[0]
         for layer, pooled in zip(text.cache.layers, self._pool.layers, strict=False):
             if layer.is_initialized:
                 count = text.length - layer.dropped
                 pooled.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
                 pooled.values.index_copy_(2, columns[layer.dropped :], layer.values.narrow(2, 0, count))
         self.length = text.length
+
+    def _reserve(self, tokens: int) -> Integers:
+        """Have room for so many tokens; returns their places."""
+        self._pool.reserve(np.array([self.number]), np.array([tokens]))
+        return np.arange(tokens)
 
 
 class PooledInputs:
@@ -158,43 +199,31 @@ class PooledInputs:
         """What the model takes, beside its cache."""
         tokens, positions, _, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
-        step = PackedStep([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
-        return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": step}
+        rows = PackedRows([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
+        return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": rows}
 
-    def stage(self, rows: Sequence[PooledRow], step: Step) -> None:
-        """Bring one step of some rows to the device."""
+    def stage(self, pool: RowPool, numbers: Integers, plan: PassPlan) -> None:
+        """Bring one pass over some texts of a pool to the device."""
         tokens, positions, columns, starts, table, *packed = self._staged.here
-        counts, used = step.counts, sum(step.counts)
-        firsts = np.cumsum([0, *counts])
-        starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self.nodes
-        tokens[0, used:], positions[0, used:] = 0, 0
+        forest, places = plan.forest, plan.places
+        used = len(places)
+        starts[:-1], starts[-1] = used, self.nodes
+        starts[: len(numbers)] = forest.firsts[:-1]
+        tokens[0, :used], tokens[0, used:] = forest.slot_tokens, 0
+        positions[0, :used], positions[0, used:] = plan.positions, 0
+        rows = forest.rows_of_slots
+        slots = np.arange(used) - forest.firsts[rows]
+        columns[:used] = pool.columns_of(numbers[rows], plan.lengths[rows] + slots)
         columns[used:] = np.arange(used, self.nodes) % self._block
-        if rows:
-            tokens[0, :used], positions[0, :used], _ = in_a_row(step)
-        for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=False)):
-            table[place, : len(row.pages)] = row.pages
-            columns[first : first + count] = row.columns(row.length + np.arange(count))
-        for buffer in packed:
-            buffer[:used, BITS:] = 0
+        width = min(len(table[0]), pool.page_table.shape[1])
+        table[: len(numbers), :width] = pool.page_table[numbers, :width]
+        for kind, buffer in zip(self._masks.kinds, packed, strict=True):
+            window, chunk = self._masks.reach(kind)
+            at_once(write_masks)(
+                forest.firsts, forest.parent_slots, plan.lengths, places, window or 0, chunk or 0, buffer
+            )
             buffer[used:] = self._alone[: self.nodes - used]
-        # Small trees are packed together, and parts of prompts, whose masks are large, each alone.
-        small = [place for place, count in enumerate(counts) if count <= LARGE]
-        for places in [small, *([place] for place, count in enumerate(counts) if count > LARGE)]:
-            if places:
-                self._pack(step, places, firsts, packed)
         self._staged.send()
-
-    def _pack(self, step: Step, places: Sequence[int], firsts: Integers, packed: Sequence[NDArray[np.int32]]) -> None:
-        """Write the masks of some rows, each of which has columns of its own."""
-        lengths = [step.lengths[place] for place in places]
-        part = Step([step.layouts[place] for place in places], lengths, [step.starts[place] for place in places])
-        counts, size = part.counts, max(part.counts)
-        seen, positions = ancestors(part, len(places), size), padded(part, len(places), size)[1]
-        for buffer, of_kind in zip(packed, self._masks.sights(seen, lengths, positions).values(), strict=True):
-            mask = of_kind.packed()
-            mask[..., SCRATCH] = np.array(lengths)[:, None, None]
-            for place, count, of_row in zip(places, counts, mask[:, 0], strict=True):
-                buffer[firsts[place] : firsts[place] + count, : mask.shape[3]] = of_row[:count]
 
 
 class PooledRunner(ModelRunner):
@@ -216,6 +245,7 @@ class PooledRunner(ModelRunner):
         self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
         self.engine = "static" if records else "dynamic"
         self._texts = self._width = 0
+        self._numbers: Integers = np.empty(0, dtype=np.int64)  # of the rows of the pass
 
     @torch.no_grad()
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
@@ -228,8 +258,9 @@ class PooledRunner(ModelRunner):
         self.pass_sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
         self._make_room(0)
+        nothing = PassPlan(Forest(()), self._numbers, self._numbers)
         for size in self.pass_sizes:
-            self._passes.run(size, 0, self._new_inputs, (), Step((), (), ()))
+            self._passes.run(size, 0, self._new_inputs, self._pool, self._numbers, nothing)
 
     def new_row(self, block: int | None = None) -> PooledRow:
         """An empty row."""
@@ -240,19 +271,22 @@ class PooledRunner(ModelRunner):
         shapes = [shape for shape in self._shapes if shape is not None]
         return sum(shape.heads * (shape.key_size + shape.value_size) * shape.dtype.itemsize for shape in shapes)
 
-    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
-        rows, step = cast(list[PooledRow], self.rows), self._step(places, trees)
-        for row, count in zip(rows, step.counts, strict=True):
-            row.reserve(row.length + count)
-        self._make_room(max(len(row.pages) for row in rows))
-        nodes, firsts = sum(step.counts), np.cumsum([0, *step.counts])
-        reads = [first + layout.read_slots for first, layout in zip(firsts, step.layouts, strict=False)]
+    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
+        self._numbers = numbers = np.array([row.number for row in self.rows], dtype=np.int64)
+        lengths = self._pool.text_lengths[numbers]
+        shifts = [row.shift for row in self.rows]
+        return PassPlan(forest, lengths, lengths, np.array(shifts, dtype=np.int64) if any(shifts) else None)
+
+    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
+        plan, pool = self._plan(places, forest), self._pool
+        pool.reserve(self._numbers, plan.lengths + forest.counts)
+        self._make_room(int(pool.page_counts[self._numbers].max()))
+        nodes = len(forest.tokens)
         size = next((size for size in self.pass_sizes if size >= nodes), None)
         if size is None:
-            logits = self._run_once(nodes, np.concatenate(reads), step)
-            return forward_results(step.counts, step.nodes_read, logits, top_k)
-        logits, listed = self._passes.run(size, top_k, self._new_inputs, rows, step)
-        return forward_results(step.counts, step.nodes_read, logits, top_k, reads, borrowed=True, listed=listed)
+            return pass_result(forest, self._run_once(plan), top_k)
+        logits, listed = self._passes.run(size, top_k, self._new_inputs, pool, self._numbers, plan)
+        return pass_result(forest, logits, top_k, forest.read_slots, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
         """See that inputs are large enough for the rows of the step; what was recorded of other ones is forgotten."""
@@ -264,11 +298,11 @@ class PooledRunner(ModelRunner):
     def _new_inputs(self, nodes: int) -> PooledInputs:
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
 
-    def _run_once(self, nodes: int, keep: Integers, step: Step) -> torch.Tensor:
-        """Logits of a pass with more nodes than those that are recorded, of the nodes `keep` alone, float32."""
-        inputs = self._new_inputs(nodes)
-        inputs.stage(cast(list[PooledRow], self.rows), step)
-        (kept,) = upload(self._device, keep)
+    def _run_once(self, plan: PassPlan) -> torch.Tensor:
+        """Logits of a pass with more nodes than those that are recorded, of nodes that are read alone, float32."""
+        inputs = self._new_inputs(len(plan.forest.tokens))
+        inputs.stage(self._pool, self._numbers, plan)
+        (kept,) = upload(self._device, plan.forest.read_slots)
         arguments = {"logits_to_keep": kept} if self._keeps_logits else {}
         with self._pool.written_at(inputs.columns.long()):
             arguments |= inputs.arguments(self.model, self._pool)
@@ -278,12 +312,13 @@ class PooledRunner(ModelRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        rows, moves = list(zip(cast(list[PooledRow], self.rows), self._slots_of(kept), strict=True)), []
-        for row, slots in rows:
-            if misplaced := [(slot, target) for target, slot in enumerate(slots) if slot != target]:
-                moves.append(row.columns(row.length + np.array(misplaced)))
-        if moves:
-            sources, targets = np.concatenate(moves).T
-            self._pool.move(np.zeros_like(sources), sources, targets)
-        for row, slots in rows:
-            row.length += len(slots)
+        pool, numbers = self._pool, self._numbers
+        rows, slots = self._forest.slots_of(kept)
+        counts = np.bincount(rows, minlength=len(numbers))
+        targets = np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
+        moved = np.flatnonzero(slots != targets)
+        if len(moved):
+            texts, lengths = numbers[rows[moved]], pool.text_lengths[numbers[rows[moved]]]
+            sources, targets = (pool.columns_of(texts, lengths + places[moved]) for places in (slots, targets))
+            pool.move(np.zeros_like(sources), sources, targets)
+        pool.text_lengths[numbers] += counts

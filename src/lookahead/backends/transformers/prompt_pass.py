@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult, forward_results
+from lookahead.backends.forward_result import PassResult, pass_result
 from lookahead.backends.transformers.cache_names import cache_name, knows_its_length
 from lookahead.backends.transformers.chain_cache import SavedState
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, state_of
 from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state
-from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.core.forest import Forest, Layout
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 
 _LEAST_TOLERANCE = 1e-3
@@ -69,16 +70,15 @@ class PromptPass:
         """Drafters are asked, as they may read the prompt, but `tree` has no room."""
         return True
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
         """Let the model read the prompts; arguments as those of `ModelRunner.forward`."""
-        layouts = [lay_out(tree) for tree in trees]
-        columns = [self._columns(row, layout) for row, layout in enumerate(layouts)]
+        forest = Forest.of(trees)
+        columns = [self._columns(row, forest.layout(row)) for row in range(len(forest))]
         keep = -min(int(places[0]) for places in columns)
         logits = self._read(keep).logits.float()
         width = logits.shape[1]
         rows = [(row + 1) * width + places for row, places in enumerate(columns)]
-        nodes = [layout.order[layout.read_slots] for layout in layouts]
-        return forward_results([len(layout.order) for layout in layouts], nodes, logits.flatten(0, 1), top_k, rows)
+        return pass_result(forest, logits.flatten(0, 1), top_k, np.concatenate(rows))
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """All of the prompts was kept when it was read."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner, TextRow, check_chain, vocabulary_size
-from lookahead.backends.forward_result import NOTHING, ForwardResult, forward_results
+from lookahead.backends.forward_result import Listed, PassResult, TreeResult, pass_result
 from lookahead.backends.machine import upload
 from lookahead.backends.transformers.attention import INVARIANT_ROWS, PACKED_ROWS
 from lookahead.backends.transformers.cache_names import cache_name
@@ -27,14 +28,16 @@ from lookahead.backends.transformers.chain_cache import (
     row_of_batch,
 )
 from lookahead.backends.transformers.fixed_passes import StaticSteps
-from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
+from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, PassPlan
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.core.forest import Forest
+from lookahead.core.protocols import JoinedOutputs
+from lookahead.core.token_tree import TokenTree
 
 LONGEST_DRAFTED_PREFILL = 1024
 """Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
@@ -49,6 +52,10 @@ SHORT = 64
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention for dense masks: cuDNN's makes a plan for each shape, and each step has another one."""
+
+
+_UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
+"""The result of an idle tree."""
 
 
 class TransformersRunner(Runner):
@@ -78,28 +85,27 @@ class TransformersRunner(Runner):
         self._limits = limits = limits_of(model, positions_end)
         self.context, self.last_length, self.broken_after = limits.context, limits.last_length, limits.broken_after
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
-        self._layouts: list[Layout] = []
+        self._forest = Forest(())
 
     @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult | JoinedOutputs:
         """See `Runner`."""
-        self._layouts = [lay_out(tree) for tree in trees]
-        groups = self._groups(trees)
+        self._forest = forest = Forest.of(trees)
+        groups = self._groups(forest)
         if len(groups) == 1:
-            return self._pass(groups[0], trees, top_k)
-        found: dict[int, ForwardResult] = {}
+            return self._pass(groups[0], forest, top_k)
+        found: dict[int, TreeResult] = {}
         for places in groups:
-            found.update(zip(places, self._pass(places, [trees[place] for place in places], top_k), strict=True))
-        return [found[place] for place in range(len(trees))]
+            found.update(zip(places, self._pass(places, forest.take(places), top_k), strict=True))
+        return JoinedOutputs([found[place] for place in range(forest.rows)])
 
-    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
         """One forward pass over the trees of some rows."""
-        step = self._step(places, trees)
-        logits, inputs = self._run(places, step)
+        logits, inputs = self._run(places, self._plan(places, forest))
         if "logits_to_keep" not in inputs.arguments:
             logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
         # transformers chooses tokens from float32 logits whatever the model's own type
-        return forward_results(step.counts, step.nodes_read, logits.flatten(0, 1).float(), top_k, inputs.rows)
+        return pass_result(forest, logits.flatten(0, 1).float(), top_k, inputs.rows)
 
     def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
         """What `model` gives."""
@@ -110,24 +116,28 @@ class TransformersRunner(Runner):
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
     def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Where the nodes of each path were sent."""
-        rows = zip(kept, self._layouts, strict=True)
-        return [list(nodes) if layout.is_chain else layout.slots[list(nodes)].tolist() for nodes, layout in rows]
+        """Slots of the nodes of each path."""
+        rows, slots = self._forest.slots_of(kept)
+        found: list[list[int]] = [[] for _ in kept]
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            found[row].append(slot)
+        return found
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         """The rows that share each pass."""
         return [list(range(len(trees)))]
 
-    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        """What a pass over the trees of some rows is to run; an idle row has no position."""
+    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
+        """A pass over the trees of some rows; an idle row has no position."""
         rows = [self.rows[place] for place in places]
-        lengths = [row.length for row in rows]
-        idle = [tree is self._idle for tree in trees]
-        starts = [0 if alone else length for alone, length in zip(idle, lengths, strict=True)]
-        shifts = [0 if alone else row.shift for alone, row in zip(idle, rows, strict=True)]
-        return Step([self._layouts[place] for place in places], lengths, starts, shifts if any(shifts) else None)
+        starts = lengths = np.array([row.length for row in rows], dtype=np.int64)
+        shifts = np.array([row.shift for row in rows], dtype=np.int64)
+        if self._idle in forest.trees:
+            idle = [tree is self._idle for tree in forest]
+            starts, shifts = np.where(idle, 0, lengths), np.where(idle, 0, shifts)
+        return PassPlan(forest, lengths, starts, shifts if shifts.any() else None)
 
-    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
         """The logits of a pass, `[rows, nodes or those that are kept, vocabulary]`, and what the model took."""
         raise NotImplementedError
 
@@ -291,9 +301,9 @@ class ModelRunner(TransformersRunner):
         Not if it is a part of a text, nor, of padded rows, if it is a prompt too long to be sent with a mask, or the
         model would go by the draft's places in the cache.
         """
-        if self.packed or not tree.needs_logits[tree.root]:
-            return tree.needs_logits[tree.root]
-        start = max(row.length for row in self.rows)
+        if self.packed or not tree.reads_root:
+            return tree.reads_root
+        start = max([row.length for row in self.rows])
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
@@ -303,28 +313,28 @@ class ModelRunner(TransformersRunner):
         alone = [[place] for place in range(len(trees)) if place not in together]
         return [together, *alone] if together else alone
 
-    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
         """A static pass, if there is one of that size."""
-        results = None if self._steps is None else self._steps.forward(self._step(places, trees), top_k)
-        return super()._pass(places, trees, top_k) if results is None else results
+        result = None if self._steps is None else self._steps.forward(self._plan(places, forest), top_k)
+        return super()._pass(places, forest, top_k) if result is None else result
 
-    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        step = super()._step(places, trees)
+    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
+        plan = super()._plan(places, forest)
         if self._forgets:
             self.rows[0].cache.drop()  # before the masks are made
-            step.dropped = self.rows[0].cache.dropped
-        return step
+            plan.dropped = self.rows[0].cache.dropped
+        return plan
 
-    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
-        cache = self._cache([self.rows[place] for place in places], step)
-        inputs = self._layout.inputs(step, cache)
+    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+        cache = self._cache([self.rows[place] for place in places], plan)
+        inputs = self._layout.inputs(plan, cache)
         return self._call(self.model, inputs, {self._cache_name: cache}).logits, inputs
 
-    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
-        """What the model takes for the cache of some rows."""
+    def _cache(self, rows: Sequence[Any], plan: PassPlan) -> Any:
+        """The cache argument of the model, for some rows."""
         if self.packed:
-            return PackedCache(rows, step.counts)
-        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, step.counts)
+            return PackedCache(rows, plan.counts.tolist())
+        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.counts.tolist())
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -408,10 +418,10 @@ class ChainRunner(TransformersRunner):
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
-        return self._drafts and tree.needs_logits[tree.root]
+        return self._drafts and tree.reads_root
 
     @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult | JoinedOutputs:
         """See `Runner`.
 
         Raises:
@@ -426,13 +436,13 @@ class ChainRunner(TransformersRunner):
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         return [[place] for place in range(len(trees))]
 
-    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
-        if trees[0] is self._idle:
-            return [ForwardResult(torch.empty(0), {}, lambda: NOTHING)]
-        return super()._pass(places, trees, top_k)
+    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
+        if forest[0] is self._idle:
+            return PassResult(forest, torch.empty(0), np.array([-1]), lambda: _UNREAD)
+        return super()._pass(places, forest, top_k)
 
-    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
-        inputs, row = self._layout.inputs(step), self.rows[places[0]]
+    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+        inputs, row = self._layout.inputs(plan), self.rows[places[0]]
         count = inputs.tokens.shape[1]
         module = self._engine if count <= SHORT or (row.length and is_forgetful(self.model)) else self.model
         inputs.tokens = row.input(inputs.tokens)
@@ -457,8 +467,8 @@ class ChainRunner(TransformersRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the states of rows all nodes of whose trees are `kept`; the others go back to those of before."""
-        for row, layout, nodes in zip(self.rows, self._layouts, kept, strict=True):
-            row.settle(len(layout.order), len(nodes))
+        for row, count, nodes in zip(self.rows, self._forest.counts.tolist(), kept, strict=True):
+            row.settle(count, len(nodes))
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
         """See `TransformersRunner`."""

@@ -71,6 +71,11 @@ class TextSequence(SequenceState):
         self.length += 1
         return super().append(token)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text, whose end somebody else has looked for."""
+        self.length += len(tokens)
+        super().extend(tokens)
+
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
@@ -157,7 +162,7 @@ class TextSampler:
 
     def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
         """Begin to sample after all nodes that the walk may come to, where the host would have to wait for each.
-        `outputs` is a `ForwardResult`.
+        `outputs` is a `TreeResult`.
 
         Each place has its noise, whatever comes before it, so that the token after a node depends on its depth and its
         logits alone, unless a processor looks at the text. On CUDA each row of a softmax is summed by itself, in an
@@ -169,8 +174,8 @@ class TextSampler:
         if self._noise is None or not self._ignores_text or device.type != "cuda" or outputs.logits.device != device:
             return
         top = tree.depths[tree.root]
-        below = range(tree.root, len(tree))
-        nodes = [node for node in below if node in outputs.rows and tree.kinds[node] is not NodeKind.WINDOW]
+        below, logit_rows = range(tree.root, len(tree)), outputs.logit_rows.tolist()
+        nodes = [node for node in below if logit_rows[node] >= 0 and tree.kinds[node] is not NodeKind.WINDOW]
         # What is left out is selected when the walk comes to it.
         nodes = nodes[: max(MOST_BYTES // (4 * outputs.logits.shape[-1]), 1)]
         like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
@@ -178,7 +183,7 @@ class TextSampler:
         nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
         if not nodes:
             return
-        rows, depths = [outputs.rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
+        rows, depths = [logit_rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
         places = upload(device, np.array([rows, depths]))[0]
         scores = outputs.logits.index_select(0, places[0]).float()
         scores = self._process(None, scores)

@@ -59,6 +59,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.length = self.dropped = 0
         self.window, self.block = window, block
+        self.is_sliding = window is not None  # whether columns are forgotten; transformers asks each layer
         self.indexer: TreeLayer | None = None
 
     @classmethod
@@ -70,11 +71,6 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         layer.keys, layer.values = keys, values
         layer.length, layer.dropped = length, length - keys.shape[2]
         return layer
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether columns are forgotten."""
-        return self.window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take texts, heads, head sizes, dtype and device from the first states that come."""
@@ -227,7 +223,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
-        return self._layer(layer_idx).update(key_states, value_states)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
+        keys_and_values: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
+        return keys_and_values
 
     def _layer(self, index: int) -> TreeLayer:
         layers: list[TreeLayer] = self.layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.core.protocols import StepResult
+from lookahead.core.protocols import RowsBudget, StepResult, StepResults
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
@@ -165,10 +166,64 @@ class DraftBatch:
             for drafter, tree in asked:
                 drafter.forbid(self, tree)
             places = wanted["place"]
-            ends = (1 + self.state.counts[places]).tolist()
-            found = [self.state.trees[place, 1:end] for place, end in zip(places.tolist(), ends, strict=True)]
-        for (drafter, tree), nodes in zip(asked, found, strict=True):
-            drafter.offer(tree, nodes["token"].tolist(), nodes["parent"].tolist(), nodes["offered"].copy())
+            rows, nodes = _spread(self.state.counts[places])
+            found = self.state.trees[places[rows], nodes + 1]
+        self._offer(asked, places, found["token"], found["offered"].copy())
+
+    def _offer(
+        self,
+        asked: Sequence[tuple[AutoDrafter, TokenTree]],
+        places: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        likely: NDArray[np.float64],
+    ) -> None:
+        """Have the budgets of some texts choose among the nodes found, and add these to the trees.
+
+        Args:
+            asked: The texts.
+            places: The place of each.
+            tokens: Tokens of the nodes found, text after text.
+            likely: Their probabilities.
+        """
+        found = self.state.counts[places]
+        most = np.minimum(found, [drafter.most for drafter, _ in asked])
+
+        def send(counts: NDArray[np.int64]) -> None:
+            rows, nodes = _spread(counts)
+            sent = self.state.trees[places[rows], nodes + 1]
+            firsts = np.array([drafter.first_node(tree) for drafter, tree in asked])
+            tokens, parents = sent["token"].tolist(), (sent["parent"] + firsts[rows]).tolist()
+            end = 0
+            for (drafter, tree), count in zip(asked, counts.tolist(), strict=True):
+                begin, end = end, end + count
+                drafter.send(tree, tokens[begin:end], parents[begin:end])
+
+        vocabulary = min([tree.vocabulary for _, tree in asked])
+        if int(tokens.max(initial=0)) >= vocabulary:  # what was learned of another one
+            most = np.minimum(most, [self._known(place, tree) for place, (_, tree) in zip(places, asked, strict=True)])
+        if (most < found).any():
+            rows, nodes = _spread(found)
+            likely = likely[nodes < most[rows]]
+        budget = asked[0][0].budget
+        if len({id(drafter.budget) for drafter, _ in asked}) == 1 < len(asked) and isinstance(budget, RowsBudget):
+            budget.offer_rows(likely, most, send)
+            return
+        ends = most.cumsum().tolist()
+        for row, (drafter, tree) in enumerate(asked):
+            offered = likely[ends[row] - int(most[row]) : ends[row]]
+            one = partial(self._send_one, drafter, tree, int(places[row]))
+            drafter.budget.offer(offered.copy(), one, drafter.pending(tree))
+
+    def _known(self, place: np.int64, tree: TokenTree) -> int:
+        """Number of the first nodes found whose tokens the model knows."""
+        tokens = self.state.trees["token"][place, 1 : self.state.counts[place] + 1]
+        unknown = np.flatnonzero(tokens >= tree.vocabulary)
+        return int(unknown[0]) if len(unknown) else len(tokens)
+
+    def _send_one(self, drafter: AutoDrafter, tree: TokenTree, place: int, count: int) -> None:
+        """Add the first nodes found after a text to its tree."""
+        sent = self.state.trees[place, 1 : count + 1]
+        drafter.send(tree, sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
 
     def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
         """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
@@ -183,9 +238,31 @@ class DraftBatch:
         """Draft after some texts, into the state; see `search.find`."""
         self._find(wanted, noise, self.state, self.room)
 
-    def observe_rows(self, drafters: Sequence[AutoDrafter], results: Sequence[StepResult]) -> None:
+    def observe_rows(self, drafters: Sequence[AutoDrafter], rows: Sequence[int], step: StepResults) -> None:
         """See `RowsDrafter`."""
-        self.learn_rows([pair for pair in zip(drafters, results, strict=True) if pair[0].ends(pair[1])])
+        outputs, added, shown, firsts = step.outputs, list[int](), list[tuple[int, int, int, int]](), list[int]()
+        listed = outputs.top_ids.shape[1]
+        with self.memory.lock:
+            for drafter, row in zip(drafters, rows, strict=True):
+                walk = step.walks[row]
+                if walk is not None and drafter.ends(walk.tree, walk.tokens, listed):
+                    shown.append(drafter.shown_nodes(self, walk.tree, len(walk.tokens)))
+                    firsts.append(row)
+                    added += walk.tokens
+            if not shown:
+                return
+            of_rows = np.array(shown, dtype=SHOWN)
+            of_row, nodes = _spread(of_rows["nodes"])
+            nodes += step.forest.firsts[firsts][of_row]
+            if self.reads and listed:
+                said = outputs.top_ids[nodes], outputs.top_probabilities[nodes]  # copies: they are written over
+            else:
+                ids = (
+                    outputs.predictions[nodes][:, None] if self.reads else np.full((len(nodes), 1), -1, dtype=np.int64)
+                )
+                said = ids, np.ones(ids.shape, dtype=np.float32)
+            tokens = np.array(added, dtype=np.int64)
+            self.learn(Step(of_rows, tokens, *said, np.empty(len(nodes), dtype=np.int64)))
 
     def learn_rows(self, asked: Sequence[tuple[AutoDrafter, StepResult]]) -> None:
         """Learn what a step showed of some texts."""
@@ -241,6 +318,12 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
         if batch is None:
             memory.batches[settings] = batch = DraftBatch(memory, *settings)
         return batch
+
+
+def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The number of each row as often as it counts, and 0, 1, ... for each of its entries."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 def _doubled(array: NDArray[Any]) -> NDArray[Any]:

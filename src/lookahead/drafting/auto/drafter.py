@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.protocols import FixedBudget, StepBudget, StepResult
@@ -190,19 +189,24 @@ class AutoDrafter:
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
         batch.state.counts[self._place] = len(rows) - 1
 
-    def offer(self, tree: TokenTree, tokens: list[int], parents: list[int], likely: NDArray[np.float64]) -> None:
-        """Have the budget choose among the nodes found."""
-        first = tree.root + self._certain
-        self._tree, self._sent = tree, 0
+    @property
+    def most(self) -> int:
+        """Most candidates that are sent in this step."""
+        return min(self.budget.most, self._most - self._certain)
 
-        def send(chosen: int) -> None:
-            self._sent = chosen
-            tree.add_new_candidates(tokens[:chosen], [first + parent for parent in parents[:chosen]])
+    def send(self, tree: TokenTree, tokens: list[int], parents: list[int]) -> None:
+        """Add the first nodes found to the tree, each after its parent, a node of the tree."""
+        self._tree, self._sent = tree, len(tokens)
+        if tokens:
+            tree.add_new_candidates(tokens, parents)
 
-        most = min(self.budget.most, self._most - self._certain)
-        if max(tokens, default=0) >= tree.vocabulary:  # what was learned of another vocabulary
-            most = min(most, next(place for place, token in enumerate(tokens) if token >= tree.vocabulary))
-        self.budget.offer(likely[:most], send, tree.root + 1 if self._chains else 1)
+    def first_node(self, tree: TokenTree) -> int:
+        """The node of the tree that drafts follow: the root, or the last certain token."""
+        return tree.root + self._certain
+
+    def pending(self, tree: TokenTree) -> int:
+        """Nodes of the tree that count for a budget beside candidates."""
+        return tree.root + 1 if self._chains else 1
 
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
@@ -216,24 +220,34 @@ class AutoDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
-        if self.ends(result) and self._batch is not None:
-            self._batch.learn_rows([(self, result)])
-
-    def ends(self, result: StepResult) -> bool:
-        """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later."""
         for source in self._sources:
             source.observe(result)
-        if result.tree is not self._tree:
+        if self.ends(result.tree, result.tokens, result.top_ids.shape[1]) and self._batch is not None:
+            self._batch.learn_rows([(self, result)])
+
+    def ends(self, tree: TokenTree, tokens: list[int], listed: int) -> bool:
+        """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later.
+
+        Args:
+            tree: The tree that was sent.
+            tokens: The tokens that the step added to the text.
+            listed: Number of likeliest tokens that are known of each node.
+        """
+        if tree is not self._tree:
             self._sent = 0
         self._tree = None
         # Nothing is done that can wait: not in a rest, and before a first draft, which many short texts never have.
-        certain = result.tree.certain
-        is_searched = self._batch is not None and not self.budget.backs_off and certain <= self._certain
-        if is_searched and self._learns and (result.top_ids.shape[1] or self.memory.observed or self._is_lost):
-            self._certain = certain
+        is_searched = self._batch is not None and not self.budget.backs_off and tree.certain <= self._certain
+        if is_searched and self._learns and (listed or self.memory.observed or self._is_lost):
+            self._certain = tree.certain
             return True
-        self._late += result.tokens[certain if is_searched else 0 :]
+        self._late += tokens[tree.certain if is_searched else 0 :]
         return False
+
+    def shown_nodes(self, batch: DraftBatch, tree: TokenTree, added: int) -> tuple[int, int, int, int]:
+        """A `SHOWN` of a step without certain tokens, which added so many tokens."""
+        self._catch_up(batch)
+        return self._place, tree.root, tree.root + 1 + self._sent, added
 
     def shown(self, batch: DraftBatch, result: StepResult) -> Shown:
         """What a step showed."""

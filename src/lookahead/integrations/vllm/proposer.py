@@ -304,7 +304,8 @@ class LookaheadProposer:
             found = rows.places[drafting]
             offers = [batch.state.trees["probability"][place, 1 : 1 + batch.state.counts[place]] for place in found]
             learned = 0 if self._target is None else len(found)
-            batch.state.counts[found] = pace.share(offers, len(found), learned)
+            counts = batch.state.counts[found]
+            batch.state.counts[found] = pace.share(np.concatenate(offers), counts, len(found), learned)
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.state.counts[places[places >= 0]], 0).sum())
         return places

@@ -18,8 +18,8 @@ import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
 from lookahead.core.compiled import compiled, inner
+from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 BLOCK = 64
 """Keys that are gone through together."""

@@ -32,7 +32,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, END, FIRST, SCRATCH, VISIBLE, WORD, Pages
+from lookahead.backends.transformers.tree_attention.packed_mask import END, Pages
 from lookahead.backends.transformers.tree_attention.running_softmax import (
     Tiling,
     attend,
@@ -41,6 +41,7 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
     load_rows,
     store_share,
 )
+from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 # Triton's language sees globals only as constants of its own.
 _VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)

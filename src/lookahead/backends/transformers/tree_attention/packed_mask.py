@@ -6,14 +6,7 @@ It has four dimensions because transformers hands a mask of four dimensions to t
 
 The keys it speaks of lie in columns: column j of a row holds the cached token at position j, as far as the row's text
 goes; the nodes of this step lie, in slot order, behind the longest row, from the column `scratch` on. What lies between
-the end of a row and the scratch is garbage. Of each query the packed mask says:
-
-| column | what it holds |
-| --- | --- |
-| `VISIBLE` | cached tokens it may see: those at positions below this number |
-| `FIRST` | the first position it may see; more than 0 in layers that see part of the text |
-| `SCRATCH` | the column where the nodes of this step begin, the same number for all queries |
-| `BITS` and on | the slots it may see, one bit each: bit `slot % 32` of word `slot // 32` |
+the end of a row and the scratch is garbage. `lookahead.core.packed_masks` says what the columns of a mask hold.
 
 Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be copied
 up to date.
@@ -32,11 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-VISIBLE, FIRST, SCRATCH, BITS = 0, 1, 2, 3
+from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD, packed_width
+
 END = SCRATCH
 """In a mask along paths, the column for the position where what a query sees ends."""
-WORD = 32
-"""Slots in one word of a bit set."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +44,6 @@ class Pages:
     table: torch.Tensor
     starts: torch.Tensor
     size: int
-
-
-def packed_width(nodes: int) -> int:
-    """Size of the last dimension of the packed mask of `nodes` nodes."""
-    return BITS + -(-nodes // WORD)
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ class Sight:
 
 def sight(
     ancestors: NDArray[np.bool_],
-    lengths: Sequence[int],
+    lengths: Sequence[int] | NDArray[np.int64],
     positions: NDArray[np.int64],
     window: int | None = None,
     chunk: int | None = None,
@@ -129,7 +116,7 @@ def sight(
         # A node and its ancestors are as far apart as their positions say.
         slots &= positions[:, None, :] >= first[:, :, None]
     slots.reshape(batch, -1)[:, :: nodes + 1] = True  # the diagonal
-    return Sight(slots, is_real * np.asarray(lengths)[:, None], first, max(lengths))
+    return Sight(slots, is_real * np.asarray(lengths)[:, None], first, int(max(lengths)))
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:

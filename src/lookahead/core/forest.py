@@ -1,0 +1,274 @@
+"""The trees of a step as arrays: all nodes of all rows one behind another, and the order in which they are sent.
+
+A tree numbers its nodes in the order in which they were added (`TokenTree`). A pass reads them in *slots*: pending
+tokens first, then the others depth first, each node followed by the child that was added first, the candidates below
+the root before its window. Drafters add the likeliest path first, so the accepted path most often lies directly behind
+the root, where its keys and values need not be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import FIRST, LOOPS, TypedLoop, at_once, compiled
+from lookahead.core.token_tree import NodeKind, TokenTree
+
+Integers = NDArray[np.int64]
+
+
+class Layout(NamedTuple):
+    """The order in which the nodes of one tree are sent.
+
+    Attributes:
+        order: Node in each slot, `[nodes]`.
+        slots: Slot of each node, `[nodes]`, the inverse of `order`.
+        tokens: Token id in each slot, `[nodes]` int64.
+        depths: Depth of the node in each slot, `[nodes]` int64.
+        read_slots: Slots whose prediction is wanted, ascending.
+        parent_slots: Slot of the parent of the node in each slot, `[nodes]`; -1 for the first pending token.
+        pending: Number of pending tokens.
+    """
+
+    order: Integers
+    slots: Integers
+    tokens: Integers
+    depths: Integers
+    read_slots: Integers
+    parent_slots: Integers
+    pending: int
+
+    @property
+    def is_chain(self) -> bool:
+        """See `TokenTree.is_chain`."""
+        return len(self.order) == self.pending
+
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """Slots that each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
+        mask = np.zeros((1, len(self.order), len(self.order)), dtype=np.bool_)
+        _see_ancestors(np.array([0, len(self.order)]), self.parent_slots, mask)
+        found: NDArray[np.bool_] = mask[0]
+        return found
+
+
+_NONE, _ZERO, _ONE, _BOTH, _BEFORE = (np.array(values, dtype=np.int64) for values in ([], [0], [1], [0, 1], [-1]))
+_UNREAD, _READ = np.array([False]), np.array([True])
+
+
+class Forest(Sequence[TokenTree]):
+    """The trees of a step, one for each row.
+
+    Args:
+        trees: The trees. They must not change any more.
+
+    Attributes:
+        trees: As above.
+        rows: Number of trees.
+        counts: Nodes of each tree, `[rows]`.
+        firsts: Nodes of all trees before each, and behind them their sum, `[rows + 1]`.
+        roots: The root of each tree, a node of that tree, `[rows]`.
+        tokens: Token id of each node, `[nodes]`; in the order of nodes, like all that follows but `order` and
+            `parent_slots`.
+        parents: Parent of each node, a node of its tree; -1 for the first pending token.
+        reads: Whether the prediction after each node is wanted, `[nodes]` bool.
+        in_window: Whether each node is a window node, `[nodes]` bool.
+        depths: Distance of each node from the cached text.
+        slots: Slot of each node within its tree.
+        order: Index in these arrays of the node in each slot of all trees, one tree behind another.
+        parent_slots: Slot of the parent of the node in each slot, within its tree; -1 for the first pending token.
+        is_plain: Whether nothing was drafted for any row.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self.trees = trees
+        self.rows = len(trees)
+        if len(trees) == 1 and len(trees[0]) == 1:
+            self._take_token(trees[0])
+            return
+        self.counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+        self.roots = np.array([tree.root for tree in trees], dtype=np.int64)
+        self.is_plain = bool((self.counts == self.roots + 1).all())
+        self.firsts = np.zeros(len(trees) + 1, dtype=np.int64)
+        self.counts.cumsum(out=self.firsts[1:])
+        self.tokens = _flat([tree.tokens for tree in trees])
+        self.reads = np.array([*chain.from_iterable([tree.needs_logits for tree in trees])], dtype=np.bool_)
+        self.in_window = np.zeros(len(self.tokens), dtype=np.bool_)
+        if self.is_plain:
+            self._lay_out_plain()
+        else:
+            self._lay_out()
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree]) -> Forest:
+        """The trees as a forest, which they may be already."""
+        return trees if isinstance(trees, cls) else cls(trees)
+
+    @overload
+    def __getitem__(self, row: int) -> TokenTree: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[TokenTree]: ...
+
+    def __getitem__(self, row: int | slice) -> TokenTree | Sequence[TokenTree]:
+        return self.trees[row]
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __iter__(self) -> Iterator[TokenTree]:
+        return iter(self.trees)
+
+    def _take_token(self, tree: TokenTree) -> None:
+        """One token of one text: a step of plain decoding, which has little time."""
+        self.is_plain = True
+        self.tokens, self.reads = np.array(tree.tokens, dtype=np.int64), _READ if tree.reads_root else _UNREAD
+        self.counts, self.firsts, self.in_window = _ONE, _BOTH, _UNREAD
+        self.roots = self.depths = self.slots = self.order = self.rows_of_slots = _ZERO
+        self.parents = self.parent_slots = _BEFORE
+        self.read_slots = self.read_nodes = _ZERO if tree.reads_root else _NONE
+
+    def _lay_out_plain(self) -> None:
+        """Chains of pending tokens, whose nodes are sent in their order."""
+        size = len(self.tokens)
+        self.order = np.arange(size)
+        self.depths = self.slots = self.order - self.firsts[self.rows_of_slots] if size > self.rows else self.order * 0
+        self.parents = self.parent_slots = self.depths - 1
+
+    def _lay_out(self) -> None:
+        self.parents = _flat([tree.parents for tree in self.trees])
+        if True in [tree.has_window for tree in self.trees]:
+            kinds = chain.from_iterable(tree.kinds for tree in self.trees)
+            self.in_window[:] = [kind is NodeKind.WINDOW for kind in kinds]
+        found = np.empty((6, len(self.tokens)), dtype=np.int64)
+        loop = at_once(_write_order) if LOOPS.awaited else _depth_first
+        loop(self.firsts, self.roots, self.parents, self.in_window, found)
+        self.order, self.slots, self.parent_slots, self.depths, *_ = found
+
+    @cached_property
+    def rows_of_slots(self) -> Integers:
+        """The row of each node, and of each slot, `[nodes]`."""
+        return np.repeat(np.arange(self.rows), self.counts)
+
+    @cached_property
+    def read_slots(self) -> Integers:
+        """Slots of all trees, counted through, whose prediction is wanted, ascending."""
+        return np.flatnonzero(self.reads if self.is_plain else self.reads[self.order])
+
+    @cached_property
+    def read_nodes(self) -> Integers:
+        """The index of the node in each of `read_slots`."""
+        return self.order[self.read_slots]
+
+    @cached_property
+    def slot_tokens(self) -> Integers:
+        """Token id in each slot, `[nodes]`."""
+        return self.tokens if self.is_plain else self.tokens[self.order]
+
+    @cached_property
+    def slot_depths(self) -> Integers:
+        """Depth of the node in each slot, `[nodes]`."""
+        return self.depths if self.is_plain else self.depths[self.order]
+
+    def slots_of(self, kept: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+        """The rows and slots, within their trees, of some nodes of each tree: two arrays `[nodes kept]`."""
+        counts = [len(nodes) for nodes in kept]
+        rows, nodes = np.repeat(np.arange(len(kept)), counts), _flat(kept)
+        return rows, nodes if self.is_plain else self.slots[self.firsts[rows] + nodes]
+
+    def take(self, rows: Sequence[int]) -> Forest:
+        """The trees of some rows."""
+        return self if len(rows) == self.rows else Forest([self.trees[row] for row in rows])
+
+    def layout(self, row: int) -> Layout:
+        """The order in which the nodes of one tree are sent."""
+        begin, end = self.firsts[row], self.firsts[row + 1]
+        nodes = self.order[begin:end]
+        return Layout(
+            nodes - begin,
+            self.slots[begin:end],
+            self.tokens[nodes],
+            self.depths[nodes],
+            np.flatnonzero(self.reads[nodes]),
+            self.parent_slots[begin:end],
+            int(self.roots[row]) + 1,
+        )
+
+    def ancestors(self, rows: int, nodes: int) -> NDArray[np.bool_]:
+        """Slots that each slot of padded trees may attend to, `[rows, nodes, nodes]` bool; none of padding."""
+        mask = np.zeros((rows, nodes, nodes), dtype=np.bool_)
+        _see_ancestors(self.firsts, self.parent_slots, mask)
+        return mask
+
+
+def lay_out(tree: TokenTree) -> Layout:
+    """The order in which the nodes of `tree` are sent."""
+    return Forest([tree]).layout(0)
+
+
+def _flat(lists: Iterable[Sequence[int]]) -> Integers:
+    return np.array([*chain.from_iterable(lists)], dtype=np.int64)
+
+
+def _see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bool_]) -> None:
+    """Write for each tree which slots each of its slots may attend to: its ancestors and itself."""
+    if not LOOPS.awaited:
+        see_ancestors(firsts, parent_slots, mask)
+        return
+    for seen, begin, end in zip(mask, firsts, firsts[1:], strict=False):
+        for slot, parent in enumerate(parent_slots[begin:end]):  # for long prompts numpy's rows are quicker
+            if parent >= 0:
+                seen[slot] = seen[parent]
+            seen[slot, slot] = True
+
+
+@compiled
+def see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bool_]) -> None:
+    """See `_see_ancestors`."""
+    for row in range(len(firsts) - 1):
+        seen, begin = mask[row], firsts[row]
+        for slot in range(firsts[row + 1] - begin):
+            parent = parent_slots[begin + slot]
+            for other in range(parent + 1):  # what its parent sees lies before that
+                seen[slot, other] = seen[parent, other]
+            seen[slot, slot] = True
+
+
+@compiled
+def _write_order(
+    firsts: Integers, roots: Integers, parents: Integers, in_window: NDArray[np.bool_], found: Integers
+) -> None:
+    """Write `order`, `slots`, `parent_slots` and `depths` of a `Forest`. The last two rows of `found` are scratch: the
+    first child of each node, and its next sibling, -1 where there is none."""
+    order, slots, parent_slots, depths, child, sibling = found[0], found[1], found[2], found[3], found[4], found[5]
+    for row in range(len(firsts) - 1):
+        begin, root, count = firsts[row], roots[row], firsts[row + 1] - firsts[row]
+        for node in range(count):
+            parent = parents[begin + node]
+            child[begin + node] = sibling[begin + node] = -1
+            depths[begin + node] = depths[begin + parent] + 1 if node > 0 else 0
+        for window in (True, False):  # whatever is put in later comes before
+            for node in range(count - 1, root, -1):
+                parent = parents[begin + node]
+                if (parent == root and in_window[begin + node]) == window:
+                    sibling[begin + node], child[begin + parent] = child[begin + parent], node
+        slot = node = FIRST
+        while slot < count:
+            order[begin + slot], slots[begin + node] = begin + node, slot
+            parent_slots[begin + slot] = slots[begin + parents[begin + node]] if node > 0 else -1
+            slot += 1
+            if node < root:
+                node += 1
+            elif child[begin + node] >= 0:
+                node = child[begin + node]
+            else:
+                while node > root and sibling[begin + node] < 0:
+                    node = parents[begin + node]
+                node = sibling[begin + node] if node > root else node
+
+
+_depth_first = TypedLoop(_write_order)
