@@ -5,7 +5,6 @@ ARG BASE=debian:trixie-slim
 FROM ${BASE}
 ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
-ARG EXTRA=
 
 # On GPUs Triton compiles the kernel of token trees, with a C compiler and Python's headers.
 RUN apt-get update \
@@ -22,6 +21,7 @@ COPY constraints.txt ./
 RUN pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
+ARG EXTRA=
 RUN pip install --constraint constraints.txt '.[serve]' $EXTRA
 
 USER lookahead

@@ -1,11 +1,11 @@
-"""Build the image of the Dockerfile, run it, and try what it promises: `make test-container`.
+"""Build the image of the Dockerfile, run a container, and try it: `make test-container`.
 
     python tools/container.py
     python tools/container.py --engine 'podman --runtime runc' --run='--network host'   # without a daemon
     python tools/container.py --build='--build-arg BASE=debian:bookworm-slim'
 
 A container becomes healthy by the check of the image, is not root, answers a request and shows the page. It compiles no
-loop, ends on SIGTERM with exit code 0, and leaves what it learned in the volume.
+loop, ends on SIGTERM with exit code 0, and leaves its memory in the volume.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PATIENCE = 600
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile: their names, and what follows on one line."""
+    """The instructions of the Dockerfile: their names, and the rest of each on one line."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     lines = re.sub(r"\s*\\\n\s*", " ", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines if line)]
 
 
 def health_check() -> list[str]:
-    """The command by which an engine asks a container whether it is healthy."""
+    """The command that tells an engine if a container is healthy."""
     (check,) = (rest for name, rest in dockerfile() if name == "HEALTHCHECK")
     return list(json.loads(check.partition("CMD ")[2]))
 
@@ -58,7 +58,7 @@ class Trial:
         subprocess.run([*self._engine, "build", "--tag", NAME, *options, str(ROOT)], check=True)
 
     def say(self, *words: str) -> str:
-        """Run a command of the engine, and return what it says."""
+        """Run a command of the engine; its output."""
         done = subprocess.run([*self._engine, *words], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
@@ -77,7 +77,7 @@ class Trial:
         raise RuntimeError(f"not healthy after {_PATIENCE} s: {self.logs()}")
 
     def logs(self) -> str:
-        """What it wrote, on both streams."""
+        """Its output on both streams."""
         done = subprocess.run([*self._engine, "logs", NAME], capture_output=True, text=True)
         return done.stdout + done.stderr
 
@@ -134,7 +134,7 @@ def try_container(trial: Trial) -> dict[str, bool]:
         "the page is served": "<html" in html,
         f"{len(compiled)} loops are compiled": not compiled,
         f"SIGTERM ends it with exit code {code}": code == 0,
-        "what it learned is in the volume": "demo" in trial.files(),
+        "its memory is in the volume": "demo" in trial.files(),
     }
 
 
