@@ -27,7 +27,7 @@ RUN pip install --constraint constraints.txt '.[serve]' $EXTRA
 USER lookahead
 WORKDIR /home/lookahead
 # Loops are compiled now, so that no request waits for them.
-RUN lookahead generate 'def add(a, b):' --max-new-tokens 20
+RUN lookahead warm-up
 
 # What the drafts learned of a model's predictions lasts beyond the container.
 VOLUME /data
