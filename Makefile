@@ -92,7 +92,7 @@ build/schemathesis: constraints.txt | $(VENV)/installed
 	touch $@
 
 test-hostile: build/schemathesis  ## 2,000 random requests to the server, and hostile ones
-	PYTHONPATH=build/schemathesis $(BIN)/python tests/support/run_hostile.py --cases 2000
+	PYTHONPATH=build/schemathesis:tests/support $(BIN)/python tests/server/run_hostile.py --cases 2000
 
 # In an environment of its own: it brings other versions of what is here. torch before it, in the version that is here:
 # asked for by itself, guidellm takes the newest one, with gigabytes for CUDA even where a build for CPUs can be had.
@@ -174,24 +174,26 @@ ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts
 	mkdir -p $(OUT)/benchmarks/results
 	$</bin/python examples/ray_serve_llm.py --load --output $(OUT)/benchmarks/results/ray-serve-llm.jsonl
 
+CASES_OF = $(BIN)/python tests/support/run_cases.py
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled, 300 batched and 1,000 sampled batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
-	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
-	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
-	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
-	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
-	$(BIN)/python tests/support/run_batches.py --cases 1000 --seed 0 --sampled
-	$(BIN)/python tests/support/run_fuzz.py --running-states --equal 500 --seed-start 10000
-	$(BIN)/python tests/support/run_fuzz.py --images --equal 200 --seed-start 20000
+	$(CASES_OF) --greedy --cases 1000
+	$(CASES_OF) --static --cases 200 --seed-start 1000
+	$(CASES_OF) --sampled --cases 500
+	$(CASES_OF) --batches --cases 300
+	$(CASES_OF) --sampled-batches --cases 1000
+	$(CASES_OF) --running-states --equal 500 --seed-start 10000
+	$(CASES_OF) --images --equal 200 --seed-start 20000
 	$(BIN)/python -m pytest -m exact
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
-	$(BIN)/python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
+	$(CASES_OF) --ranks --cases 200
+	$(BIN)/python tests/support/run_parallel.py --kills 20 --signals 5 --seed 0
 
 CASES ?= 3000
 SEED ?=
 FUZZ ?=
-fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases, FUZZ=--faults models that change, own loops, images in engines and others
-	$(BIN)/python tests/support/run_fuzz.py $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
+fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases, FUZZ=--faults models that change, own loops, images in engines and others, FUZZ=--greedy and so on those of test-exact
+	$(CASES_OF) $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
 # Beside the others, like ray: torchvision asks for a torch with CUDA.
 build/towers: constraints.txt | $(VENV)/installed

@@ -81,8 +81,8 @@ def record(shared: Path) -> dict[str, Recording]:
     """The texts of all models; `shared` is the folder of data and models."""
     torch.set_num_threads(1)
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
-    from fuzz.families import build
-    from fuzz.variant import Variant
+    from tiny.families import build
+    from tiny.variant import Variant
 
     demo, encode = loaded(demo_model_path())
     stories, spell = loaded(shared / "models/stories260k")

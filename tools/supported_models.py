@@ -38,13 +38,13 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 )
 
 import lookahead  # noqa: E402
-from fuzz.families import CannotBuild, build, image_families  # noqa: E402
-from fuzz.images import image_prompt  # noqa: E402
-from fuzz.variant import Variant  # noqa: E402
 from lookahead.backends.transformers.checks import runs_on_chains  # noqa: E402
 from lookahead.bench.rows import kept_lines  # noqa: E402
 from lookahead.drafting import compile_loops  # noqa: E402
 from lookahead.errors import LookaheadError  # noqa: E402
+from tiny.families import CannotBuild, build, image_families  # noqa: E402
+from tiny.images import image_prompt  # noqa: E402
+from tiny.variant import Variant  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "models.jsonl"
 TREES, CHAINS, REFUSED, NOT_TRIED, WRONG = "trees", "chains", "refused", "not tried", "WRONG"

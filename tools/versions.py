@@ -150,7 +150,7 @@ def try_version(python: str, version: str, folder: Path, project: Project) -> di
     imports = _run(environment, "tests/support/import_all.py")
     snippets = _run(environment, "tests/support/run_readme.py")
     cases = folder / "cases.jsonl"
-    fuzz = _run(environment, "tests/support/run_fuzz.py", "--equal", str(CASES), "--output", str(cases))
+    fuzz = _run(environment, "tests/support/run_cases.py", "--equal", str(CASES), "--output", str(cases))
     row["modules"] = _number(r"(\d+) modules", imports.stdout)
     row["snippets"] = _number(r"(\d+) snippets", snippets.stdout) - _number(r", (\d+) failed", snippets.stdout)
     row.update(_count(cases))

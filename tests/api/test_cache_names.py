@@ -10,13 +10,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
-from fuzz.families import build as build_family
-from fuzz.variant import Variant
 from lookahead import Engine
 from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_zoo import build
+from tiny.families import build as build_family
+from tiny.variant import Variant
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 NAMES = ("cache", "past_key_values")

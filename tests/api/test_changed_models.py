@@ -20,11 +20,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
 import lookahead
-from fuzz.families import build as build_family
-from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadError
 from lookahead.backends.transformers.cache_names import CACHE
 from model_zoo import build
+from tiny.families import build as build_family
+from tiny.variant import Variant
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -25,10 +25,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     StopStringCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import TransformersKwargs
 
 import lookahead
+from compared.settings import Recorder
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build
 
@@ -379,20 +379,6 @@ def test_a_refused_argument_is_named(name: str, case: Refused) -> None:
 Demo = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-class Collector(BaseStreamer):
-    """Keeps what a streamer is given."""
-
-    def __init__(self) -> None:
-        self.puts: list[list[Any]] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 def ours_with(model: PreTrainedModel, **options: Any) -> Any:
     return lookahead.generate(model, lookahead_config=SMALL, **options)
 
@@ -418,11 +404,11 @@ def test_a_tokenizer_is_needed_for_stop_strings_alone(demo: Demo) -> None:
 
 
 def test_a_streamer_gets_the_calls_of_generate(llama: PreTrainedModel) -> None:
-    plain, streamed = Collector(), Collector()
+    plain, streamed = Recorder(), Recorder()
     llama.generate(PROMPT, streamer=plain, **GREEDY)
     ours_with(llama, input_ids=PROMPT, streamer=streamed, **GREEDY)
-    assert streamed.puts == plain.puts
-    assert streamed.ended == plain.ended == 1
+    assert streamed.values == plain.values
+    assert streamed.values.count("end") == 1
 
 
 def test_time_that_is_up_ends_the_text_with_its_first_token(llama: PreTrainedModel) -> None:
@@ -750,11 +736,11 @@ def test_streamer_in_a_batch(llama: PreTrainedModel) -> None:
     """It gets the prompts, then one token of every row at a time, padding where a row has ended."""
     ids, mask = padded(12, 7)
     options = {**STOPPED, "attention_mask": mask}
-    plain, streamed = Collector(), Collector()
+    plain, streamed = Recorder(), Recorder()
     llama.generate(ids, streamer=plain, **options)
     ours_with(llama, input_ids=ids, streamer=streamed, **options)
-    assert streamed.puts == plain.puts
-    assert any(0 in put for put in plain.puts[1:]), "rows that end together test nothing"
+    assert streamed.values == plain.values
+    assert any(0 in value for value in plain.values[1:-1]), "rows that end together test nothing"
 
 
 def test_guidance_in_a_batch(llama: PreTrainedModel) -> None:

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import lookahead
-from fuzz.encoder_decoders import read_by
-from fuzz.families import build
-from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from quick import quickly
+from tiny.encoder_decoders import read_by
+from tiny.families import build
+from tiny.variant import Variant
 
 TEXT = ["t5/encoder", "bart/encoder", "marian/encoder", "t5gemma/encoder", "led/encoder", "switch_transformers/encoder"]
 SPEECH = ["whisper/encoder", "moonshine/encoder"]

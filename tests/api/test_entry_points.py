@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
+from compared.settings import Recorder
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.session import TransformersSession
 
@@ -45,20 +46,6 @@ def through_custom_generate(model: PreTrainedModel, ids: torch.Tensor, **kwargs:
 OPEN_ENTRIES = [through_function, through_attach]
 ALL_ENTRIES = [*OPEN_ENTRIES, through_custom_generate]
 EntryPoint = Callable[..., Any]
-
-
-class Collector(BaseStreamer):
-    """Keeps what a streamer is given."""
-
-    def __init__(self) -> None:
-        self.puts: list[torch.Tensor] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value)
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 @pytest.mark.parametrize("entry", ALL_ENTRIES)
@@ -96,11 +83,11 @@ def test_end_of_sequence(entry: EntryPoint, several: bool, llama: PreTrainedMode
 def test_streamer_gets_the_prompt_and_every_token_in_order(
     entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
-    plain, ours = Collector(), Collector()
+    plain, ours = Recorder(), Recorder()
     llama.generate(prompt, max_new_tokens=25, do_sample=False, streamer=plain)
     entry(llama, prompt, max_new_tokens=25, do_sample=False, streamer=ours)
-    assert [put.tolist() for put in ours.puts] == [put.tolist() for put in plain.puts]
-    assert ours.ended == 1
+    assert ours.values == plain.values
+    assert ours.values.count("end") == 1
 
 
 def test_text_iterator_streamer(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:

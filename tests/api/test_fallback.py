@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import lookahead
-from fuzz.families import build
-from fuzz.variant import Variant
+from compared.settings import Recorder
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, LookaheadWarning, UnsupportedModelError
 from model_zoo import build as zoo
+from tiny.families import build
+from tiny.variant import Variant
 
 PLAIN = LookaheadConfig(fallback="plain")
 KINDS = ["mamba", "prophetnet", "recurrent_gemma"]
@@ -104,22 +103,9 @@ def test_arguments_that_are_not_supported() -> None:
         lookahead.generate(model, ids(0), lookahead_config=PLAIN, max_new_tokens=9)
 
 
-class Noting(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        self.values.append("end")
-
-
 def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the refusal comes from the first pass, as of prompts with images that go on otherwise."""
-    model, plain, ours = zoo("llama"), Noting(), Noting()
+    model, plain, ours = zoo("llama"), Recorder(), Recorder()
 
     def refuse(*given: object) -> None:
         raise UnsupportedModelError("model=Llama cannot be run on this prompt")

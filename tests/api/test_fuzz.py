@@ -1,8 +1,9 @@
-"""The fuzzer: a slice of its cases, and that it finds what is wrong."""
+"""Cases of all tables: a slice of the fuzzer's, and that the runner finds what is wrong."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,21 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-import fuzz.doors
-import fuzz.settings
-from fuzz.case import Case, Turn, draw_case
-from fuzz.changes import PLACES, change
-from fuzz.families import build, family_names
-from fuzz.faults import KINDS, draw_fault
-from fuzz.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
-from fuzz.report import report
-from fuzz.rows import CaseRows
-from fuzz.variant import Variant
+import compared.doors
+import compared.settings
+import run_cases
+from compared.case import Case, Turn
+from compared.changes import PLACES, change
+from compared.draws import draw_case
+from compared.faults import KINDS, draw_fault
+from compared.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
+from compared.report import CaseRows, report
+from compared.tables import TABLES
 from lookahead import Engine, RequestHandle, UnsupportedArgumentError
-from run_fuzz import Enough, draw_cases, run_all
+from lookahead.backends.transformers.sampler import TextSampler
+from run_cases import Run, draw_cases
+from tiny.families import build, family_names
+from tiny.variant import Variant
 
 SLICE = 6
 """How many cases are run here; `make fuzz` runs more."""
@@ -41,7 +45,7 @@ def test_number_is_all_that_a_case_depends_on() -> None:
     families = family_names()
     assert draw_case(123, families) == draw_case(123, families)
     assert draw_case(123, families) != draw_case(124, families)
-    chosen = next(draw_cases(0, families, "qwen3"))
+    chosen = next(draw_cases(0, TABLES["all"], ["qwen3"]))
     assert chosen == draw_case(chosen.seed, families)
     assert chosen.family == "qwen3"
 
@@ -74,14 +78,14 @@ def test_other_tokens_are_found(settings: dict[str, object]) -> None:
 
 
 def test_an_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(fuzz.settings.Tiring):
+    class Fails(compared.settings.Tiring):
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
             raise RuntimeError("no")
 
     case = _case(turns=(replace(TURN, settings=TURN.settings | {"processor": True}),))
     assert run_case(case).kind == EQUAL
-    answers = iter((Fails, fuzz.settings.Tiring))
-    monkeypatch.setattr(fuzz.settings, "LogitsProcessorList", lambda _: LogitsProcessorList([next(answers)()]))
+    answers = iter((Fails, compared.settings.Tiring))
+    monkeypatch.setattr(compared.settings, "LogitsProcessorList", lambda _: LogitsProcessorList([next(answers)()]))
     outcome = run_case(replace(case, double=True))
     assert outcome.kind == WRONG
     assert "RuntimeError: no" in outcome.detail
@@ -106,20 +110,20 @@ def test_refusals_are_distinguished_from_failures() -> None:
 
 def test_report_names_the_command() -> None:
     case = _case(seed=77)
-    text = report([Outcome(case, EQUAL, tokens=20), Outcome(case, WRONG, "rows [0] part")])
+    text = report([Outcome(case, EQUAL, tokens=20), Outcome(case, WRONG, "rows [0] part")], "all")
     assert "make fuzz SEED=77   WRONG: rows [0] part" in text
     assert "llama:1" in text
     assert "2 cases: 1 equal" in text
 
 
 def test_rows_are_gone_on_with(tmp_path: Path) -> None:
-    def cases() -> Iterator[Case]:
+    def drawn() -> Iterator[Case]:
         return (_case(seed=seed, family="xlnet" if seed % 2 else "llama") for seed in range(100))
 
     for equal, seeds in ((2, [0, 1, 2]), (3, [3, 4])):  # one that was equal in between, and xlnet is refused
         outcomes: list[Outcome] = []
         with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
-            run_all(cases(), Enough(1, equal), outcomes, skips=False, rows=rows)
+            Run("all", equal=equal, chosen=True, rows=rows).run(drawn(), outcomes)
             assert rows.equal().total() == equal
         assert [outcome.case.seed for outcome in outcomes] == seeds
     with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
@@ -128,9 +132,9 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
 
 def test_slice_of_the_cases() -> None:
     outcomes: list[Outcome] = []
-    run_all(draw_cases(40_000, family_names()), Enough(SLICE), outcomes, skips=True)
+    Run("all", SLICE).run(draw_cases(40_000, TABLES["all"]), outcomes)
     wrong = [outcome for outcome in outcomes if outcome.kind == WRONG]
-    assert not wrong, report(wrong)
+    assert not wrong, report(wrong, "all")
     assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # not merely refused
 
 
@@ -140,8 +144,8 @@ def test_kinds_of_faults(seed: int) -> None:
     assert case == draw_fault(seed)
     assert set(FAULTS.values()) == set(KINDS)
     outcome = run_case(case)
-    assert outcome.kind in (EQUAL, REFUSED), report([outcome])
-    assert f"1 {FAULTS[seed]}: " in report([outcome])
+    assert outcome.kind in (EQUAL, REFUSED), report([outcome], "faults")
+    assert f"1 {FAULTS[seed]}: " in report([outcome], "faults")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -159,7 +163,7 @@ def test_other_tokens_after_a_change_are_found(monkeypatch: pytest.MonkeyPatch) 
     changed = replace(TURN, change="layer hook: everywhere")
     assert run_case(_case(turns=(TURN, changed))).kind in (EQUAL, REFUSED)
     seeds = iter((1, 2, 1, 2))  # another layer in transformers' own
-    monkeypatch.setattr(fuzz.doors, "change", lambda model, name, _: change(model, name, next(seeds)))
+    monkeypatch.setattr(compared.doors, "change", lambda model, name, _: change(model, name, next(seeds)))
     outcome = run_case(_case(turns=(TURN, changed)))
     assert outcome.kind == WRONG
     assert "turn 2: rows [0] part" in outcome.detail
@@ -178,7 +182,7 @@ def test_a_request_that_another_one_ends_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Engine, "submit", refuses)
     assert "row 1: not alone, but beside others" in _detail_of_wrong(case)
     monkeypatch.undo()
-    monkeypatch.setattr(fuzz.doors, "STEPS", 3)
+    monkeypatch.setattr(compared.doors, "STEPS", 3)
     monkeypatch.setattr(Engine, "step", lambda engine: step(engine) if engine.statistics.steps < 2 else 1)
     assert "row 0: raises RuntimeError: the request never ended" in _detail_of_wrong(case)
 
@@ -187,6 +191,34 @@ def _detail_of_wrong(case: Case) -> str:
     outcome = run_case(case)
     assert outcome.kind == WRONG
     return outcome.detail
+
+
+def test_the_runner_reports_and_exits_by_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_cases.py", "--sampled", "--cases", "2", "--only", "top_k"])
+    assert run_cases.main() == 0
+    assert "2 cases: 2 equal" in capsys.readouterr().out.splitlines()[-1]
+    choose = TextSampler.choose
+    monkeypatch.setattr(TextSampler, "choose", lambda *args: (torch.rand(()), choose(*args))[1])
+    assert run_cases.main() == 1
+    assert "make fuzz SEED=" in capsys.readouterr().out
+
+
+def test_a_case_that_takes_too_long_is_wrong() -> None:
+    outcomes: list[Outcome] = []
+    Run("all", 1, limit=1e-6).run(iter([_case()]), outcomes)
+    assert outcomes[0].kind == WRONG
+    assert "not done after 1e-06 s" in outcomes[0].detail
+    Run("all", seconds=-1.0).run(iter([_case()]), outcomes)
+    assert len(outcomes) == 1
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_case_is_run_again_from_its_repr(name: str) -> None:
+    drawn = [next(draw_cases(number, TABLES[name])) for number in (0, 7)]
+    assert [eval(repr(case)) for case in drawn] == drawn
+    assert [TABLES[name].draw(case.seed) for case in drawn] == drawn
 
 
 @pytest.mark.exact

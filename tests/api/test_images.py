@@ -22,12 +22,12 @@ from transformers import (
 )
 
 import lookahead
-from fuzz.families import build
-from fuzz.images import IMAGE_TOKEN, image_prompt, images
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.miniature import VOCABULARY
 from quick import quickly
+from tiny.families import build
+from tiny.images import IMAGE_TOKEN, image_prompt, images
+from tiny.variant import Variant
 
 TREES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
 CHAINS = ["qwen3_5/multimodal"]

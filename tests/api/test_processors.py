@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 import lookahead
-from fuzz.families import build as family
-from fuzz.images import image_prompt
-from fuzz.variant import Variant
+from compared.settings import Recorder
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
 from lookahead.parallel import ParallelGroup
 from model_zoo import MAX_POSITIONS, VOCAB_SIZE, build, greedy
+from tiny.families import build as family
+from tiny.images import image_prompt
+from tiny.variant import Variant
 
 DRAFTS = LookaheadConfig(step_budget=16)
 IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6], [1] * 6 + [40, 41, 40, 41, 40, 41], [8] * 12])
@@ -136,17 +136,6 @@ MEMBERS: dict[str, Callable[[], dict[str, Any]]] = {
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.7}]
 
 
-class Columns(BaseStreamer):
-    def __init__(self) -> None:
-        self.values: list[list[int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.values.append([])
-
-
 def compared(
     model: PreTrainedModel,
     inputs: dict[str, Any],
@@ -159,7 +148,7 @@ def compared(
     outputs, streams, states = [], [], []
     for generate in (type(model).generate, lookahead.generate):
         torch.manual_seed(3)
-        streamer = Columns()
+        streamer = Recorder()
         own = {"lookahead_config": config} if generate is lookahead.generate else {}
         outputs.append(
             generate(model, **copy.deepcopy(inputs), **make(), streamer=streamer, output_scores=True, **options, **own)

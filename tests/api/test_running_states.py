@@ -11,13 +11,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
-from fuzz.families import build
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig, LookaheadError, UnsupportedArgumentError
 from lookahead.parallel import ParallelGroup
 from lookahead.parallel.exchange import Exchange
 from lookahead.serving.output import LookaheadOutput
 from quick import quickly
+from tiny.families import build
+from tiny.variant import Variant
 
 FAMILIES = ["qwen3_next", "granitemoehybrid", "mamba2", "lfm3", "deepseek_v4", "minimax"]
 PRESETS = [

@@ -3,77 +3,62 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 import lookahead
-import run_sampling
-from lookahead import LookaheadConfig
+from compared.case import zoo_case
+from compared.outcome import WRONG, run_case
+from compared.report import check
+from compared.settings import WARPERS
+from compared.tables import OF_THE_TEXT, SETTINGS, sampled_case
 from lookahead.backends.transformers.sampler import TextSampler
-from model_zoo import build
-from sampling_exactness import (
-    DEMO,
-    FAMILIES,
-    NEAR_TIE,
-    SETTINGS,
-    SamplingCase,
-    SamplingOutcome,
-    racing_scores,
-    random_sampling_case,
-    run_sampling_case,
-)
+from model_zoo import DEMO, build
 
 PROMPT = (5, 8, 20, 5, 8, 20, 5, 8)
 DRAFTING = {"window_size": 4, "ngram_size": 4, "guess_set_size": 6, "pool_from_prompt": True, "pool_from_output": True}
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "cohere2", "falcon_new")
-"""Architectures that random cases are made for; `run_sampling.py` runs all of them."""
-SHARP = SamplingCase("llama", PROMPT, {"temperature": 0.5}, seed=1, drafting=DRAFTING, max_new_tokens=48)
+"""Architectures that random cases are made for; `run_cases.py --sampled` runs all of them."""
+SHARP = zoo_case(
+    "llama", PROMPT, drafting=DRAFTING, do_sample=True, top_k=0, temperature=0.5, seed=1, max_new_tokens=48
+)
 """A case in which drafts are accepted although tokens are sampled."""
 
 
-def check(case: SamplingCase) -> SamplingOutcome:
-    """Run a case that must match."""
-    outcome = run_sampling_case(case)
-    assert outcome.matched, outcome.report()
-    return outcome
-
-
-@pytest.mark.parametrize("place", range(len(FAMILIES)), ids=FAMILIES)
+@pytest.mark.parametrize("place", range(len(SETTINGS)), ids=SETTINGS)
 def test_random_cases_match(place: int) -> None:
     # A model of the zoo for each setting; the demo model, which is slower, for every tenth.
-    family = FAMILIES[place]
-    names = [ZOO[place % len(ZOO)], *([DEMO] if place % 10 == 0 else [])]
-    for name in names:
-        check(random_sampling_case(Random(f"sample {family} {name}"), family, name))
+    for model in (ZOO[place % len(ZOO)], *([DEMO] if place % 10 == 0 else [])):
+        check(sampled_case(place, model=model))
 
 
 def test_candidates_are_accepted_in_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about the processors' text and the order of draws.
-    outcomes = [check(random_sampling_case(Random(f"accepted {name}"), "temperature", name)) for name in ZOO[::2]]
-    lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
+    number = SETTINGS.index("temperature")
+    cases = [sampled_case(number + turn * len(SETTINGS), model=name) for turn, name in enumerate(ZOO[::2], 1)]
+    cases = [replace(case.having(drafting=DRAFTING), kind="") for case in cases]
+    outcomes = [check(case) for case in cases]
+    lengths = [length for outcome in outcomes for length in outcome.accepted]
     assert sum(lengths) / len(lengths) > 1.1
-    assert sum(max(outcome.accepted_lengths) > 1 for outcome in outcomes) > len(outcomes) / 2
+    assert sum(max(outcome.accepted) > 1 for outcome in outcomes) > len(outcomes) / 2
 
 
 @pytest.mark.exact
 def test_settings_change_texts() -> None:
     # A setting that changes nothing tests nothing. These two change scores, but no token.
-    for family in sorted({*SETTINGS} - {"remove_invalid_values", "renormalize_logits"}):
-        assert any(_changes_the_text(family, number) for number in range(12)), family
+    for name in sorted({*WARPERS, *OF_THE_TEXT} - {"renormalize_logits"}):
+        numbers = range(SETTINGS.index(name), 24 * len(SETTINGS), len(SETTINGS))
+        assert any(_changes_the_text(name, number) for number in numbers), name
 
 
-def _changes_the_text(family: str, number: int) -> bool:
-    random = Random(f"effect {family} {number}")
-    case = replace(random_sampling_case(random, "plain", "llama"), max_new_tokens=24)
-    eos = {"eos_token_id": [1, *case.prompt]} if SETTINGS[family].needs_eos else {}
-    without = run_sampling_case(replace(case, settings=eos)).expected
-    return without != check(replace(case, settings={**eos, **SETTINGS[family].draw(random, case.prompt, 72)})).expected
+def _changes_the_text(name: str, number: int) -> bool:
+    case = sampled_case(number, model="llama").having(max_new_tokens=24)
+    without = replace(case, turns=(case.turns[0].without(name),))
+    return check(without).answer.text != check(case).answer.text
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
@@ -90,36 +75,24 @@ def test_the_first_use_of_a_model_leaves_the_random_state_alone(name: str) -> No
 
 
 def test_the_drafter_does_not_change_what_is_sampled() -> None:
-    texts = {
-        check(replace(SHARP, drafting={**DRAFTING, "seed": seed, "window_size": 1 + seed})).got for seed in range(4)
-    }
-    texts |= {check(replace(SHARP, drafting={"preset": preset})).got for preset in ("jacobi", "autoregressive")}
+    drafting = [{**DRAFTING, "seed": seed, "window_size": 1 + seed} for seed in range(4)]
+    drafting += [{"preset": preset} for preset in ("jacobi", "autoregressive")]
+    texts = {tuple(check(SHARP.having(drafting=one)).answer.text) for one in drafting}
     assert len(texts) == 1
 
 
 def test_other_seeds_draw_other_texts() -> None:
-    texts = {check(replace(SHARP, seed=seed)).got for seed in range(6)}
-    assert len(texts) == 6
+    assert len({tuple(check(SHARP.having(seed=seed)).answer.text) for seed in range(6)}) == 6
 
 
 def test_eos_inside_an_accepted_run_ends_the_draws() -> None:
     # The step that ends the text must not draw for the rest of its accepted path.
     whole = check(SHARP)
-    starts = [sum(whole.accepted_lengths[:step]) for step in range(len(whole.accepted_lengths))]
-    runs = [(start, length) for start, length in zip(starts, whole.accepted_lengths, strict=True) if length > 1]
+    text, lengths = whole.answer.text, whole.accepted
+    runs = [sum(lengths[:step]) for step, length in enumerate(lengths) if length > 1]
     assert runs
-    for start, _ in runs:
-        ended = check(replace(SHARP, settings={**SHARP.settings, "eos_token_id": whole.got[start]}))
-        assert ended.got == whole.got[: whole.got.index(whole.got[start]) + 1]
-
-
-def test_multinomial_is_an_argmax_over_exponential_noise() -> None:
-    # What mismatches are explained with: the token with the best score and noise is the one that was sampled.
-    scores = torch.randn(1, 72, generator=torch.Generator().manual_seed(0))
-    for seed in range(5):
-        torch.manual_seed(seed)
-        sampled = [int(torch.multinomial(torch.softmax(scores, -1), 1)) for _ in range(12)]
-        assert [int(racing_scores(scores, seed, place).argmax()) for place in range(12)] == sampled
+    for start in runs:
+        assert check(SHARP.having(eos=text[start])).answer.text == text[: text.index(text[start]) + 1]
 
 
 # --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------
@@ -147,21 +120,18 @@ def _processes_twice(self: TextSampler, text: torch.Tensor, logits: torch.Tensor
 
 FAULTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "draws too often": (_draws_for_nothing, {}),
-    "processors see an older text": (_processes_an_older_text, {"fatigue": 2.0}),
-    "processors run twice": (_processes_twice, {"fatigue": 2.0}),
+    "processors see an older text": (_processes_an_older_text, {"processor": "fatigue"}),
+    "processors run twice": (_processes_twice, {"processor": "fatigue"}),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_detects_a_wrong_draw(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, settings = FAULTS[fault]
-    case = replace(SHARP, settings={**SHARP.settings, **settings})
+    case = SHARP.having(**settings)
     check(case)
     monkeypatch.setattr(TextSampler, "choose", broken)
-    outcome = run_sampling_case(case)
-    assert not outcome.matched
-    assert "MISMATCH" in outcome.report()
-    assert outcome.gap is None or abs(outcome.gap) > NEAR_TIE
+    assert run_case(case).kind == WRONG
 
 
 def test_a_draw_after_the_last_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,50 +143,12 @@ def test_a_draw_after_the_last_token_is_noticed(monkeypatch: pytest.MonkeyPatch)
         return output
 
     monkeypatch.setattr(lookahead, "generate", draws_once_more)
-    outcome = run_sampling_case(SHARP)
-    assert outcome.got == outcome.expected
-    assert not outcome.matched
-
-
-# --- the runner -----------------------------------------------------------------------------------------------
-
-
-def test_runner_reports_and_exits_by_the_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_sampling.py", "--cases", "3", "--model", "llama", "--families", "top_k"])
-    assert run_sampling.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "3 passed, 0 failed"
-    monkeypatch.setattr(TextSampler, "choose", _draws_for_nothing)
-    assert run_sampling.main() == 1
-    output = capsys.readouterr().out
-    assert "MISMATCH" in output
-    assert not output.splitlines()[-1].endswith(" 0 failed")
-
-
-def test_cases_do_not_depend_on_their_number() -> None:
-    few = list(run_sampling.draw_cases(4, 0, ["plain", "top_k"]))
-    many = list(run_sampling.draw_cases(12, 0, ["top_k", "temperature", "plain"]))
-    assert {repr(case) for case in few} <= {repr(case) for case in many}
-
-
-def test_a_case_is_run_again_from_its_repr() -> None:
-    for family in FAMILIES:
-        case = random_sampling_case(Random(family), family)
-        assert eval(repr(case)) == case
+    assert "another random state" in run_case(SHARP).detail
 
 
 @pytest.mark.parametrize("temperature", [5e-3, 1e-3, 1e-6])
 def test_low_temperatures_match(temperature: float) -> None:
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
-    model, config = build("llama"), LookaheadConfig(step_budget=16)
     for seed in range(3):
-        ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(seed))
-        texts = []
-        for decode in (
-            model.generate,
-            lambda ids, **kwargs: lookahead.generate(model, ids, lookahead_config=config, **kwargs),
-        ):
-            torch.manual_seed(seed)
-            texts.append(decode(ids, **sampling))
-        assert torch.equal(*texts)
+        prompt = torch.randint(3, 60, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        settings = {"temperature": temperature, "top_k": 0, "seed": seed, "max_new_tokens": 30}
+        check(zoo_case("llama", prompt, attention="sdpa", drafting={"step_budget": 16}, do_sample=True, **settings))

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel, VoxtralConfig, VoxtralForConditionalGeneration
 
 import lookahead
-from fuzz.families import build
-from fuzz.images import IMAGE_TOKEN, image_prompt
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError
 from lookahead.backends.transformers.miniature import VOCABULARY
+from tiny.families import build
+from tiny.images import IMAGE_TOKEN, image_prompt
+from tiny.variant import Variant
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 6, 7, 8, 9, 10]
 SOUND_TOKEN = VOCABULARY - 2

@@ -9,8 +9,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
-from fuzz.families import build
-from fuzz.variant import Variant
 from lookahead import Engine, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.chain_cache import SavedState, has_running_state
 from lookahead.backends.transformers.checks import runs_on_chains
@@ -20,6 +18,8 @@ from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.trials import follow, nothing
 from lookahead.core.token_tree import TokenTree
 from quick import quickly
+from tiny.families import build
+from tiny.variant import Variant
 
 EXACT = ["qwen3_next", "granitemoehybrid", "mamba2", "lfm2", "minimax", "deepseek_v4", "kimi_linear", "rwkv", "xlstm"]
 FORGETFUL = ["mamba", "falcon_mamba", "jamba", "zamba"]

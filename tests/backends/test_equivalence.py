@@ -28,9 +28,6 @@ from transformers import (
 )
 
 import lookahead
-from fuzz.encoder_decoders import read_by
-from fuzz.families import build as build_family
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_model
@@ -39,6 +36,9 @@ from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build
 from quick import quickly
+from tiny.encoder_decoders import read_by
+from tiny.families import build as build_family
+from tiny.variant import Variant
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from fuzz.families import INDEXED, build
-from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
 from lookahead.backends.transformers.checks import runs_on_chains
 from lookahead.backends.transformers.tree_cache import TreeCache
 from quick import quickly
+from tiny.families import INDEXED, build
+from tiny.variant import Variant
 
 PICKED = 40
 """Keys that a layer picks, of texts of 72 tokens."""

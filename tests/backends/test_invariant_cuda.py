@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_invariant import DRAFTS, PLAIN, PROMPT, TYPES, assert_same_bits, decode
 from transformers import PreTrainedModel
 
 import lookahead
@@ -18,6 +17,7 @@ from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
 from model_zoo import in_type
+from test_invariant import DRAFTS, PLAIN, PROMPT, TYPES, assert_same_bits, decode
 from tree_attention_cases import Step, attention_by_definition, states, tolerance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,8 +10,8 @@ import pytest
 
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
 def test_cases_pass_on_the_simulated_device(marked: str) -> None:
-    support = Path(__file__).parents[1] / "support"
-    paths = [str(support / f"simulated_{what}_cases.py") for what in ("cuda", "engine")]
+    apart = Path(__file__).parent / "apart"
+    paths = [str(apart / f"simulated_{what}_cases.py") for what in ("cuda", "engine")]
     command = [sys.executable, "-m", "pytest", *paths, "-p", "no:cacheprovider", "-m", marked]
     result = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

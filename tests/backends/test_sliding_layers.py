@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache
 
 import lookahead
 import model_zoo
-from fuzz.families import build
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
 from quick import quickly
+from tiny.families import build
+from tiny.variant import Variant
 
 WINDOW = 24
 CONFIG = LookaheadConfig(step_budget=12)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_model import grouped_llama
-from test_tree_cache import states
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 
 import lookahead
-from exactness import NEAR_TIE, Case, random_case, run_case
+from compared.case import zoo_case
+from compared.report import check
+from compared.tables import ZOO, greedy_case
 from lookahead import LookaheadConfig, LookaheadOutput, LookaheadWarning
 from lookahead.backends import machine
 from lookahead.backends.transformers import fixed_passes, model_state, session, static_engine
@@ -51,6 +51,8 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
 from quick import REPRESENTATIVES, quickly
+from test_engine_model import grouped_llama
+from test_tree_cache import states
 
 NAMES = sorted(ARCHITECTURES)
 BY_LENGTH = ["llama_dynamic_rope", "phi3_long_rope"]
@@ -162,7 +164,7 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     """Equal but for rounding."""
     assert len(one) == len(other)
     for left, right in zip(one, other, strict=True):
-        torch.testing.assert_close(left, right, atol=NEAR_TIE, rtol=1e-4)
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
 def kept_steps(engine: PreTrainedModel) -> StaticSteps:
@@ -186,13 +188,10 @@ def recorded_with(recorder: type) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[1::2]))
 def test_texts_are_those_of_generate(name: str) -> None:
-    random = Random(name)
-    for _ in range(2):
-        outcome = run_case(replace(random_case(random, name), engine="static"))
-        assert outcome.matched, outcome.report()
-    assert isinstance(
-        static_engine._static_shapes(engine_model(build(name, attention=outcome.case.attention))), str
-    ) == (name in BY_LENGTH)
+    for turn in range(2):
+        case = check(greedy_case(turn * len(ZOO) + ZOO.index(name), engine="static"), "static").case
+    model = engine_model(build(name, attention=case.attention))
+    assert isinstance(static_engine._static_shapes(model), str) == (name in BY_LENGTH)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "llama4_chunked", *BY_LENGTH])
@@ -222,11 +221,11 @@ def test_recorded_passes_write_the_same_text(name: str) -> None:
     """What a captured graph keeps of the first step must be right for all others."""
     with recorded_with(TapeRecorder):
         model = build(name, 0, "sdpa")
-        case = Case(name, tuple(range(5)) * 3, attention="sdpa", max_new_tokens=30, pool_from_prompt=True)
-        outcome = run_case(replace(case, engine="static"))
-        assert outcome.matched, outcome.report()
+        drafting = {"preset": "paper", "pool_from_prompt": True, "engine": "static"}
+        drafting |= {"window_size": 6, "ngram_size": 4, "guess_set_size": 6}
+        outcome = check(zoo_case(name, tuple(range(5)) * 3, attention="sdpa", max_new_tokens=30, drafting=drafting))
         steps = kept_steps(engine_model(model))
-        assert steps._passes._recorder.replays == len(outcome.accepted_lengths)
+        assert steps._passes._recorder.replays == len(outcome.accepted)
         assert steps.recorded.count <= len(steps.sizes)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
 from transformers import PreTrainedModel
 
 import lookahead
@@ -21,6 +20,7 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from model_zoo import ARCHITECTURES, build
+from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

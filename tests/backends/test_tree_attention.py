@@ -90,8 +90,8 @@ needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installe
 @needs_triton
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
 def test_kernels_in_the_interpreter(marked: str) -> None:
-    support = Path(__file__).parents[1] / "support"
-    paths = [str(support / f"interpreted_{what}.py") for what in ("tree_attention", "fused")]
+    apart = Path(__file__).parent / "apart"
+    paths = [str(apart / f"interpreted_{what}.py") for what in ("tree_attention", "fused")]
     command = [sys.executable, "-m", "pytest", *paths, "-p", "no:cacheprovider", "-m", marked]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -18,8 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from fuzz import families
-from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.tree_cache import TreeCache
@@ -29,6 +27,8 @@ from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build
 from preloaded import Command
+from tiny import families
+from tiny.variant import Variant
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 

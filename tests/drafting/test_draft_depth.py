@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteria
 
-import fuzz.families
 import lookahead
-from fuzz.variant import Variant
+import tiny.families
 from lookahead import Engine, LookaheadConfig
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from model_zoo import build
+from tiny.variant import Variant
 
 PROMPT = [5, 8, 2, 5, 8, 2, 5]
 TOKENS = 9
@@ -72,7 +72,7 @@ def test_drafts_of_generate_end_at_the_last_token(rows: int, options: dict[str, 
 
 def test_chains_end_at_the_last_token() -> None:
     depths: list[tuple[int, int]] = []
-    model: PreTrainedModel = fuzz.families.build("qwen3_next", Variant(), "sdpa")
+    model: PreTrainedModel = tiny.families.build("qwen3_next", Variant(), "sdpa")
     config = LookaheadConfig(drafter=lambda: Recorder(depths))
     lookahead.generate(model, torch.tensor([PROMPT]), lookahead_config=config, max_new_tokens=TOKENS, do_sample=False)
     check([(length, depth) for length, depth in depths if depth], len(PROMPT))  # a prompt has no draft

@@ -19,7 +19,7 @@ if find_spec("vllm") is None:
 
 TESTED = ("0.32.0",)
 NEW, PROMPTS = 48, 40
-SCENARIOS = Path(__file__).parents[1] / "support" / "vllm_scenarios.py"
+SCENARIOS = Path(__file__).with_name("vllm_scenarios.py")
 SECONDS = 400
 
 

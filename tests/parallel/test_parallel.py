@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
@@ -21,14 +20,15 @@ import torch.distributed as dist
 from transformers import StoppingCriteria
 
 import lookahead
-from batch_exactness import BatchCase
-from exactness import Case
+from compared.case import Case, zoo_case
+from compared.outcome import EQUAL
+from compared.ranks import decode_for_ever, run_on_ranks
+from compared.report import describe
+from compared.tables import TABLES
 from lookahead import LookaheadConfig, ParallelError
 from lookahead.parallel import ParallelGroup, join, scale_config
 from model_zoo import build
-from parallel_exactness import ParallelCase, compare, random_parallel_case
 from parallel_team import Team
-from sampling_exactness import SamplingCase
 
 RANKS = 3
 PROMPT = (3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6)
@@ -44,43 +44,48 @@ def team() -> Iterator[Team]:
     team.close()
 
 
+def check(team: Team, case: Case, ranks: int = RANKS) -> None:
+    """Run a case that must match on some of the ranks."""
+    outcome = run_on_ranks(replace(case, ranks=ranks), team)
+    assert outcome.kind == EQUAL, describe(outcome, "ranks")
+
+
 @pytest.mark.parametrize("ranks", range(1, RANKS + 1))
 def test_ranks_write_the_greedy_text_of_one_process(team: Team, ranks: int) -> None:
-    assert compare(team, ParallelCase(ranks, Case("llama", PROMPT, pool_from_prompt=True))) == []
+    check(team, zoo_case("llama", PROMPT, drafting=SIZES), ranks)
 
 
 @pytest.mark.parametrize("ranks", range(1, RANKS + 1))
 def test_sampling_with_processors_that_have_a_memory(team: Team, ranks: int) -> None:
-    settings = {"temperature": 0.8, "repetition_penalty": 1.1, "fatigue": 0.5}
-    assert compare(team, ParallelCase(ranks, SamplingCase("qwen3", PROMPT, settings, seed=4, drafting=SIZES))) == []
+    settings = {"temperature": 0.8, "top_k": 0, "repetition_penalty": 1.1, "processor": "fatigue"}
+    check(team, zoo_case("qwen3", PROMPT, drafting=SIZES, do_sample=True, seed=4, **settings), ranks)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: bool) -> None:
-    case = BatchCase("gemma2", (PROMPT, (5,), PROMPT[:4]), eos=(1, 2, 3), streamed=True, drafting=SIZES)
-    assert compare(team, ParallelCase(RANKS, case, seed=3, sampled=sampled)) == []
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 0, "seed": 3}])
+def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: dict[str, Any]) -> None:
+    options = {"drafting": SIZES, "eos": (1, 2, 3), "streamer": True, **sampled}
+    check(team, zoo_case("gemma2", PROMPT, (5,), PROMPT[:4], **options))
 
 
 def test_models_whose_rope_changes_with_length_are_exact(team: Team) -> None:
     """Ranks that are behind must not run what comes before the change with what comes after it."""
     for architecture in ("llama_dynamic_rope", "phi3_long_rope"):
-        case = Case(architecture, PROMPT, max_new_tokens=40, pool_from_prompt=True, pool_from_output=True)
-        assert compare(team, ParallelCase(RANKS, case)) == []
+        check(team, zoo_case(architecture, PROMPT, drafting=SIZES | {"pool_from_output": True}))
 
 
 def test_one_rank_answers_what_a_clock_is_asked(team: Team) -> None:
-    assert compare(team, ParallelCase(RANKS, Case("llama", PROMPT), timed=True)) == []
+    check(team, zoo_case("llama", PROMPT, drafting=SIZES, max_time=600.0))
 
 
 def test_ranks_return_the_logits_of_one_process(team: Team) -> None:
-    case = Case("llama", PROMPT, pool_from_prompt=True)
-    assert compare(team, ParallelCase(RANKS, case, collected=True)) == []
+    check(team, zoo_case("llama", PROMPT, drafting=SIZES, output_logits=True))
 
 
 @pytest.mark.parametrize("number", range(3, 24, 5))
 def test_ranks_write_the_text_of_one_process_in_random_cases(team: Team, number: int) -> None:
-    case = random_parallel_case(Random(f"default {number}"), number)
-    assert compare(team, replace(case, ranks=min(case.ranks, RANKS))) == []
+    case = TABLES["ranks"].draw(number)
+    assert case is not None
+    check(team, case, min(case.ranks, RANKS))
 
 
 def test_one_exchange_of_few_bytes_a_step(team: Team) -> None:
@@ -186,7 +191,7 @@ def test_what_differs_between_ranks_is_found_before_anything_runs(team: Team) ->
     for what, name in (("model", "the model"), ("prompt", "input_ids"), ("length", "the generation configuration")):
         for error in team.run(RANKS, _differing, what):
             assert f"{name} on rank 1 differs from that on rank 0" in error
-    assert compare(team, ParallelCase(RANKS, Case("llama", PROMPT))) == [], "the group works on"
+    check(team, zoo_case("llama", PROMPT, drafting=SIZES))  # the group works on
 
 
 def _differing(group: ParallelGroup, what: str) -> str:
@@ -287,18 +292,8 @@ def _nothing() -> None:
 
 def test_a_rank_that_is_killed_ends_all(team: Team) -> None:
     """The last test of this file: the team is no more after it."""
-    team.begin(RANKS, _decode_for_ever)
+    team.begin(RANKS, decode_for_ever)
     time.sleep(2)
     os.kill(team.processes[2].pid, signal.SIGKILL)
     for rank in (0, 1):
         assert "rank 2" in team.result(rank)
-
-
-def _decode_for_ever(group: ParallelGroup) -> str:
-    try:
-        while True:
-            lookahead.generate(
-                build("llama"), torch.tensor([PROMPT]), lookahead_config=CONFIG, parallel=group, **_LIMITS
-            )
-    except ParallelError as error:
-        return str(error)

@@ -28,13 +28,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fuzz.families import build
-from fuzz.images import IMAGE_TOKEN, image_prompt
-from fuzz.variant import Variant
 from lookahead.backends.transformers.miniature import VOCABULARY
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
 from server_process import ServerProcess
+from tiny.families import build
+from tiny.images import IMAGE_TOKEN, image_prompt
+from tiny.variant import Variant
 
 PROMPT = "def add(a, b):\n"
 

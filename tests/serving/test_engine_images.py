@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
-from fuzz.families import build
-from fuzz.images import IMAGE_TOKEN, image_prompt
-from fuzz.variant import Variant
 from lookahead import LookaheadConfig, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving import Engine, RequestHandle
 from model_zoo import build as zoo_model
 from quick import quickly
+from tiny.families import build
+from tiny.images import IMAGE_TOKEN, image_prompt
+from tiny.variant import Variant
 
 FAMILIES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
 TEXT = [5, 6, 7, 8, 9, 10, 11, 6, 7, 8, 9, 10]

@@ -6,50 +6,75 @@ import gc
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 import lookahead
-from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
+from compared.doors import token_bytes
+from compared.report import check
+from compared.tables import TABLES
+from lookahead import Engine, InvalidArgumentError, LookaheadConfig, RequestHandle, UnsupportedArgumentError
 from lookahead.backends.machine import free_bytes, of_the_group
 from lookahead.backends.transformers.model_state import state_of
 from model_zoo import build, in_type
-from schedules import Wanted, run_schedule, token_bytes
 
 NODES = LookaheadConfig(step_budget=24)
 PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_schedules(seed: int) -> None:
-    run_schedule(seed)
+class Asked(NamedTuple):
+    """A request."""
+
+    prompt: list[int]
+    seed: int
+    options: dict[str, Any]
+
+    def submit(self, engine: Engine, **extras: Any) -> RequestHandle:
+        return engine.submit(self.prompt, seed=self.seed, **self.options, **extras)
+
+    def alone(self, model: PreTrainedModel) -> list[int]:
+        """The text that `generate` gives."""
+        torch.manual_seed(self.seed)
+        text: list[int] = model.generate(torch.tensor([self.prompt]), **self.options)[0].tolist()
+        return text
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_schedules_of_hybrids(seed: int) -> None:
+def check_schedules(table: str, numbers: Iterable[int]) -> Counter[str]:
+    """Run the schedules with these numbers, which must match; returns what happened, counted."""
+    seen = Counter[str]()
+    for number in numbers:
+        case = TABLES[table].draw(number)
+        assert case is not None
+        seen.update(check(case, table).counts)
+    return seen
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_schedules(number: int) -> None:
+    check_schedules("schedules", [number])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_random_schedules_of_hybrids(number: int) -> None:
     """Rows with running states, each of which has a pass of its own."""
-    run_schedule(seed, hybrids=True)
+    check_schedules("hybrid schedules", [number])
 
 
 @pytest.mark.exact
 def test_500_random_schedules_of_hybrids() -> None:
-    seen = Counter[str]()
-    for seed in (*range(3, 6), *range(1000, 1497)):
-        seen.update(run_schedule(seed, hybrids=True))
+    seen = check_schedules("hybrid schedules", range(3, 503))
     assert seen["cancelled"] > 50, seen
 
 
 @pytest.mark.exact
 def test_500_random_schedules() -> None:
-    seen = Counter[str]()
-    for seed in (*range(12, 30), *range(1000, 1482)):
-        seen.update(run_schedule(seed))
+    seen = check_schedules("schedules", range(12, 512))
     assert min(seen.values()) > 50, seen
 
 
@@ -74,7 +99,7 @@ def test_models_whose_rows_cannot_be_packed(name: str, attention: str) -> None:
 def test_rows_that_outgrow_the_memory_wait_and_go_on() -> None:
     model = build("llama")
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=70 * token_bytes(model))
-    wanted = [Wanted(0, PROMPT, seed, options={"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
+    wanted = [Asked(PROMPT, seed, {"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
     handles = [asked.submit(engine) for asked in wanted]
     engine.run()
     assert engine.statistics.preempted > 0
@@ -152,11 +177,8 @@ def test_prompts_of_several_requests_share_a_step(timed: tuple[Engine, Any]) -> 
 def test_answers_to_one_question_share_their_turns(timed: tuple[Engine, Any]) -> None:
     engine, clock = timed
     alone = seconds_of_a_short_one(engine, clock)
-    asked = [
-        Wanted(0, PROMPT, seed, options={"max_new_tokens": 30, "do_sample": True}, extras={"group": "a"})
-        for seed in range(8)
-    ]
-    handles = [wanted.submit(engine) for wanted in asked]
+    asked = [Asked(PROMPT, seed, {"max_new_tokens": 30, "do_sample": True}) for seed in range(8)]
+    handles = [wanted.submit(engine, group="a") for wanted in asked]
     for _ in range(4):
         engine.step()
         assert seconds_of_a_short_one(engine, clock) <= 2 * alone + 4, "a token of each row is a step"
@@ -216,13 +238,11 @@ def test_requests_take_over_memories_and_nothing_in_them() -> None:
 
 def test_readers_of_a_thread_and_of_asyncio() -> None:
     model = build("llama")
-    wanted = [
-        Wanted(0, PROMPT[:length], length, options={"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)
-    ]
+    wanted = [Asked(PROMPT[:length], length, {"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)]
     expected = [asked.alone(model)[len(asked.prompt) :] for asked in wanted]
 
     async def read(engine: Engine) -> list[list[int]]:
-        async def tokens(asked: Wanted) -> list[int]:
+        async def tokens(asked: Asked) -> list[int]:
             return [token async for token in asked.submit(engine)]
 
         return await asyncio.gather(*map(tokens, wanted))
@@ -372,13 +392,13 @@ def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> Non
 def test_shared_prefixes_are_computed_once() -> None:
     model = build("llama")
     shared, options = PROMPT * 4, {"max_new_tokens": 6, "do_sample": False}
-    wanted = [Wanted(0, [*shared, *range(1, 4 + number)], number, options=options) for number in range(4)]
+    wanted = [Asked([*shared, *range(1, 4 + number)], number, options) for number in range(4)]
     expected = [asked.alone(model) for asked in wanted]
     for reuses in (True, False):
         engine = Engine(model, NODES, prefix_cache=reuses)
         handles = [asked.submit(engine) for asked in wanted]  # at once: three wait for the first one
         engine.run()
-        turn = Wanted(0, [*expected[0], 5, 6], 0, options=options)  # the next turn of a chat
+        turn = Asked([*expected[0], 5, 6], 0, options)  # the next turn of a chat
         handles.append(turn.submit(engine))
         engine.run()
         texts = [handle.result()[0].tolist() for handle in handles]
@@ -394,12 +414,12 @@ def test_finished_texts_make_room_for_running_ones() -> None:
     size = token_bytes(model)
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=120 * size)
     for number in range(6):
-        wanted = Wanted(0, [number + 1, *PROMPT * 3], 0, options={"max_new_tokens": 8, "do_sample": False})
+        wanted = Asked([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
         handle = wanted.submit(engine)
         engine.run()
         assert handle.result()[0].tolist() == wanted.alone(model)
         assert 0 < engine.load.prefix_bytes <= 120 * size
-    long = Wanted(0, PROMPT * 8, 0, options={"max_new_tokens": 16, "do_sample": False})
+    long = Asked(PROMPT * 8, 0, {"max_new_tokens": 16, "do_sample": False})
     handle = long.submit(engine)
     engine.run()
     assert handle.result()[0].tolist() == long.alone(model)
@@ -413,7 +433,7 @@ def test_finished_texts_have_a_bound_of_their_own(kv_bytes: int | None) -> None:
     engine = Engine(model, LookaheadConfig(step_budget=4), **limits)
     held = []
     for number in range(4):
-        wanted = Wanted(0, [number + 1, *PROMPT * 3], 0, options={"max_new_tokens": 8, "do_sample": False})
+        wanted = Asked([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
         handle = wanted.submit(engine)
         engine.run()
         assert handle.result()[0].tolist() == wanted.alone(model)
@@ -449,13 +469,13 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 def test_a_predicted_text_saves_steps_and_changes_nothing() -> None:
     model = build("llama")
-    wanted = Wanted(0, PROMPT, 3, options={"max_new_tokens": 40, "do_sample": True})
+    wanted = Asked(PROMPT, 3, {"max_new_tokens": 40, "do_sample": True})
     text = wanted.alone(model)[len(PROMPT) :]
     changed = [*text[:15], 1, *text[16:]]
     steps = []
     for prediction in (None, text, changed):
-        wanted.extras = {} if prediction is None else {"prediction": torch.tensor(prediction)}
-        handle = wanted.submit(Engine(model, LookaheadConfig(step_budget=12)))
+        guess = {} if prediction is None else {"prediction": torch.tensor(prediction)}
+        handle = wanted.submit(Engine(model, LookaheadConfig(step_budget=12)), **guess)
         assert handle.result()[0, len(PROMPT) :].tolist() == text
         steps.append(handle.statistics.steps)
         assert handle.statistics.predicted_tokens == {None: 0}.get(

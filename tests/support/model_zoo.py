@@ -12,19 +12,17 @@ therefore drawn larger, and the vocabulary projection is scaled until the logits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
 
+from lookahead.backends.transformers.miniature import quiet
 from lookahead.demo import demo_model_path
+from tiny.variant import Variant
+from tiny.weights import draw_weights
 
 VOCAB_SIZE = 72
 SLIDING_WINDOW = 8
@@ -183,14 +181,23 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+DEMO = "demo"
+"""Name of the demo model, beside those of the zoo. It is trained, and has a vocabulary of thousands."""
+
+
 @cache
 def build(name: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
     """The model `name` with the weights of `seed`, float32, evaluation mode; the same object every time."""
+    if name == DEMO:
+        model = in_type(DEMO, torch.float32)
+        model.generation_config.eos_token_id = None  # as in the zoo: cases name their own
+        return model
     architecture = ARCHITECTURES[name]
-    with _quiet():
+    with quiet():
         config = _config(architecture)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    _draw_weights(model.eval(), seed, architecture.embedding_gain)
+    variant = Variant(seed, embedding_gain=architecture.embedding_gain, spread=LOGIT_SPREAD, vocabulary=VOCAB_SIZE)
+    draw_weights(model.eval(), variant)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.generation_config, token, None)
     return model
@@ -198,7 +205,7 @@ def build(name: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
 
 def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """A copy of the model `name` of the zoo in another number type, a new object every time; or of the demo model."""
-    if name == "demo":
+    if name == DEMO:
         return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     copy = type(model)(model.config).to(dtype).eval()
@@ -223,17 +230,6 @@ def greedy(model: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> 
     return tuple(output[0, len(prompt) :].tolist())
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that the sizes of tiny models give rise to."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def _config(architecture: Architecture) -> PreTrainedConfig:
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -248,34 +244,3 @@ def _config(architecture: Architecture) -> PreTrainedConfig:
     config = AutoConfig.for_model(architecture.model_type, **values)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return config
-
-
-@torch.no_grad()
-def _draw_weights(model: PreTrainedModel, seed: int, embedding_gain: float) -> None:
-    """Replace the initial weights by larger ones, then scale the logits to `LOGIT_SPREAD`."""
-    random = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            noise = torch.randn(parameter.shape, generator=random)
-            if module is model.get_input_embeddings():
-                parameter.copy_(embedding_gain * noise)
-            elif isinstance(module, nn.Embedding):  # learned positions
-                parameter.copy_(0.3 * noise)
-            elif name in ("bias", "sinks"):  # some models leave theirs as the memory was
-                parameter.copy_(0.1 * noise)
-            elif parameter.dim() < 2:  # the weights of norms, which stay near their defaults
-                parameter.add_(0.1 * noise)
-            else:
-                parameter.copy_(1.3 * noise / _fan_in(module, parameter) ** 0.5)
-    _scale_logits(model, random)
-
-
-def _fan_in(module: nn.Module, parameter: Tensor) -> int:
-    return parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
-
-
-def _scale_logits(model: PreTrainedModel, random: torch.Generator) -> None:
-    ids = torch.randint(VOCAB_SIZE, (4, 24), generator=random)
-    projection = model.get_output_embeddings().weight
-    for _ in range(3):  # more than once, as a soft cap on the logits is not linear
-        projection.mul_(LOGIT_SPREAD / model(ids).logits.std())

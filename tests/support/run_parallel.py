@@ -1,9 +1,9 @@
-"""Compare lookahead decoding on several ranks with one process in many seeded random cases, and end ranks.
+"""End ranks while they decode: kill one of them, or signal the process that started them.
 
-    python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
+    python tests/support/run_parallel.py --kills 20 --signals 5 --seed 0
 
-The cases go in turn over 1, 2, 3 and 4 ranks, and over greedy decoding, sampling and ragged batches. The last lines
-read `200 passed, 0 failed`, `20 of 20 kills ...` and `150 of 150 signals ...`; the exit code is 1 if anything failed.
+The other ranks must end with an error that names the one that was killed, or all of them quietly. Two copies of a
+model, each on two ranks, are compared with one process first. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -13,52 +13,26 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import signal
 import sys
-from collections import Counter
+import time
 from random import Random
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from parallel_exactness import compare, decode_on_copies, random_parallel_case
-from parallel_kill import kill_once
+from compared.ranks import decode_for_ever, decode_on_copies
 from parallel_signals import PHASES, SIGNALS, signal_once
 from parallel_team import Team
+
+TIMEOUT = 20.0
+"""Time-out of the groups, in seconds: so long a rank that is stopped is waited for."""
 
 
 def main() -> int:
     """Run what the command line asks for."""
-    arguments = _parse()
+    given = _parse()
     torch.set_num_threads(1)
-    console = Console()
-    failed = _compare(console, arguments.cases, arguments.seed) if arguments.cases else 0
-    failed += _tensor_parallel() if arguments.cases else 0
-    failed += _kill(console, arguments.kills, arguments.seed) if arguments.kills else 0
-    failed += _signal(arguments.signals)
-    return 1 if failed else 0
-
-
-def _compare(console: Console, cases: int, seed: int) -> int:
-    """Failures among `cases` comparisons."""
-    passed: Counter[tuple[int, str]] = Counter()
-    failed = 0
-    team = Team(4)
-    with _progress(console) as progress:
-        task = progress.add_task("cases", total=cases)
-        for number in range(cases):
-            case = random_parallel_case(Random(f"{seed} {number}"), number)
-            problems = compare(team, case)
-            for problem in problems:
-                console.print(problem, markup=False, highlight=False, soft_wrap=True)
-            failed += bool(problems)
-            passed[case.ranks, type(case.case).__name__] += not problems
-            progress.advance(task)
-    team.close()
-    for (ranks, kind), count in sorted(passed.items()):
-        print(f"{ranks} ranks, {kind}: {count} passed")
-    print(f"{cases - failed} passed, {failed} failed")
-    return failed
+    return 1 if _tensor_parallel() + _kill(given.kills, given.seed) + _signal(given.signals) else 0
 
 
 def _tensor_parallel() -> int:
@@ -72,43 +46,65 @@ def _tensor_parallel() -> int:
     return failed
 
 
-def _kill(console: Console, kills: int, seed: int) -> int:
+def _kill(kills: int, seed: int) -> int:
     """How many of `kills` did not end as they must."""
-    seconds, failed = [], 0
+    longest, failed = 0.0, 0
     for number in range(kills):
-        outcome = kill_once(Random(f"{seed} kill {number}"))
-        seconds += outcome.seconds
-        failed += bool(outcome.problems)
-        print(f"kill {number + 1}: {outcome.describe()}", flush=True)
-    longest = max(seconds, default=0.0)
+        seconds, problems = kill_once(Random(f"{seed} kill {number}"))
+        longest = max(longest, seconds)
+        failed += bool(problems)
+        print(f"kill {number + 1}: the others ended after {seconds:.1f} s", *problems, sep="\n", flush=True)
     print(f"{kills - failed} of {kills} kills: the others ended with an error that names it, {longest:.1f} s at most")
     return failed
 
 
+def kill_once(random: Random) -> tuple[float, list[str]]:
+    """Kill one of 2 to 4 ranks, or stop it, at some time while they decode.
+
+    Returns:
+        Seconds until the last of the others had ended, and what was not as it must be.
+    """
+    ranks = random.randint(2, 4)
+    victim, how = random.randrange(ranks), random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+    team, seconds, problems = Team(ranks, TIMEOUT), 0.0, []
+    try:
+        team.begin(ranks, decode_for_ever)
+        time.sleep(2 + 3 * random.random())
+        os.kill(team.processes[victim].pid, how)
+        begun = time.monotonic()
+        for rank in range(ranks):
+            if rank == victim:
+                continue
+            try:
+                message = team.result(rank)
+            except TimeoutError as error:
+                message = error
+            seconds = time.monotonic() - begun
+            if f"rank {victim}" not in str(message) or isinstance(message, TimeoutError):
+                problems.append(f"rank {rank} does not name rank {victim} of {ranks} ({how.name}): {message}")
+    finally:
+        for process in team.processes:
+            process.kill()
+            process.join()
+    return seconds, problems
+
+
 def _signal(repeats: int) -> int:
     """How many signals, of every kind and in every phase, did not end all ranks as they must."""
-    seconds, failed = [], 0
+    longest, failed, count = 0.0, 0, 0
     for phase in PHASES:
         for name in SIGNALS:
             for _ in range(repeats):
                 taken, problems = signal_once(name, phase)
-                seconds.append(taken)
+                longest, count = max(longest, taken), count + 1
                 failed += bool(problems)
                 print(f"{name} while {phase}: all ended after {taken:.2f} s", *problems, sep="\n", flush=True)
-    if seconds:
-        count = len(seconds)
-        print(f"{count - failed} of {count} signals: all ranks ended quietly, after {max(seconds):.2f} s at most")
+    print(f"{count - failed} of {count} signals: all ranks ended quietly, after {longest:.2f} s at most")
     return failed
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", type=int, default=200, help="how many cases to compare (default: 200)")
     parser.add_argument("--kills", type=int, default=20, help="how many times to kill a rank (default: 20)")
     parser.add_argument("--signals", type=int, default=5, help="repeats of each signal in each phase (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: 0)")

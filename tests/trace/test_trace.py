@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
-from fuzz.families import build
-from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig, Trace
 from lookahead.core.statistics import Seconds
 from lookahead.core.watching import Origin
 from lookahead.drafting import PredictedText
 from lookahead.trace import TracedStep, TracedText
 from lookahead.trace.recorder import make_page, pieces, to_data
+from tiny.families import build
+from tiny.variant import Variant
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from fuzz.families import CannotBuild
-from fuzz.settings import Tiring
+from compared.settings import Tiring
 from lookahead.backends.transformers.miniature import VOCABULARY
+from tiny.families import CannotBuild
 
 Undo = Callable[[], object]
 Effect = Callable[[Tensor], Tensor]

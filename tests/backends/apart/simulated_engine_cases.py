@@ -14,9 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fuzz.families import build as build_family
-from fuzz.images import image_prompt
-from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.machine import Staged
 from lookahead.backends.transformers import pooled_rows
@@ -25,6 +22,9 @@ from model_zoo import ARCHITECTURES, build
 from quick import quickly
 from simulated_cuda import CAPTURE, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
+from tiny.families import build as build_family
+from tiny.images import image_prompt
+from tiny.variant import Variant
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
 EIGHT = LookaheadConfig(step_budget=8)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fuzz.encoder_decoders import is_encoder_decoder, read_by
-from fuzz.variant import Variant
+from tiny.encoder_decoders import is_encoder_decoder, read_by
+from tiny.variant import Variant
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -38,6 +40,24 @@ class Typed(Tiring):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         return super().__call__(input_ids, scores).to(self.dtype)
+
+
+class Fatigue(LogitsProcessor):  # type: ignore[misc]
+    """A processor with a memory: the more often a token was written, the less likely it becomes.
+
+    It counts the last token of the text at each call, and writes into the scores it is given. So it is right only
+    if it is called once for each token, in order, with the text that was decided, and with scores that are its own.
+    """
+
+    def __init__(self) -> None:
+        self._counts: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self._counts is None:
+            self._counts = torch.zeros_like(scores)
+        self._counts.scatter_add_(1, input_ids[:, -1:], torch.ones_like(scores))
+        scores -= 2.0 * self._counts
+        return scores
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]
@@ -98,6 +118,16 @@ class EndsByRow(StoppingCriteria):  # type: ignore[misc]
         return input_ids.shape[1] >= 20 + 5 * torch.arange(len(input_ids))
 
 
+class EndsAfter(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row with one of some tokens; it knows nothing of end-of-sequence tokens."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self._tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return torch.isin(input_ids[:, -1], self._tokens)
+
+
 class Recorder(BaseStreamer):  # type: ignore[misc]
     """A streamer that keeps what it gets."""
 
@@ -111,6 +141,16 @@ class Recorder(BaseStreamer):  # type: ignore[misc]
         self.values.append("end")
 
 
+def allowed_tokens(vocabulary: int, modulus: int) -> Callable[[int, torch.Tensor], list[int]]:
+    """A `prefix_allowed_tokens_fn`: all but every `modulus`-th token, counted from one that the text and row name."""
+
+    def allowed(batch_id: int, text: torch.Tensor) -> list[int]:
+        first = int(text[-1]) + len(text) + batch_id
+        return [token for token in range(vocabulary) if (token + first) % modulus]
+
+    return allowed
+
+
 def draw_settings(random: Random, rows: int, most_tokens: int) -> dict[str, Any]:
     """Settings for a call with `rows` rows."""
     settings: dict[str, Any] = {"max_new_tokens": random.choice((1, 2, random.randint(3, 20), *[most_tokens] * 3))}
@@ -122,11 +162,11 @@ def draw_settings(random: Random, rows: int, most_tokens: int) -> dict[str, Any]
         elif random.random() < 0.08:
             settings |= {"num_return_sequences": random.randint(2, 3), "top_k": 1}
         else:
-            settings |= _some(random, _WARPERS, 0.5)
-    settings |= _some(random, _PROCESSORS, 0.3)
-    settings |= _some(random, _STOPPING, 0.35)
+            settings |= _some(random, WARPERS, 0.5)
+    settings |= _some(random, PROCESSORS, 0.3)
+    settings |= _some(random, STOPPING, 0.35)
     settings |= _some(random, _OTHERS, 0.35)
-    if any(name in settings for name in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")):
+    if any(name in settings for name in NEED_AN_END):
         settings.setdefault("eos", _tokens(random, 6))
     if rows > 1 or "num_return_sequences" in settings:
         settings.pop("streamer", None)
@@ -140,21 +180,9 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in settings.items() if name not in _MADE}
     values["do_sample"] = settings.get("do_sample", False)
     values["pad_token_id"] = PAD_TOKEN
-    if "eos" in settings:
-        values["eos_token_id"] = list(settings["eos"])
-    if "sequence_bias" in settings:
-        values["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"]]
-    for name in ("bad_words_ids",):
+    for name, make in _MADE.items():
         if name in settings:
-            values[name] = [list(tokens) for tokens in settings[name]]
-    if "processor" in settings:
-        values["logits_processor"] = LogitsProcessorList([USERS_PROCESSORS[settings["processor"]]()])
-    if "criterion" in settings:
-        values["stopping_criteria"] = StoppingCriteriaList([_CRITERIA[settings["criterion"]]()])
-    if "stop_strings" in settings:
-        values["tokenizer"] = _tokenizer()
-    if "streamer" in settings:
-        values["streamer"] = Recorder()
+            values |= make(settings[name])
     if settings.get("output_scores") or settings.get("output_logits"):
         values["return_dict_in_generate"] = True
     return values
@@ -168,20 +196,65 @@ USERS_PROCESSORS: dict[Any, Callable[[], LogitsProcessor]] = {
     "row rule": RowRule,
     "pads": Pads,
 }
-"""What a setting `processor` may be, and what makes it."""
+"""What a setting `processor` may be, and what makes it; or `"fatigue"`, which writes into what transformers returns."""
 
-_CRITERIA: dict[Any, type[StoppingCriteria]] = {True: EndsOnSum, "by row": EndsByRow}
-_MADE = ("seed", "eos", "processor", "criterion", "streamer")
+CRITERIA: dict[Any, type[StoppingCriteria]] = {True: EndsOnSum, "by row": EndsByRow}
+"""What a setting `criterion` may be, and what makes it; or tokens, for `EndsAfter`."""
+
+
+def _processor(value: Any) -> LogitsProcessor:
+    return Fatigue() if value == "fatigue" else USERS_PROCESSORS[value]()
+
+
+def _criterion(value: Any) -> StoppingCriteria:
+    return EndsAfter(value) if isinstance(value, tuple) else CRITERIA[value]()
+
+
+_MADE: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "seed": lambda value: {},
+    "eos": lambda value: {"eos_token_id": list(value) if isinstance(value, tuple) else value},
+    "bad_words_ids": lambda value: {"bad_words_ids": [list(tokens) for tokens in value]},
+    "sequence_bias": lambda value: {"sequence_bias": [[list(tokens), bias] for tokens, bias in value]},
+    "processor": lambda value: {"logits_processor": LogitsProcessorList([_processor(value)])},
+    "criterion": lambda value: {"stopping_criteria": StoppingCriteriaList([_criterion(value)])},
+    "stop_strings": lambda value: {"stop_strings": value, "tokenizer": words()},
+    "streamer": lambda value: {"streamer": Recorder()},
+    "allowed": lambda value: {"prefix_allowed_tokens_fn": allowed_tokens(*value)},
+    "negative_prompt_ids": lambda value: {"negative_prompt_ids": torch.tensor([value])},
+    "green list": lambda value: {"watermarking_config": WatermarkingConfig(**value)},
+    "SynthID": lambda value: {"watermarking_config": SynthIDTextWatermarkingConfig(**value)},
+}
+"""What a setting stands for, where it is not an argument as it is."""
 
 
 @cache
-def _tokenizer() -> PreTrainedTokenizerFast:
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer for models of any vocabulary, of the words `w1`, `w2`, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["abcdef", *(f"w{number}" for number in range(1, VOCABULARY))]  # the first: transformers tries it
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def with_tokens(settings: dict[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
+    """The settings with `change` made to each token id in them."""
+    return settings | {name: in_any_depth(settings[name], change) for name in _TOKENS if name in settings}
+
+
+def in_any_depth(value: Any, change: Callable[[int], int]) -> Any:
+    """The same tuples and lists with `change` made to the whole numbers in them."""
+    if isinstance(value, tuple | list):
+        return type(value)(in_any_depth(part, change) for part in value)
+    return change(value) if isinstance(value, int) else value
+
+
+_TOKENS = (
+    *("eos", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_eos_token_id", "forced_bos_token_id", "negative_prompt_ids"),
+)
+"""Settings that hold token ids."""
 
 
 def _some(random: Random, choices: dict[str, Any], share: float) -> dict[str, Any]:
@@ -200,7 +273,10 @@ def _tokens(random: Random, most: int) -> tuple[int, ...]:
     return tuple(_token(random) for _ in range(random.randint(1, most)))
 
 
-_WARPERS = {
+Draws = dict[str, Callable[[Random], Any]]
+"""Settings, and what draws their values."""
+
+WARPERS: Draws = {
     "temperature": lambda random: random.choice((0.2, 0.7, 1.0, 1.5)),
     "top_k": lambda random: random.choice((1, 2, 5, 20, 50)),
     "top_p": lambda random: random.choice((0.1, 0.5, 0.9, 0.99)),
@@ -211,7 +287,9 @@ _WARPERS = {
     "top_h": lambda random: random.choice((0.3, 0.6)),
     "renormalize_logits": lambda random: True,
 }
-_PROCESSORS = {
+"""Those that have an effect on sampling alone."""
+
+PROCESSORS: Draws = {
     "repetition_penalty": lambda random: random.choice((0.8, 1.1, 1.5)),
     "no_repeat_ngram_size": lambda random: random.randint(1, 4),
     "bad_words_ids": lambda random: tuple(_tokens(random, 3) for _ in range(random.randint(1, 20))),
@@ -224,8 +302,8 @@ _PROCESSORS = {
     "guidance_scale": lambda random: 1.5,
     "processor": lambda random: True,
 }
-_STOPPING = {
-    "eos": lambda random: tuple(_tokens(random, 6)),
+STOPPING: Draws = {
+    "eos": lambda random: _tokens(random, 6),
     "min_new_tokens": lambda random: random.randint(1, 40),
     "min_length": lambda random: random.randint(1, 70),
     "exponential_decay_length_penalty": lambda random: (random.randint(1, 20), 1.1),
@@ -234,7 +312,7 @@ _STOPPING = {
     "criterion": lambda random: True,
     "stop_strings": lambda random: [f"w{_token(random)}" for _ in range(random.randint(1, 3))],
 }
-_OTHERS = {
+_OTHERS: Draws = {
     "output_scores": lambda random: True,
     "output_logits": lambda random: True,
     "return_dict_in_generate": lambda random: True,
@@ -242,3 +320,21 @@ _OTHERS = {
     "prefill_chunk_size": lambda random: random.choice((1, 3, 8, 32)),
     "streamer": lambda random: True,
 }
+WATERMARKS: Draws = {
+    "green list": lambda random: {
+        "greenlist_ratio": round(random.uniform(0.1, 0.6), 2),
+        "bias": round(random.uniform(0.5, 4.0), 2),
+        "seeding_scheme": random.choice(("lefthash", "selfhash")),
+        "context_width": random.randint(1, 3),
+    },
+    "SynthID": lambda random: {
+        "ngram_len": random.randint(2, 6),
+        "keys": [random.randrange(1000) for _ in range(random.randint(2, 12))],
+        "context_history_size": random.choice((4, 64)),
+        "skip_first_ngram_calls": random.random() < 0.5,
+    },
+}
+"""There is one argument for both."""
+
+NEED_AN_END = ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
+"""Settings that mean nothing without a stop token."""

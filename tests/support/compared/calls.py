@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
-from fuzz.case import Turn
-from fuzz.encoder_decoders import is_encoder_decoder, read_by
-from fuzz.families import CannotBuild
-from fuzz.images import IMAGE_TOKEN, with_images
-from fuzz.settings import PAD_TOKEN, Recorder, arguments
+from compared.case import Turn
+from compared.settings import PAD_TOKEN, Recorder, arguments
+from lookahead.parallel import ParallelGroup
+from tiny.encoder_decoders import is_encoder_decoder, read_by
+from tiny.families import CannotBuild
+from tiny.images import IMAGE_TOKEN, with_images
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Answer:
         streamed: What a streamer got.
         scores, logits: One `[rows, vocabulary]` for each token, if asked for.
         cache: The cache that was returned, if any.
+        accepted: How many tokens each step added; of lookahead decoding, where its statistics are returned.
+        told: How many tokens the statistics count.
     """
 
     sequences: Tensor
@@ -40,6 +43,19 @@ class Answer:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     cache: Any = None
+    accepted: list[int] = field(default_factory=list)
+    told: int | None = None
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of each row."""
+        start = self.sequences.shape[1] - self.new_tokens
+        return self.sequences[:, start:].tolist()
+
+    @property
+    def text(self) -> list[int]:
+        """The new tokens of the first row."""
+        return self.texts[0]
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,12 @@ class Prepared:
 
 
 def call(
-    model: PreTrainedModel, turn: Turn, earlier: Answer | None, ours: bool, changes: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    turn: Turn,
+    earlier: Answer | None,
+    ours: bool,
+    changes: dict[str, Any] | None = None,
+    group: ParallelGroup | None = None,
 ) -> Answer:
     """Make the call `turn`, after the one that gave `earlier`.
 
@@ -70,9 +91,10 @@ def call(
         earlier: The answer of the turn before, if the text goes on from it.
         ours: Whether lookahead decoding is to make the call.
         changes: Arguments that go before those of `turn`.
+        group: The ranks of which this process is one.
     """
-    prepared = prepare(model, turn, earlier, changes)
-    torch.manual_seed(turn.settings.get("seed", 0))
+    prepared = prepare(model, turn, earlier, (changes or {}) | ({"parallel": group} if group else {}))
+    torch.manual_seed(turn.settings.get("seed", 0) + (group.rank if group else 0))  # the state of rank 0 must rule
     return prepared_answer(model, prepared, _result(model, turn, prepared.read | prepared.values, ours))
 
 
@@ -128,16 +150,18 @@ def prepared_answer(model: PreTrainedModel, prepared: Prepared, result: Any) -> 
         ids, mask, repeats = given, torch.ones_like(given), 1
     whole = torch.cat([ids[:, :left_out].repeat_interleave(repeats, 0), sequences], 1)
     grown = torch.ones(whole.shape[0], new_tokens, dtype=torch.long)
-    return Answer(
+    answer = Answer(
         sequences=whole,
         mask=torch.cat([mask.repeat_interleave(repeats, 0), grown], 1),
         new_tokens=new_tokens,
         random_state=torch.get_rng_state(),
         streamed=streamer.values if isinstance(streamer, Recorder) else None,
-        scores=None if isinstance(result, Tensor) else result.scores,
-        logits=None if isinstance(result, Tensor) else result.logits,
-        cache=None if isinstance(result, Tensor) else result.past_key_values,
     )
+    if not isinstance(result, Tensor):
+        answer.scores, answer.logits, answer.cache = result.scores, result.logits, result.past_key_values
+        if (statistics := getattr(result, "statistics", None)) is not None:
+            answer.accepted, answer.told = list(statistics.accepted_lengths), statistics.tokens
+    return answer
 
 
 def _prompt(turn: Turn, earlier: Answer | None) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fuzz.families import CannotBuild
 from lookahead.backends.transformers.miniature import VOCABULARY
+from tiny.families import CannotBuild
 
 IMAGE_TOKEN = VOCABULARY - 2
 _TOKEN_NAMES = ("image_token_id", "image_token_index", "image_patch_id")

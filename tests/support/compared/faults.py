@@ -7,11 +7,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from fuzz.case import APART, ENTRIES, UNDO, Case, Turn, draw_case, without
-from fuzz.changes import EFFECTS, METHODS, OTHERS, PLACES, SHRUNK
-from fuzz.encoder_decoders import encoder_families
-from fuzz.families import family_names, image_families
-from fuzz.settings import USERS_PROCESSORS
+from compared.case import APART, ENTRIES, UNDO, Case, Turn
+from compared.changes import EFFECTS, METHODS, OTHERS, PLACES, SHRUNK
+from compared.draws import draw_case
+from compared.settings import USERS_PROCESSORS, in_any_depth, with_tokens
+from tiny.encoder_decoders import encoder_families
+from tiny.families import family_names, image_families
 
 USUAL = ("llama", "qwen3", "gemma3_text", "gpt2", "mistral", "mixtral", "phi3", "opt", "qwen3_next", "lfm2")
 SEEING = tuple(f"{kind}/multimodal" for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"))
@@ -20,18 +21,13 @@ SKIPPING = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xmod", "xgl
 """Decoders some of which number positions without pad tokens."""
 BATCHED = ("num_return_sequences", "use_cache", "prefill_chunk_size")
 """Settings that have no meaning for one request among others, or are refused there."""
-TOKENS = (
-    *("eos", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
-    *("forced_eos_token_id", "forced_bos_token_id"),
-)
-"""Settings that hold token ids."""
 
 
 def draw_fault(seed: int) -> Case:
     """The case number `seed`."""
     random = Random(f"fault {seed}")
     kind = random.choice([*KINDS, *["changed model"] * 3])
-    case = replace(KINDS[kind](seed, random), fault=kind)
+    case = replace(KINDS[kind](seed, random), kind=kind)
     together = ("threads", "engine", "started engine")
     if any(turn.entry in together for turn in case.turns):  # the model keeps frequencies
         case = replace(case, variant=replace(case.variant, rope="default"))
@@ -60,7 +56,7 @@ def _few(turn: Turn) -> dict[str, Any]:
     return {name: value for name, value in turn.settings.items() if name in kept}
 
 
-def _entered(turn: Turn, random: Random, entries: Sequence[str] = ENTRIES) -> Turn:
+def entered(turn: Turn, random: Random, entries: Sequence[str] = ENTRIES) -> Turn:
     """The turn by one of `entries`, without what that cannot be given."""
     if turn.cache or not turn.ours:
         entries = [entry for entry in entries if entry not in APART] or ["generate"]
@@ -72,7 +68,7 @@ def _entered(turn: Turn, random: Random, entries: Sequence[str] = ENTRIES) -> Tu
         left_out = BATCHED
     if entry == "threads":  # they share torch's generator
         left_out += ("do_sample",)
-    turn = replace(without(turn, *left_out), entry=entry)
+    turn = replace(turn.without(*left_out), entry=entry)
     if entry not in APART:
         return turn
     prompts = (*turn.prompts, *(row[::-1] + row[:3] for row in turn.prompts), turn.prompts[0] * 2)[:4]
@@ -92,26 +88,15 @@ def _all_entered(case: Case, random: Random, entries: Sequence[str] = ENTRIES) -
     """The case with each of its turns by one of `entries`, and one whose cache the next turn has as one call."""
     followed = [bool(turn.cache) for turn in case.turns[1:]] + [False]
     calls = [entry for entry in entries if entry not in APART] or ENTRIES[:1]
-    turns = [
-        _entered(turn, random, calls if kept else entries) for turn, kept in zip(case.turns, followed, strict=True)
-    ]
+    turns = [entered(turn, random, calls if kept else entries) for turn, kept in zip(case.turns, followed, strict=True)]
     return replace(case, turns=tuple(turns))
 
 
-def _with(turn: Turn, **settings: Any) -> Turn:
-    return replace(turn, settings=turn.settings | settings)
-
-
-def _within(value: Any, size: int) -> Any:
-    """Token ids that are below `size`, in a value of any depth."""
-    if isinstance(value, tuple | list):
-        return type(value)(_within(part, size) for part in value)
-    return value % size if isinstance(value, int) else value
-
-
 def _of_vocabulary(turn: Turn, size: int) -> Turn:
-    tokens = {name: _within(turn.settings[name], size) for name in TOKENS if name in turn.settings}
-    return replace(_with(turn, **tokens), prompts=_within(turn.prompts, size))
+    def within(token: int) -> int:
+        return token % size
+
+    return replace(turn, settings=with_tokens(turn.settings, within), prompts=in_any_depth(turn.prompts, within))
 
 
 def _changed(seed: int, random: Random) -> Case:
@@ -128,7 +113,7 @@ def _changed(seed: int, random: Random) -> Case:
     case = _base(seed, random, USUAL, family_names, calls=random.choice((2, 2, 3)))
     turns = list(_all_entered(case, random, entries).turns)
     if "engine" in entries and not any(turn.cache for turn in turns[1:]) and random.random() < 0.25:
-        turns[1] = _entered(turns[1], random, ("engine",))
+        turns[1] = entered(turns[1], random, ("engine",))
     turn = replace(turns[1], change=change, ours=True)
     # A running engine looks at a part of each weight.
     if turn.entry == "engine" and not kind.startswith("row of a weight") and random.random() < 0.6:
@@ -166,7 +151,7 @@ def _without_cache(seed: int, random: Random) -> Case:
     case = replace(case, turns=tuple(replace(turn, cache="") for turn in case.turns))
     case = _all_entered(case, random, ENTRIES[:4])
     settings = {"use_cache": False, **pads}
-    return replace(case, turns=tuple(_with(without(turn, "prefill_chunk_size"), **settings) for turn in case.turns))
+    return replace(case, turns=tuple(turn.without("prefill_chunk_size").having(**settings) for turn in case.turns))
 
 
 def _images(seed: int, random: Random) -> Case:
@@ -187,7 +172,7 @@ def _processors(seed: int, random: Random) -> Case:
         settings |= {"do_sample": True, "seed": seed, "top_k": 0, "temperature": random.choice((0.5, 1.0))}
     if random.random() < 0.15:
         settings["criterion"] = "by row"
-    case = replace(case, turns=tuple(_with(turn, **settings) for turn in case.turns))
+    case = replace(case, turns=tuple(turn.having(**settings) for turn in case.turns))
     return _all_entered(replace(case, double=case.double or random.random() < 0.1), random)
 
 

@@ -1,7 +1,7 @@
 """The tree attention kernel in Triton's interpreter, on the CPU, against attention by its definition.
 
 The interpreter must be chosen before Triton is imported, so `test_tree_attention.py` runs this file in a process of
-its own: `TRITON_INTERPRET=1 python -m pytest tests/support/interpreted_tree_attention.py`.
+its own: `TRITON_INTERPRET=1 python -m pytest tests/backends/apart/interpreted_tree_attention.py`.
 """
 
 from collections.abc import Iterator

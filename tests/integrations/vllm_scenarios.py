@@ -1,6 +1,6 @@
 """What the tests of vLLM run, each scenario in a process of its own, in vLLM's environment.
 
-    python tests/support/vllm_scenarios.py SCENARIO OUTPUT
+    python tests/integrations/vllm_scenarios.py SCENARIO OUTPUT
 
 writes what it found as JSON. Nothing here imports numba before the engine is made, for vLLM 0.32
 does not start on CPUs then.

@@ -6,17 +6,20 @@ import copy
 import re
 import traceback
 import warnings
-from dataclasses import dataclass, replace
+from collections import Counter
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fuzz.calls import Answer, call
-from fuzz.case import APART, Case, Turn
-from fuzz.doors import Doors, attempt, is_beginning
-from fuzz.families import CannotBuild, build
+from compared.calls import Answer, call
+from compared.case import APART, Case, Turn
+from compared.doors import Doors, Served, attempt, is_beginning
+from compared.models import forget, load
 from lookahead.errors import InvalidArgumentError, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
+from tiny.families import CannotBuild
 
 EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG = (
     *("equal", "not built", "refused", "both raise", "near-tie", "WRONG"),
@@ -25,6 +28,8 @@ KINDS = (EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG)
 
 TIE_MARGIN = 1e-4
 """Relative to the largest logit: what rounding in float32 may bring about in a tiny model."""
+IMPROBABLE = -12.0
+"""Logarithm of a probability below which SynthID makes much of rounding: its factors cancel nearly."""
 REFUSALS = (UnsupportedModelError, UnsupportedArgumentError)
 JUSTIFIED = ("is a prompt of",)
 """What an `InvalidArgumentError` may say where transformers has an answer: limits that the documentation names."""
@@ -39,12 +44,26 @@ class Outcome:
         kind: One of `KINDS`.
         detail: Why it was refused, or what differs.
         tokens: New tokens that were compared.
+        answers: What lookahead decoding, or transformers where it made the call, gave in each turn that was judged.
+        counts: What happened in an `Engine`.
     """
 
     case: Case
     kind: str
     detail: str = ""
     tokens: int = 0
+    answers: list[Answer] = field(default_factory=list, compare=False, repr=False)
+    counts: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def answer(self) -> Answer:
+        """The first of the answers."""
+        return self.answers[0]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Tokens that each step added, over all answers."""
+        return [length for answer in self.answers for length in answer.accepted]
 
 
 def run_case(case: Case) -> Outcome:
@@ -58,40 +77,41 @@ def run_case(case: Case) -> Outcome:
     return outcome
 
 
-def _breaks_in_double(case: Case, model: PreTrainedModel) -> bool:
-    """Whether transformers itself is wrong in float64: `eager` takes the softmax in float32, where the mask of a hidden
-    token, the least float64, is minus infinity, and a row without anything else to see is NaN."""
-    hidden = any(any(turn.padding) or turn.holes for turn in case.turns)
-    return hidden and model.config.get_text_config(decoder=True)._attn_implementation == "eager"
-
-
 def _run(case: Case) -> tuple[Outcome, bool]:
     """The outcome, and whether rounding could be the cause of what differs."""
     try:
-        model = build(case.family, case.variant, case.attention, case.double)
-        if case.double and _breaks_in_double(case, model):
-            model = build(case.family, case.variant, case.attention)
+        model, reference = load(case)
     except CannotBuild as error:
         return Outcome(case, NOT_BUILT, str(error)), False
-    return compare(case, model, copy.deepcopy(model))
+    return compare(case, model, reference)
 
 
 def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> tuple[Outcome, bool]:
-    """Make the calls of `case` with `model`, and by transformers alone with `reference`, its copy."""
-    with warnings.catch_warnings(record=True) as heard, Doors(model, reference, case.seed) as doors:
+    """Make the calls of `case` with `model`, and by transformers alone with `reference`, its copy or the same."""
+    with warnings.catch_warnings(record=True) as heard, Doors(model, reference, case.seed, case.engine) as doors:
         warnings.simplefilter("always")
-        outcome, tie = _compare(case, doors)
+        outcome, tie = _compare_requests(case, doors) if case.engine else _compare(case, doors)
         stopped = [str(one.message) for one in heard if "drafting stopped" in str(one.message)]
-    if stopped and outcome.kind == EQUAL:  # no drafter of a case is at fault
-        return replace(outcome, kind=WRONG, detail=_one_line(stopped[0])), False
+    outcome = replace(outcome, counts=doors.counts)
+    flaws = [*map(_one_line, stopped), *doors.flaws]
+    if flaws and outcome.kind == EQUAL:  # no drafter of a case is at fault
+        return replace(outcome, kind=WRONG, detail=flaws[0]), False
     return outcome, tie
+
+
+def _made(doors: Doors, turn: Turn, earlier: Answer | None, ours: bool) -> Answer | Exception:
+    """What a call gives; a model that both share forgets the call before."""
+    model = doors.model if ours else doors.reference
+    if doors.model is doors.reference:
+        forget(model)
+    return attempt(call, model, turn, earlier, ours and turn.ours)
 
 
 def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
     ours: Answer | None = None
     plain: Answer | None = None
     refused: Outcome | None = None
-    tokens = 0
+    tokens, answers = 0, list[Answer]()
     for number, turn in enumerate(case.turns):
         place = f"turn {number + 1}: " if len(case.turns) > 1 else ""
         before = plain
@@ -105,47 +125,70 @@ def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
                 outcome, tie = _compare_rows(judge, doors)
                 ours = plain = None
             else:
-                found = attempt(call, doors.model, turn, ours, turn.ours)
-                expected = None if isinstance(found, REFUSALS) else attempt(call, doors.reference, turn, plain, False)
+                found = _made(doors, turn, ours, True)
+                expected = None if isinstance(found, REFUSALS) else _made(doors, turn, plain, False)
                 outcome, tie = judge.judge(found, expected)
                 ours, plain = (None if isinstance(one, Exception) else one for one in (found, expected))
+                answers += [replace(ours, scores=None, logits=None, cache=None)] if ours else []
         except CannotBuild as missing:
             return Outcome(case, NOT_BUILT, str(missing)), False
         if outcome.kind == REFUSED and any(later.change and not later.cache for later in case.turns[number + 1 :]):
             refused = outcome
         elif outcome.kind != EQUAL or (plain is None and turn.entry not in APART):
-            return outcome, tie
+            return replace(outcome, answers=answers), tie
         tokens = outcome.tokens
-    return refused or Outcome(case, EQUAL, tokens=tokens), False
+    return refused or Outcome(case, EQUAL, tokens=tokens, answers=answers), False
 
 
 def _compare_rows(judge: Judge, doors: Doors) -> tuple[Outcome, bool]:
     """The outcome of a turn of which each row is a call of its own: that of its worst row."""
-    turn, case = judge.turn, judge.case
+    turn = judge.turn
     rows = turn.rows
     changes = turn.change_after is not None
-    olds = [attempt(call, doors.reference, row, None, False) for row in rows] if changes else []
+    olds = [_made(doors, row, None, False) for row in rows] if changes else []
     served = doors.serve(turn)
     outcomes = []
     for place, (row, one) in enumerate(zip(rows, served, strict=True)):
         begun = f"{judge.place}row {place}: "
-        expected = olds[place] if one.early else attempt(call, doors.reference, row, None, False)
+        expected = olds[place] if one.early else _made(doors, row, None, False)
         if isinstance(one.answer, ModelChangedError) and changes and not one.early:
-            told = olds[place]
-            right = isinstance(told, Exception) or is_beginning(one.tokens, told)
+            right = isinstance(olds[place], Exception) or is_beginning(one.tokens, olds[place])
             kind = REFUSED if right else WRONG
-            outcomes.append((Outcome(case, kind, _reason(one.answer) if right else f"{begun}other tokens told"), False))
+            detail = _reason(one.answer) if right else f"{begun}other tokens told"
+            outcomes.append((Outcome(judge.case, kind, detail), False))
             continue
         outcome, tie = replace(judge, turn=row, before=None, place=begun).judge(one.answer, expected)
         if outcome.kind == REFUSED and not changes and turn.entry != "threads":
-            again = replace(row, entry=turn.entry, mixed=False)
+            again = replace(row, entry=turn.entry, mixed=False, arrival=0)
             alone = doors.serve(again)[0]
             if not isinstance(alone.answer, REFUSALS):
                 outcome = replace(outcome, kind=WRONG, detail=f"{begun}not alone, but beside others {outcome.detail}")
         outcomes.append((outcome, tie))
+    return _worst(outcomes, judge.tokens)
+
+
+def _compare_requests(case: Case, doors: Doors) -> tuple[Outcome, bool]:
+    """The outcome of a case whose turns are requests to one `Engine`: that of the worst of them."""
+    served = doors.serve(replace(case.turns[0], entry="engine"), list(case.turns))
+    outcomes = []
+    for number, (turn, one) in enumerate(zip(case.turns, served, strict=True)):
+        judge = Judge(case, doors.reference, turn, None, f"request {number}: ", 0)
+        outcomes.append(_judge_request(judge, one, _made(doors, turn, None, False)))
+    return _worst(outcomes)
+
+
+def _judge_request(judge: Judge, one: Served, expected: Answer | Exception) -> tuple[Outcome, bool]:
+    if judge.turn.cancelled is None or not isinstance(one.answer, CancelledError):
+        return judge.judge(one.answer, expected)
+    right = isinstance(expected, Answer) and is_beginning(one.tokens, expected)
+    detail = "" if right else f"{judge.place}cancelled after other tokens"
+    return Outcome(judge.case, EQUAL if right else WRONG, detail, len(one.tokens)), False
+
+
+def _worst(outcomes: list[tuple[Outcome, bool]], before: int = 0) -> tuple[Outcome, bool]:
+    """The worst of some outcomes, with the tokens of all of them; each counts those `before` as well."""
     worst = max(outcomes, key=lambda one: (EQUAL, BOTH_RAISE, REFUSED, NOT_BUILT, WRONG).index(one[0].kind))
-    told = sum(outcome.tokens - judge.tokens for outcome, _ in outcomes)
-    return replace(worst[0], tokens=judge.tokens + told), worst[1]
+    return replace(worst[0], tokens=before + sum(outcome.tokens - before for outcome, _ in outcomes)), worst[1]
 
 
 @dataclass(frozen=True)
@@ -181,10 +224,10 @@ class Judge:
         assert plain is not None
         if ours.cache is None:  # of several rows on chains: both read the whole text anew
             plain.cache = None
-        difference = _difference(ours, plain, self.turn)
-        if difference:
+        found = difference(ours, plain, self.turn)
+        if found:
             close = _is_close(self.reference, self.turn, self.before, ours, plain)
-            return Outcome(self.case, WRONG, self.place + difference, self.tokens), close
+            return Outcome(self.case, WRONG, self.place + found, self.tokens), close
         return Outcome(self.case, EQUAL, tokens=self.tokens + plain.new_tokens * len(plain.sequences)), False
 
     def _after_error(self, error: Exception, plain: Answer | Exception | None) -> Outcome:
@@ -207,11 +250,11 @@ class Judge:
             return Outcome(self.case, BOTH_RAISE, f"plain alone: {_reason(failure)}"), False
         if torch.equal(ours.sequences, plain.sequences):
             return Outcome(self.case, EQUAL, tokens=plain.new_tokens * len(plain.sequences)), False
-        detail = f"{self.place}plain raises, and before that {_difference(ours, plain, self.turn)}"
+        detail = f"{self.place}plain raises, and before that {difference(ours, plain, self.turn)}"
         return Outcome(self.case, WRONG, detail), False
 
 
-def _difference(ours: Answer, plain: Answer, turn: Turn) -> str:
+def difference(ours: Answer, plain: Answer, turn: Turn) -> str:
     """What differs between two answers, in words; empty if nothing does."""
     if not torch.equal(ours.sequences, plain.sequences):
         if ours.sequences.shape != plain.sequences.shape:
@@ -221,22 +264,34 @@ def _difference(ours: Answer, plain: Answer, turn: Turn) -> str:
             return f"{ours.new_tokens} new tokens instead of {plain.new_tokens}; {begin}"
         rows = (ours.sequences != plain.sequences).any(1).nonzero().flatten().tolist()
         return f"rows {rows} part at new token {_parts(ours, plain)} of {plain.new_tokens}"
-    # The rows of a batch draw in another order than in transformers.
-    alone = len(plain.sequences) == 1 and ours.random_state is not None and plain.random_state is not None
-    if turn.settings.get("do_sample") and alone and not torch.equal(ours.random_state, plain.random_state):
+    known = ours.random_state is not None and plain.random_state is not None
+    if turn.settings.get("do_sample") and known and not torch.equal(ours.random_state, plain.random_state):
         return "another random state afterwards"
     if ours.streamed != plain.streamed:
         return "other values streamed"
+    running = _running(plain, turn)
+    if ours.told is not None and running is not None and ours.told != int(running.sum()):
+        return f"{ours.told} tokens counted instead of {int(running.sum())}"
     for name, one, two in (("scores", ours.scores, plain.scores), ("logits", ours.logits, plain.logits)):
         if (one is None) != (two is None) or len(one or ()) != len(two or ()):
             return f"{name}: {one and len(one)} instead of {two and len(two)}"
         for step, (first, second) in enumerate(zip(one or (), two or (), strict=True)):
-            if first.shape != second.shape or first.dtype != second.dtype:
-                return f"{name} of shape {tuple(first.shape)} {first.dtype}, not {tuple(second.shape)} {second.dtype}"
-            running = _running(plain, turn, step)
-            if not _same_scores(first[running], second[running]):
-                return f"{name} at step {step} differ by {_largest(first[running], second[running]):.1e}"
+            if name == "scores" and "SynthID" in turn.settings:
+                first, second = _probable(first, second)
+            if found := _difference_of_scores(first, second, None if running is None else running[:, step]):
+                return f"{name} at step {step} {found}"
     return ""
+
+
+def _difference_of_scores(one: Tensor, two: Tensor, running: Tensor | None) -> str:
+    """What differs between scores of one step, in words, of the rows that are known to be running."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return f"of shape {tuple(one.shape)} {one.dtype}, not {tuple(two.shape)} {two.dtype}"
+    if running is None:
+        return ""
+    if not _same_scores(one[running], two[running]):
+        return f"differ by {_largest(one[running], two[running]):.1e}"
+    return "of rows that have ended are not zero" if one[~running].any() else ""
 
 
 def _parts(ours: Answer, plain: Answer) -> int:
@@ -246,17 +301,30 @@ def _parts(ours: Answer, plain: Answer) -> int:
     return int(differ[0]) - start if len(differ) else same - start
 
 
-def _running(plain: Answer, turn: Turn, step: int) -> Tensor:
-    """Which rows had not ended before the token of `step`; what comes after nobody reads."""
-    rows = len(plain.sequences)
-    if rows == 1:
-        return torch.ones(1, dtype=torch.bool)
-    ends_unknown = turn.change == "end in the generation configuration"
-    if ends_unknown or any(name in turn.settings for name in ("criterion", "stop_strings")):
-        return torch.zeros(rows, dtype=torch.bool)
-    start = plain.sequences.shape[1] - plain.new_tokens
-    ends = torch.tensor(turn.settings.get("eos", ()))
-    return ~torch.isin(plain.sequences[:, start : start + step], ends).any(1)
+def _running(plain: Answer, turn: Turn) -> Tensor | None:
+    """Which rows had not ended before each of their new tokens, `[rows, tokens]`; `None` where that is not known.
+
+    Without a stop token nothing is padded, and rows go on until the last one is through.
+    """
+    criterion = turn.settings.get("criterion", ())
+    new = plain.sequences[:, plain.sequences.shape[1] - plain.new_tokens :]
+    if len(new) == 1:
+        return torch.ones(new.shape, dtype=torch.bool)
+    if turn.change == "end in the generation configuration" or "stop_strings" in turn.settings:
+        return None
+    if not isinstance(criterion, tuple):
+        return None
+    eos = turn.settings.get("eos", ())
+    eos = eos if isinstance(eos, tuple) else (eos,)
+    ended = torch.isin(new, torch.tensor(eos + criterion if eos else ())).cumsum(1)
+    return torch.cat([torch.zeros(len(new), 1), ended], 1)[:, :-1] == 0
+
+
+def _probable(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    """Two scores without those of improbable tokens, where rounding may be much of them."""
+    improbable = torch.maximum(one.log_softmax(-1), two.log_softmax(-1)) < IMPROBABLE
+    improbable &= one.isfinite() & two.isfinite()
+    return one.masked_fill(improbable, 0), two.masked_fill(improbable, 0)
 
 
 def _same_scores(one: Tensor, two: Tensor) -> bool:

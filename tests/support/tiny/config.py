@@ -9,9 +9,6 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from fuzz.encoder_decoders import START_TOKEN
-from fuzz.sizes import MROPE, SPECIAL
-from fuzz.variant import Variant
 from lookahead.backends.transformers.miniature import (
     CONTEXTS,
     HEAD_DIM,
@@ -25,6 +22,9 @@ from lookahead.backends.transformers.miniature import (
     WINDOWS,
     is_doubled,
 )
+from tiny.encoder_decoders import START_TOKEN
+from tiny.sizes import MROPE, SPECIAL
+from tiny.variant import Variant
 
 LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")
 """What composite configurations call the part that reads and writes text."""

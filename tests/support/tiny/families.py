@@ -6,7 +6,6 @@ configurations are transformers' own, so that new families join by themselves; o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,12 +18,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
-from transformers.utils import logging
 
-from fuzz.encoder_decoders import ENCODER, NAMES, START_TOKEN, is_encoder_decoder
-from fuzz.tiny_config import tiny_config
-from fuzz.variant import Variant
-from fuzz.weights import draw_weights
+from lookahead.backends.transformers.miniature import quiet
+from tiny.config import tiny_config
+from tiny.encoder_decoders import ENCODER, NAMES, START_TOKEN, is_encoder_decoder
+from tiny.variant import Variant
+from tiny.weights import draw_weights
 
 MULTIMODAL = "/multimodal"
 _MULTIMODAL_NAMES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
@@ -95,7 +94,7 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
     if family.endswith(ENCODER):
         names = NAMES
     model_class: type[PreTrainedModel] = getattr(transformers, names[kind])
-    with _quiet(), _defined_memory():
+    with quiet(), _defined_memory():
         config = tiny_config(kind, model_class, variant)
         if attention == "sdpa" and not model_class._supports_sdpa:
             attention = "eager"
@@ -108,19 +107,6 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
     if is_encoder_decoder(model):
         model.generation_config.decoder_start_token_id = START_TOKEN
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that the sizes of tiny models give rise to."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The library on the simulated CUDA device: its texts, and what a step makes the host wait for.
 
 The simulation patches torch, so `test_simulated_cuda.py` runs this file in a process of its own:
-`python -m pytest tests/support/simulated_cuda_cases.py`.
+`python -m pytest tests/backends/apart/simulated_cuda_cases.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import PreTrainedModel
 
 import lookahead
-from fuzz.families import build as build_family
-from fuzz.images import image_prompt
-from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.transformers import engine_model as engine_models
 from lookahead.backends.transformers.engine_model import engine_model
@@ -44,6 +41,9 @@ from simulated_cuda import (
     on_cuda,
     without_simulation,
 )
+from tiny.families import build as build_family
+from tiny.images import image_prompt
+from tiny.variant import Variant
 
 PROMPT = torch.tensor([[5, 11, 7, 3, 13, 2, 17, 5, 11, 7, 3, 19, 5, 11, 7]])
 GREEDY: dict[str, Any] = {"do_sample": False}

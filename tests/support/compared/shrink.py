@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from fuzz.case import Case, Turn
-from fuzz.outcome import WRONG, Outcome, run_case
-from fuzz.variant import Variant
+from compared.case import Case, Turn
+from compared.outcome import WRONG, Outcome, run_case
+from tiny.variant import Variant
 
 
-def shrink(outcome: Outcome) -> Outcome:
-    """The simplest case found that is wrong as well, one change after another away from that of `outcome`."""
+def shrink(outcome: Outcome, run: Callable[[Case], Outcome] = run_case) -> Outcome:
+    """The simplest case found that `run` finds wrong as well, one change after another away from that of `outcome`."""
     changed = True
     while changed:
         changed = False
         for case in _simpler(outcome.case):
-            tried = run_case(case)
+            tried = run(case)
             if tried.kind == WRONG:
                 outcome, changed = tried, True
                 break
