@@ -184,6 +184,10 @@ class RecordedTokens:
     def foresee(self, tokens: int) -> None:
         """Nothing: what they were sampled with is not recorded."""
 
+    @classmethod
+    def look_ahead_rows(cls, rows: Sequence[Any]) -> None:
+        """See `Sampler`."""
+
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
         """Nothing: nobody waits for recorded tokens."""
 

@@ -217,7 +217,8 @@ class Sampler(Protocol):
     def foresee(self, tokens: int) -> Noise | None:
         """The noise that the next `tokens` tokens will be sampled with, without drawing it; `None` if unknown."""
 
-    def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
+    @classmethod
+    def look_ahead_rows(cls, rows: Sequence[tuple[Any, TokenTree, NodeOutputs]]) -> None:
         """A step's tree was run, of which nothing is selected yet: begin what selecting its tokens one after another
         would wait for."""
 

@@ -13,7 +13,17 @@ from functools import partial
 from typing import Any, Literal
 
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, StepResults, Walk
+from lookahead.core.protocols import (
+    Backend,
+    Drafter,
+    ForestOutputs,
+    NodeOutputs,
+    NoDrafter,
+    RowsDrafter,
+    Sampler,
+    StepResults,
+    Walk,
+)
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
@@ -59,9 +69,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
 
     top_k = max([sequence.ask_drafter(_top_k, 0) for sequence in sequences])
     outputs = backend.forward(forest, top_k)
-    for row, (sequence, tree) in enumerate(zip(sequences, forest, strict=True)):
-        if sequence.sampler.samples and tree.reads_root and not sequence.finished:
-            sequence.sampler.look_ahead(sequence, tree, outputs[row])
+    _look_ahead(sequences, forest, outputs)
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
     results = StepResults(forest, outputs, batch.verify(sequences, forest, outputs))
@@ -169,6 +177,16 @@ def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
     result = results.of(row)
     if result is not None:
         drafter.observe(result)
+
+
+def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> None:
+    """Begin to sample where walks may come to, those of one kind of sampler in one call."""
+    kinds: dict[type[Sampler], list[tuple[SequenceState, TokenTree, NodeOutputs]]] = {}
+    for row, (sequence, tree) in enumerate(zip(sequences, forest, strict=True)):
+        if sequence.sampler.samples and tree.reads_root and not sequence.finished:
+            kinds.setdefault(type(sequence.sampler), []).append((sequence, tree, outputs[row]))
+    for kind, rows in kinds.items():
+        kind.look_ahead_rows(rows)
 
 
 def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> Sequence[int]:

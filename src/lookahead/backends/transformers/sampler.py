@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processing
 
-from lookahead.backends.machine import Read, upload
+from lookahead.backends.machine import Downloads, Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
 from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop
@@ -89,17 +89,37 @@ IGNORE_TEXT = (
 """Processors that treat each row of scores by itself, and do not look at the text."""
 
 
-class _Foreseen(NamedTuple):
-    """What was sampled after the nodes of a step.
+class _Ahead(NamedTuple):
+    """Nodes of one text after which tokens are sampled together with those of other texts.
 
     Attributes:
-        places: Where each node is in the rest.
-        read: Gives the tokens, `[nodes]`; -1 where probabilities are not numbers.
+        sampler: Samples the tokens.
+        nodes: Nodes of the tree.
+        logit_rows: Row of the logits after each.
+        downloads: The copies that tokens come to the host with.
+        noise: Noise of the places to come, `[1, vocabulary]` each; empty where it is drawn when a token is selected.
+        levels: Index in `noise` for each node.
+    """
+
+    sampler: TextSampler
+    nodes: list[int]
+    logit_rows: list[int]
+    downloads: Downloads
+    noise: list[torch.Tensor]
+    levels: list[int]
+
+
+class _Foreseen(NamedTuple):
+    """Distributions, and perhaps tokens, after the nodes of a step.
+
+    Attributes:
+        places: Row of each node in the rest.
+        read: Returns the tokens, `[nodes]`, -1 where probabilities are not numbers; `None` if they are not selected.
         scores, probabilities: `[nodes, vocabulary]`.
     """
 
     places: dict[int, int]
-    read: Read
+    read: Read | None
     scores: torch.Tensor
     probabilities: torch.Tensor
 
@@ -128,6 +148,7 @@ class TextSampler:
     ) -> None:
         self._processors = _listed(processor)
         self._ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
+        self.alike = repr(_setting(self._processors)) if self._ignores_text else ""
         warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise, self._row = noise, row
@@ -160,49 +181,79 @@ class TextSampler:
         places = [noise[0].float().numpy() for noise in self._noise.look_ahead(self._row, tokens, self._like)]
         return Noise(places, self._temperature)
 
-    def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
-        """Begin to sample after all nodes that the walk may come to, where the host would have to wait for each.
-        `outputs` is a `TreeResult`.
+    @classmethod
+    def look_ahead_rows(cls, rows: Sequence[tuple[TextSequence, TokenTree, Any]]) -> None:
+        """Begin to sample after nodes that the walks may come to, for all texts whose processors are set alike at once.
 
         Each place has its noise, whatever comes before it, so that the token after a node depends on its depth and its
-        logits alone, unless a processor looks at the text. On CUDA each row of a softmax is summed by itself, in an
-        order that depends on the size of the vocabulary alone; of the running sums of top-p even those of a single row
-        are not always the same there.
+        logits alone, unless a processor looks at the text. On CUDA, where the host would wait for each token, tokens
+        after all nodes are selected. On a CPU the distributions after the roots of several texts are computed, if a
+        trial of these processors gave the bits of each row by itself.
+
+        Args:
+            rows: Text, tree and `TreeResult` of each.
         """
-        self._foreseen = None
-        device = sequence.device
-        if self._noise is None or not self._ignores_text or device.type != "cuda" or outputs.logits.device != device:
-            return
-        top = tree.depths[tree.root]
+        groups: dict[object, tuple[torch.Tensor, list[_Ahead]]] = {}
+        for sequence, tree, outputs in rows:
+            sampler, logits = sequence.sampler, outputs.logits
+            sampler._foreseen = None
+            if sampler._noise is None or not sampler._ignores_text or logits.device != sequence.device:
+                continue
+            ahead = None
+            if logits.device.type == "cuda":
+                ahead = sampler._all_nodes(tree, outputs)
+            elif len(rows) > 1 and logits.device.type == "cpu" and sampler._is_alike_together(logits.shape[-1]):
+                ahead = _Ahead(sampler, [tree.root], [int(outputs.logit_rows[tree.root])], outputs.downloads, [], [])
+            if ahead is not None:
+                groups.setdefault((sampler.alike, id(logits)), (logits, []))[1].append(ahead)
+        for logits, group in groups.values():
+            try:
+                _sample_ahead(group, logits)
+            except Exception:  # of one row: its own walk raises it again
+                for ahead in group:
+                    ahead.sampler._foreseen = None
+
+    def _all_nodes(self, tree: TokenTree, outputs: Any) -> _Ahead | None:
+        """All nodes that the walk may come to. What is left out is selected when the walk comes to it."""
+        assert self._noise is not None
+        top, logits = tree.depths[tree.root], outputs.logits
         below, logit_rows = range(tree.root, len(tree)), outputs.logit_rows.tolist()
         nodes = [node for node in below if logit_rows[node] >= 0 and tree.kinds[node] is not NodeKind.WINDOW]
-        # What is left out is selected when the walk comes to it.
-        nodes = nodes[: max(MOST_BYTES // (4 * outputs.logits.shape[-1]), 1)]
-        like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
+        nodes = nodes[: max(MOST_BYTES // (4 * logits.shape[-1]), 1)]
+        like = logits.new_empty((1, logits.shape[-1]), dtype=torch.float32)
         noise = self._noise.look_ahead(self._row, 1 + max(tree.depths[node] for node in nodes) - top, like)
         nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
         if not nodes:
-            return
-        rows, depths = [logit_rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
-        places = upload(device, np.array([rows, depths]))[0]
-        scores = outputs.logits.index_select(0, places[0]).float()
-        scores = self._process(None, scores)
-        probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        # What is not a number is left to `_sample`, which refuses it.
-        tokens = _selected(probabilities, torch.cat(noise).index_select(0, places[1]))
-        read = outputs.downloads.add(tokens.int())
-        self._foreseen = _Foreseen({node: place for place, node in enumerate(nodes)}, read, scores, probabilities)
+            return None
+        levels = [tree.depths[node] - top for node in nodes]
+        return _Ahead(self, nodes, [logit_rows[node] for node in nodes], outputs.downloads, noise, levels)
+
+    def _is_alike_together(self, vocabulary: int) -> bool:
+        """Whether the distributions of several rows have the bits of each by itself; tried once for such processors."""
+        key = self.alike, vocabulary
+        if key not in _TRIED:
+            logits = 4 * torch.randn((5, vocabulary), generator=torch.Generator().manual_seed(0))
+            parts = (logits, *(logits[row : row + 1] for row in range(len(logits))))
+            together, *single = (torch.nn.functional.softmax(self._process(None, rows), dim=-1) for rows in parts)
+            while len(_TRIED) >= _MOST_TRIED:
+                _TRIED.pop(next(iter(_TRIED)), None)
+            _TRIED[key] = torch.equal(together, torch.cat(single))
+        return _TRIED[key]
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
         place = None if self._foreseen is None else self._foreseen.places.get(node)
         if self._foreseen is not None and place is not None:
+            scores, probabilities = (rows[place : place + 1] for rows in self._foreseen[2:])
+            assert self._noise is not None
+            if self._foreseen.read is None:
+                self.keep(outputs.logits_after(node), scores)
+                return self._sample(scores, self._noise, probabilities)
             token = int(self._foreseen.read()[place])
             if token >= 0:
-                assert self._noise is not None
-                self._noise.take(self._row, self._foreseen.probabilities[place : place + 1])
+                self._noise.take(self._row, probabilities)
                 if self.keeps:
-                    self.keep(outputs.logits_after(node), self._foreseen.scores[place : place + 1])
+                    self.keep(outputs.logits_after(node), scores)
                 return token
         text = None if self._ignores_text else sequence.ids  # which are put together when they are asked for
         return self.choose(text, outputs.logits_after(node).to(sequence.device))
@@ -229,15 +280,56 @@ class TextSampler:
             scores = one(text, scores)
         return scores
 
-    def _sample(self, scores: torch.Tensor, noise: SamplingNoise) -> int:
-        """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
-        self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
+    def _sample(self, scores: torch.Tensor, noise: SamplingNoise, probabilities: torch.Tensor | None = None) -> int:
+        """The token that `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
+        if probabilities is None:
+            probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        self._like = probabilities
         drawn = noise.take(self._row, probabilities)
         is_usual = scores.device.type == "cpu" and scores.dtype == torch.float32
         selected = int((_selected_here if is_usual else _selected)(probabilities, drawn))  # the host waits for it
         if selected < 0:
             selected = int(torch.multinomial(probabilities, num_samples=1))  # which refuses it
         return selected
+
+
+_TRIED: dict[object, bool] = {}
+"""Results of `TextSampler._is_alike_together` by processors and vocabulary."""
+
+_MOST_TRIED = 256
+"""Results that are kept."""
+
+
+def _sample_ahead(group: Sequence[_Ahead], logits: torch.Tensor) -> None:
+    """Compute the distributions after nodes of several texts whose processors are set alike, and select tokens where
+    the noise is known."""
+    rows, levels, begin = list[int](), list[int](), 0
+    for ahead in group:
+        rows += ahead.logit_rows
+        levels += [begin + level for level in ahead.levels]
+        begin += len(ahead.noise)
+    sampler, noise = group[0].sampler, [drawn for ahead in group for drawn in ahead.noise]
+    places = upload(logits.device, np.array([rows, levels] if noise else [rows]))[0]
+    scores = sampler._process(None, logits.index_select(0, places[0]).float())
+    probabilities, read = torch.nn.functional.softmax(scores, dim=-1), None
+    if noise:  # what is not a number is left to `_sample`, which refuses it
+        tokens = _selected(probabilities, torch.cat(noise).index_select(0, places[1]))
+        read = group[0].downloads.add(tokens.int())
+    begin = 0
+    for ahead in group:
+        numbers = {node: begin + place for place, node in enumerate(ahead.nodes)}
+        ahead.sampler._foreseen = _Foreseen(numbers, read, scores, probabilities)
+        begin += len(ahead.nodes)
+
+
+def _setting(processors: Sequence[Any]) -> list[object]:
+    """Kinds and settings of processors, equal for those that do the same."""
+    found: list[object] = []
+    for one in processors:
+        found.append(type(one))
+        for name, value in vars(one).items():
+            found.append((name, value.tolist() if isinstance(value, torch.Tensor) else value))
+    return found
 
 
 def _selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
