@@ -158,22 +158,23 @@ class Runner(Backend):
         model with running states there is no room below a prompt, whose states would have to be computed again, nor
         below many pending tokens.
         """
-        kept, pending = self.rows[row], self._pending(row, text)
+        kept = self.rows[row]
+        pending = self._pending(kept, text)
         if kept.most_pending is not None and len(pending) > kept.most_pending:
             part = TokenTree(pending[: kept.most_pending])
             part.needs_logits[part.root] = False
             return part
+        length = kept.before + len(text) - len(pending)
         deepest = self._deepest(kept.before + len(text) - 1 + kept.shift, kept.shift)
-        tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - kept.length)
+        tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - length)
         tree.vocabulary = self.vocabulary
-        if self.chains and not (kept.length > 0 and len(pending) <= _MOST_PENDING):
+        if self.chains and not (length > 0 and len(pending) <= _MOST_PENDING):
             tree.limit(0)
         return tree
 
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        """The tokens of `text`, that of sequence `row`, that the model has not read."""
-        kept = self.rows[row]
-        return text[kept.length - kept.before :]
+    def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
+        """The tokens of a row's text that the model has not read."""
+        return text[row.length - row.before :]
 
     def _deepest(self, position: int, shift: int) -> int | None:
         """The largest position in a tree whose root is at `position`, which is `shift` more than its index in the text;

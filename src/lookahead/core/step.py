@@ -107,7 +107,8 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
             continue
         tree = backend.begin_tree(row, sequence.tokens)
         trees.append(tree)
-        if not sequence.is_last_token and backend.wants_draft(tree):
+        drafts = type(sequence.drafter) is not NoDrafter and not sequence.is_last_token
+        if drafts and backend.wants_draft(tree):
             tree.foresee = sequence.sampler.foresee if sequence.sampler.samples else None
             tree.limit(sequence.remaining - 1)
             rows.append(row)

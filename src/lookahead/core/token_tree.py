@@ -32,6 +32,9 @@ class NodeKind(IntEnum):
     """A token of the lookahead window: read for what follows it, never accepted."""
 
 
+_PENDING = NodeKind.PENDING
+
+
 class Noise(NamedTuple):
     """The noise of the coming tokens: sampling selects the token with the largest log p / temperature - log q.
 
@@ -76,9 +79,9 @@ class TokenTree:
             raise InvalidArgumentError("pending=[] is empty; a token tree needs at least its root")
         count = len(pending)
         self.tokens: list[int] = list(pending)
-        self.parents: list[int] = list(range(-1, count - 1))
-        self.kinds: list[NodeKind] = [NodeKind.PENDING] * count
-        self.depths: list[int] = list(range(count))
+        self.parents: list[int] = [*range(-1, count - 1)]
+        self.kinds: list[NodeKind] = [_PENDING] * count
+        self.depths: list[int] = [*range(count)]
         self.needs_logits: list[bool] = [False] * (count - 1) + [True]
         self.root = count - 1
         self.certain = 0

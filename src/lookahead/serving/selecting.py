@@ -103,18 +103,12 @@ class LogprobSampler(TextSampler):
 
     def __init__(self, top: int, **options: Any) -> None:
         super().__init__(**options)
-        self._top = top
+        self._top, self._selects, self.needs_logits = top, self.needs_logits, True
         self._noted: list[tuple[int, Read, Read]] = []
-
-    @property
-    def needs_logits(self) -> bool:
-        """See `TextSampler`."""
-        return True
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
-        selects = super().needs_logits
-        token = super().select(sequence, outputs, node) if selects else int(outputs.predictions[node])
+        token = super().select(sequence, outputs, node) if self._selects else int(outputs.predictions[node])
         logprobs = outputs.logits_after(node)[0].log_softmax(-1)
         values, ids = logprobs.topk(min(self._top, len(logprobs)))
         found = torch.cat([logprobs[token : token + 1], values]).view(torch.int32)

@@ -177,7 +177,7 @@ class TransformersRunner(Runner):
         """Send pending tokens in parts of `size`, those of all texts that have more than `least` of them."""
         passes = 0
         while True:
-            pending = [self._pending(row, text) for row, text in enumerate(texts)]
+            pending = [self._pending(row, text) for row, text in zip(self.rows, texts, strict=True)]
             sends = [len(tokens) > least for tokens in pending]
             if not any(sends):
                 return passes
@@ -288,12 +288,11 @@ class ModelRunner(TransformersRunner):
         reach = self._masks.shortest_reach if between else None
         return shortest(self._limits.places_after, self._limits.picks_after, reach)
 
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        kept = self.rows[row]
+    def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
         recompute_at = self._limits.recompute_at
-        if recompute_at is not None and not kept.before and kept.length < recompute_at - kept.padding <= len(text):
-            kept.crop(0)
-        return super()._pending(row, text)
+        if recompute_at is not None and not row.before and row.length < recompute_at - row.padding <= len(text):
+            row.crop(0)
+        return text[row.length - row.before :]
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`.
@@ -413,7 +412,7 @@ class ChainRunner(TransformersRunner):
         """See `Runner`."""
         if self._drafts:
             return super().begin_tree(row, text)
-        pending = self._pending(row, text)
+        pending = self._pending(self.rows[row], text)
         return TokenTree(pending, len(pending) - 1)
 
     def wants_draft(self, tree: TokenTree) -> bool:

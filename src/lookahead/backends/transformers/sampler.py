@@ -136,6 +136,10 @@ class TextSampler:
         row: Which row of the noise it takes.
         keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
         keep_scores: Collect the processed scores of each token in `scores`, likewise.
+
+    Attributes:
+        samples: Whether tokens are sampled.
+        needs_logits: Whether more is read than the likeliest token of the raw logits.
     """
 
     def __init__(
@@ -156,16 +160,8 @@ class TextSampler:
         self._foreseen: _Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are sampled."""
-        return self._noise is not None
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether more is wanted than the likeliest token of the raw logits."""
-        return bool(self._processors) or self.samples or self.keeps
+        self.samples = noise is not None
+        self.needs_logits = bool(self._processors) or self.samples or self.keeps
 
     @property
     def keeps(self) -> bool:
