@@ -1,4 +1,4 @@
-"""What a forward pass over token trees gave, and what the model predicts after each node."""
+"""Results of a forward pass over token trees: logits, and the likeliest tokens after each node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lookahead.core.forest import Forest
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _LISTED_FROM = 4096
-"""Vocabularies from which on the compiled loop lists the likeliest tokens."""
+"""Minimum vocabulary for listing the likeliest tokens by the compiled loop."""
 
 
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
@@ -47,7 +47,7 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
     Returns:
         Token ids `[rows, count]` int64 and probabilities `[rows, count]` float32 (softmax over the vocabulary). On CPUs
-        those of large vocabularies are exact to three digits: drafts need no more.
+        probabilities of large vocabularies are exact to three digits: drafts need no more.
     """
     vocabulary = logits.shape[1]
     is_listed = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
@@ -87,8 +87,8 @@ class Listed(NamedTuple):
 
 
 class PassResult(Sequence["TreeResult"]):
-    """The result of a forward pass over some trees, as arrays in the order of `Forest`; as a sequence, that of each
-    tree.
+    """The result of a forward pass over some trees, as arrays in the order of `Forest`; as a sequence, the result of
+    each tree.
 
     Args:
         forest: The trees.
@@ -96,11 +96,11 @@ class PassResult(Sequence["TreeResult"]):
         logit_rows: Row of the logits after each node, `[nodes]`; -1 where nothing was read.
         find: Returns the likeliest tokens after each node. A pass on a device is waited for when this is first asked.
         borrowed: Whether the next pass overwrites `logits`.
-        downloads: The copies from the device that come with those of `find`.
+        downloads: Copies from the device, made together with the copy of `find`.
 
     Attributes:
         logits: After nodes that were read, float32; in static passes a row for every slot, in the model's number type.
-        logit_rows, borrowed, downloads: As above.
+        logit_rows, borrowed, downloads: The arguments.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ def pass_result(
 
 
 def _of_nodes(listed: Listed, rows: NDArray[np.int64]) -> Listed:
-    """The likeliest tokens after nodes, given those of rows of logits and the row of each node."""
+    """The likeliest tokens after nodes, given the likeliest tokens of rows of logits and the row of each node."""
     predictions = None if listed.predictions is None else _spread(listed.predictions, rows, -1)
     return Listed(_spread(listed.ids, rows, -1), _spread(listed.probabilities, rows, 0), predictions)
 
@@ -273,7 +273,7 @@ def _spread(values: NDArray[Any], rows: NDArray[np.int64], unread: int) -> NDArr
 
 
 def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """What the logits `[rows, vocabulary]` say, in int32 `[rows, 1 + 2 * top_k]`: the likeliest token, the `top_k`
+    """Summary of the logits `[rows, vocabulary]`, in int32 `[rows, 1 + 2 * top_k]`: the likeliest token, the `top_k`
     likeliest ones, and the bits of their probabilities in float32."""
     top_k = min(top_k, logits.shape[-1])
     parts = [logits.argmax(dim=-1, keepdim=True).int()]  # by torch, since it may be recorded

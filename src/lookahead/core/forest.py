@@ -1,6 +1,6 @@
-"""The trees of a step as arrays: all nodes of all rows one behind another, and the order in which they are sent.
+"""The trees of a step as arrays: all nodes of all rows one behind another, and the order of sending them.
 
-A tree numbers its nodes in the order in which they were added (`TokenTree`). A pass reads them in *slots*: pending
+A tree numbers its nodes in the order of adding them (`TokenTree`). A pass reads them in *slots*: pending
 tokens first, then the others depth first, each node followed by the child that was added first, the candidates below
 the root before its window. Drafters add the likeliest path first, so the accepted path most often lies directly behind
 the root, where its keys and values need not be moved.
@@ -23,14 +23,14 @@ Integers = NDArray[np.int64]
 
 
 class Layout(NamedTuple):
-    """The order in which the nodes of one tree are sent.
+    """Order of sending the nodes of one tree.
 
     Attributes:
         order: Node in each slot, `[nodes]`.
         slots: Slot of each node, `[nodes]`, the inverse of `order`.
         tokens: Token id in each slot, `[nodes]` int64.
         depths: Depth of the node in each slot, `[nodes]` int64.
-        read_slots: Slots whose prediction is wanted, ascending.
+        read_slots: Slots with a prediction to read, ascending.
         parent_slots: Slot of the parent of the node in each slot, `[nodes]`; -1 for the first pending token.
         pending: Number of pending tokens.
     """
@@ -67,7 +67,7 @@ class Forest(Sequence[TokenTree]):
         trees: The trees. They must not change any more.
 
     Attributes:
-        trees: As above.
+        trees: The trees.
         rows: Number of trees.
         counts: Nodes of each tree, `[rows]`.
         firsts: Nodes of all trees before each, and behind them their sum, `[rows + 1]`.
@@ -133,7 +133,7 @@ class Forest(Sequence[TokenTree]):
         self.read_slots = self.read_nodes = _ZERO if tree.reads_root else _NONE
 
     def _lay_out_plain(self) -> None:
-        """Chains of pending tokens, whose nodes are sent in their order."""
+        """Chains of pending tokens, sent in their order."""
         size = len(self.tokens)
         self.order = np.arange(size)
         self.depths = self.slots = self.order - self.firsts[self.rows_of_slots] if size > self.rows else self.order * 0
@@ -156,7 +156,7 @@ class Forest(Sequence[TokenTree]):
 
     @cached_property
     def read_slots(self) -> Integers:
-        """Slots of all trees, counted through, whose prediction is wanted, ascending."""
+        """Slots with a prediction to read, counted through all trees, ascending."""
         return np.flatnonzero(self.reads if self.is_plain else self.reads[self.order])
 
     @cached_property
@@ -185,7 +185,7 @@ class Forest(Sequence[TokenTree]):
         return self if len(rows) == self.rows else Forest([self.trees[row] for row in rows])
 
     def layout(self, row: int) -> Layout:
-        """The order in which the nodes of one tree are sent."""
+        """Order of sending the nodes of one tree."""
         begin, end = self.firsts[row], self.firsts[row + 1]
         nodes = self.order[begin:end]
         return Layout(
@@ -206,7 +206,7 @@ class Forest(Sequence[TokenTree]):
 
 
 def lay_out(tree: TokenTree) -> Layout:
-    """The order in which the nodes of `tree` are sent."""
+    """Order of sending the nodes of `tree`."""
     return Forest([tree]).layout(0)
 
 
@@ -233,7 +233,7 @@ def see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.boo
         seen, begin = mask[row], firsts[row]
         for slot in range(firsts[row + 1] - begin):
             parent = parent_slots[begin + slot]
-            for other in range(parent + 1):  # what its parent sees lies before that
+            for other in range(parent + 1):  # ancestors of its parent lie before that
                 seen[slot, other] = seen[parent, other]
             seen[slot, slot] = True
 

@@ -1,7 +1,7 @@
-"""What meets in a step: what a pass gives, what a step shows, and the protocols of those who take part.
+"""Data and protocols of a step: outputs of a pass, results of a step, and the parts that a step is made of.
 
-A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Drafter` proposes what a tree has, and a
-`StepBudget` decides how many of the candidates are sent.
+A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Drafter` adds candidates to a tree, and a
+`StepBudget` decides how many candidates are sent.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Walk(NamedTuple):
     Attributes:
         tree: The tree that was sent.
         path: Accepted candidate nodes, from below the root downwards.
-        tokens: The tokens selected: those of `path`, and one more, the root of the next step.
+        tokens: The selected tokens: the tokens of `path`, and one more, the root of the next step.
         stopped: Whether the text is complete.
     """
 
@@ -115,13 +115,13 @@ class Walk(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one step showed about one sequence.
+    """Results of one step for one sequence.
 
     Attributes:
         tree: The tree that was sent.
         predicted: `predictions`, or a function that finds them: a drafter that rests has no use for them.
         path: The accepted candidate nodes, from below the root downwards.
-        tokens: The tokens the step added to the text: those of `path`, and the one selected after it.
+        tokens: The tokens that the step added to the text: the tokens of `path`, and the one selected after it.
         top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
             the prediction was not read. `top_k` is the largest of the drafters of the batch.
         top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
@@ -149,12 +149,12 @@ class StepResult(NamedTuple):
 
     @property
     def selected_after(self) -> list[int]:
-        """The nodes after which `tokens` were selected: the root, and those of the path."""
+        """The node before each of `tokens`: the root, and the nodes of the path."""
         return [self.tree.root, *self.path][: len(self.tokens)]
 
 
 class StepResults(NamedTuple):
-    """What one step showed about all sequences of a batch.
+    """Results of one step for all sequences of a batch.
 
     Attributes:
         forest: The trees that were sent.
@@ -167,7 +167,7 @@ class StepResults(NamedTuple):
     walks: Sequence[Walk | None]
 
     def of(self, row: int) -> StepResult | None:
-        """What the step showed about one sequence, if its text went on."""
+        """Results for one sequence; `None` if the step added nothing to its text."""
         walk = self.walks[row]
         if walk is None:
             return None
@@ -180,10 +180,10 @@ class Backend(Protocol):
     """Runs the trees of a batch on a model, and keeps the keys and values of each row's text."""
 
     def idle_tree(self) -> TokenTree:
-        """What a finished row sends while others continue: a token whose output is not used."""
+        """The tree of a finished row while others continue: one token without a read output."""
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+        """The tree of the coming step of a sequence: its pending tokens.
 
         Of many it may be the first ones alone; the last of these is then not read.
         """
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """Whether anything should be drafted onto `tree`."""
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> ForestOutputs:
-        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
+        """Run the model on one tree for each sequence. Keys and values of the nodes wait for `commit`.
 
         Args:
             trees: One for each sequence.
@@ -219,8 +219,11 @@ class Sampler(Protocol):
 
     @classmethod
     def look_ahead_rows(cls, rows: Sequence[tuple[Any, TokenTree, NodeOutputs]]) -> None:
-        """A step's tree was run, of which nothing is selected yet: begin what selecting its tokens one after another
-        would wait for."""
+        """Begin to sample after nodes of several trees that a pass has run, before any token is selected.
+
+        Args:
+            rows: Sequence, tree and outputs of each.
+        """
 
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`, a `SequenceState` of the sampler's own kind."""
@@ -243,12 +246,12 @@ class Drafter(Protocol):
         """Learn from the step. Called after every step, also after one without `propose` (a long prefill)."""
 
     def statistics(self) -> dict[str, Any]:
-        """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""
+        """Sizes and hit counts of the drafter's data, as plain numbers and lists."""
 
 
 class RowsDrafter(Protocol):
-    """Drafts and learns for several sequences in one call, each of which has a drafter of its own, where it is the
-    attribute `together`; `None` where one drafts alone. What is raised ends the drafts of all sequences of the call."""
+    """Drafts and learns for several sequences in one call. It is the attribute `together` of their drafters; `None` for
+    a drafter without a group. After an exception the drafters are called one by one."""
 
     def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         """`propose` of several drafters."""
@@ -258,7 +261,7 @@ class RowsDrafter(Protocol):
 
 
 Send = Callable[[int], None]
-"""Sends so many candidates, the likeliest ones."""
+"""Sends this number of candidates, the likeliest ones."""
 
 
 class StepBudget(Protocol):
@@ -270,14 +273,18 @@ class StepBudget(Protocol):
 
     @property
     def least(self) -> float:
-        """Least predicted probability at which a candidate is searched for."""
+        """Minimum predicted probability of a candidate in the search."""
 
     @property
     def most(self) -> int:
         """Most candidates that are sent; no more need be looked for."""
 
     def begin(self, teaches: bool = True) -> None:
-        """Begin a step, which settles the above; `teaches`: whether what the model says after its nodes is learned."""
+        """Begin a step: set the attributes.
+
+        Args:
+            teaches: Whether the drafter learns the predictions after its nodes.
+        """
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """Choose among the candidates of a step.
@@ -320,7 +327,7 @@ class FixedBudget:
 
     def __init__(self, nodes: int, least: float = 0.0) -> None:
         self.most = whole_number("nodes", nodes, 1, meaning="a step has at least its root") - 1
-        if not self.most:  # what is learned would never be sent
+        if not self.most:  # nothing learned would ever be sent
             self.backs_off = True
         self.least = finite_number("least", least, "must be a probability, 0 for any")
 

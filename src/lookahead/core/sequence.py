@@ -120,7 +120,7 @@ class SequenceState:
         return self.stop(self)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text, whose end somebody else has looked for."""
+        """Add tokens to the text, after the stop rule was checked for them."""
         self.tokens += tokens
 
 

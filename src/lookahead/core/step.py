@@ -1,8 +1,8 @@
-"""The decoding step: draft a tree for each text, run them in one pass, walk them, keep what was accepted, learn.
+"""The decoding step: draft a tree for each text, run all trees in one pass, walk them, keep the accepted tokens, learn.
 
-Nothing here knows a clock or a price. How many nodes are sent, drafters decide (`lookahead.core.pace`). Who owns the
-batch may time its steps by what `step` marks, and tells the pace what they did. What the code of one sequence raises, a
-processor or a listener of its own, ends that sequence alone (`SequenceState.error`).
+The step knows neither clock nor price. Drafters decide the number of nodes (`lookahead.core.pace`). The owner of the
+batch times the steps by the calls of `mark`, and passes the times to the pace. An exception in the code of one
+sequence, such as a processor or a listener, ends only that sequence (`SequenceState.error`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Batch:
             more or fewer, as the backend's rows do.
         statistics: Counts are added to it.
         verify: Walks the trees of a step; `walk_trees` does where each sequence has the outputs of all its nodes.
-        share_out: Called with the trees when each drafter has proposed, to send what waits for the proposals of others.
+        share_out: Called with the trees after all drafters have proposed, to choose among the candidates of all rows.
         mark: Called with each part of a step when it is over.
     """
 
@@ -126,15 +126,15 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
 
 
 def propose(sequences: Sequence[SequenceState], trees: Sequence[TokenTree], rows: Sequence[int]) -> None:
-    """Have the drafters of some rows add to their trees; those that draft together in one call. Drafting stops for
-    sequences whose drafter raises."""
+    """Have the drafters of some rows add to their trees, drafters of one group in one call. If a drafter raises, its
+    sequence goes on without drafts."""
     groups, single = _grouped(sequences, rows)
     for row in single:
         sequences[row].ask_drafter(partial(_propose, trees[row]), None)
     for drafter, members in groups.items():
         try:
             drafter.propose_rows([sequences[row].drafter for row in members], [trees[row] for row in members])
-        except Exception:  # one after another, so that only the sequence whose drafter raises stops drafting
+        except Exception:  # one by one, so that an error stops only its own sequence's drafts
             for row in members:
                 trees[row].keep_path(())
                 sequences[row].ask_drafter(partial(_propose, trees[row]), None)
@@ -181,7 +181,7 @@ def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
 
 
 def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> None:
-    """Begin to sample where walks may come to, those of one kind of sampler in one call."""
+    """Begin to sample at nodes that walks may reach, in one call for each kind of sampler."""
     kinds: dict[type[Sampler], list[tuple[SequenceState, TokenTree, NodeOutputs]]] = {}
     for row, (sequence, tree) in enumerate(zip(sequences, forest, strict=True)):
         if sequence.sampler.samples and tree.reads_root and not sequence.finished:
@@ -191,8 +191,8 @@ def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: For
 
 
 def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> Sequence[int]:
-    """The nodes whose keys and values stay: pending tokens and accepted path, up to the last token that was selected
-    after them, which the next step sends as its root."""
+    """The nodes to keep in the cache: pending tokens and accepted path. The next step sends the last selected token as
+    its root."""
     if walk is None:
         return () if sequence.finished else range(len(tree))
     return [*range(tree.root + 1), *walk.path] if walk.path else range(tree.root + 1)
@@ -215,7 +215,7 @@ def _notify(
     explanation: Explanation | None,
     seconds: Seconds,
 ) -> None:
-    """Call those who watch the steps of a sequence or listen to them. `seconds` is the time of each part."""
+    """Call the watcher and the listeners of a sequence. `seconds` is the time of each part of the step."""
     try:
         if sequence.watcher is not None and explanation is not None:
             result = results.of(row)

@@ -22,14 +22,14 @@ from lookahead.errors import InvalidArgumentError
 
 
 class NodeKind(IntEnum):
-    """What a node is there for."""
+    """Purpose of a node."""
 
     PENDING = 0
-    """Decided text whose keys and values are not in the cache yet."""
+    """Decided text that is not in the cache yet."""
     CANDIDATE = 1
     """A guess that verification may accept."""
     WINDOW = 2
-    """A token of the lookahead window: read for what follows it, never accepted."""
+    """A token of the lookahead window: the prediction after it is read, the token is never accepted."""
 
 
 _PENDING = NodeKind.PENDING
@@ -40,7 +40,7 @@ class Noise(NamedTuple):
 
     Attributes:
         places: q of the next token, of the one after it, ..., as far as it is known, `[vocabulary]` each.
-        temperature: Divides what the model says.
+        temperature: Divides the log-probabilities.
     """
 
     places: Sequence[NDArray[np.float32]]
@@ -59,7 +59,7 @@ class TokenTree:
 
     Attributes:
         tokens: Token id of each node.
-        parents: Parent of each node; -1 for the first pending token, whose parent is the cached text.
+        parents: Parent of each node; -1 for the first pending token, which follows the cached text.
         kinds: `NodeKind` of each node.
         depths: Distance of each node from the cached text, 0 for the first pending token. The position id of
             a node is the length of the cached text plus its depth.
@@ -67,7 +67,8 @@ class TokenTree:
         root: The node of the last decided token.
         certain: Number of the first candidates that were added by `add_certain`.
         has_window: Whether it has window nodes.
-        foresee: Tells what so many tokens below the root are sampled with, if they are; see `Sampler.foresee`.
+        foresee: Returns the noise of the given number of tokens below the root, if they are sampled; see
+            `Sampler.foresee`.
         vocabulary: How many tokens the model reads. Larger ones are not drafted, whoever remembers them.
 
     Raises:
@@ -121,7 +122,7 @@ class TokenTree:
     def beyond(self, certain: int) -> TokenTree:
         """This tree with its first `certain` nodes below the root already decided; the last of them is the root.
 
-        Both have the same nodes: what is added to the one is added to the other.
+        Both share their nodes: a node added to one is in the other.
         """
         if not certain:
             return self
@@ -163,7 +164,7 @@ class TokenTree:
         self.needs_logits += [True] * len(tokens)
 
     def keep_path(self, path: Sequence[int]) -> None:
-        """Remove all nodes below the root but those of a path of candidates from there, each the parent of the next."""
+        """Remove all nodes below the root except a path of candidates, each the parent of the next."""
         tokens = [self.tokens[node] for node in path]
         for of_nodes in (self.tokens, self.parents, self.kinds, self.depths, self.needs_logits):
             del of_nodes[self.root + 1 :]

@@ -4,8 +4,8 @@ Drafts are deterministic, so accepting a drafted token exactly when it is select
 Algorithms 3 and 4. Tokens are selected one after another, each once and in order, as plain decoding does: the same
 random state gives the same ones.
 
-Rows whose tokens are the likeliest ones of the raw logits, and whose text ends by length or by a token, are walked in
-one compiled loop. The others are walked one by one: their sampler or stop rule is Python.
+One compiled loop walks all greedy rows of raw logits that end by length or by a token. Other rows are walked one by
+one: their sampler or stop rule is Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lookahead.core.token_tree import TokenTree
 
 
 def walk_trees(sequences: Sequence[SequenceState], trees: Sequence[TokenTree], outputs: Any) -> list[Walk | None]:
-    """Walk the tree of each sequence, whose text grows by the tokens selected.
+    """Walk the tree of each sequence, and add the selected tokens to its text.
 
     Args:
         sequences: The texts.
@@ -33,7 +33,7 @@ def walk_trees(sequences: Sequence[SequenceState], trees: Sequence[TokenTree], o
         outputs: A `ForestOutputs`.
 
     Returns:
-        The walks; `None` for a sequence that is finished, whose prompt is not fully processed yet, or that failed.
+        The walks; `None` for a sequence that is finished, that failed, or that still has prompt tokens to send.
     """
     walks: list[Walk | None] = [None] * len(trees)
     plain, together = list[int](), len(trees) > 1 or not trees[0].is_chain  # one token is as quick in Python

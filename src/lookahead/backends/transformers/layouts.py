@@ -1,5 +1,4 @@
-"""How the trees of one pass lie beside or behind one another, and what the model takes of them: tokens, positions,
-masks, and which logits are read."""
+"""Inputs of a pass: tokens, positions, masks and the logits to keep, for trees beside or behind one another."""
 
 from __future__ import annotations
 
@@ -59,14 +58,14 @@ class PassPlan:
 
 @dataclass
 class Inputs:
-    """What the model takes.
+    """Arguments of the model.
 
     Attributes:
         tokens, positions: `[rows, nodes]` int64, where the model is.
         keep: Which nodes of each row are read, ascending, `[keep]`.
-        rows: Row of each of the forest's `read_slots` in the logits of all rows, one behind another, of which `keep`
-            were kept; `None` if nothing else is in them.
-        arguments: What else: masks, and which logits to keep.
+        rows: Row of each of the forest's `read_slots` in the logits, which have `keep` of each row, one row behind
+            another; `None` if they hold nothing else.
+        arguments: Other arguments: masks, and the logits to keep.
     """
 
     tokens: torch.Tensor
@@ -80,12 +79,12 @@ class Padded:
     """Trees beside one another, each padded to the largest; the keys of all lie in columns, nodes behind the longest.
 
     Args:
-        model: What runs.
+        model: The model.
         masks: What masks it takes; `None` for chains, which are read in their order.
         device: Where inputs go.
 
     Attributes:
-        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
+        is_invariant: Whether the bits of a node depend only on its own text; see `LookaheadConfig.invariant`.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
@@ -96,7 +95,7 @@ class Padded:
         self._packs = attention in PACKED_MASKS or device.type == "cuda"
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
-        # Places would have to be on the device of the last layer, where hooks do not bring them.
+        # Places would have to be on the device of the last layer, where hooks do not move them.
         self._is_spread = hasattr(model, "hf_device_map")
 
     def inputs(self, plan: PassPlan, cache: object = None) -> Inputs:
@@ -139,7 +138,7 @@ class Padded:
 
 
 def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
-    """The trees of a pass, padded to as many `rows` and `nodes`: tokens, places in the text, and positions, each
+    """The trees of a pass, padded to `rows` and `nodes`: tokens, places in the text, and positions, each
     `[rows, nodes]`. Padding is token 0 at position 0."""
     forest = plan.forest
     if rows == 1 and nodes == len(forest.tokens):
@@ -162,9 +161,9 @@ class PackedRows:
 
     Attributes:
         bounds: Where the nodes of each row begin and end.
-        masks: For each kind of layer what to add to the scores of each row, `[1, 1, nodes, keys]`, or `None` for
-            nodes of which each sees all that is before it. Packed masks in invariant passes.
-        kinds: The kind of each layer; one kind stands for all.
+        masks: For each kind of layer the mask added to the scores of each row, `[1, 1, nodes, keys]`, or `None` if
+            each node sees all tokens before it. Packed masks in invariant passes.
+        kinds: The kind of each layer; a single kind means all layers.
         cache: The cache of the step.
         pages: Where the rows lie that share one memory. The masks are one packed mask then, and there are no bounds.
     """
@@ -187,12 +186,12 @@ class Packed:
     """Trees one behind another in one row of tokens, `[1, nodes of all rows]`, without padding.
 
     Args:
-        model: What runs; its attention is `packed_rows_attention`.
+        model: The model; its attention is `packed_rows_attention`.
         masks: Which kinds of layers it has.
         device: Where inputs go.
 
     Attributes:
-        is_invariant: As above.
+        is_invariant: See `Padded`.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
@@ -202,7 +201,7 @@ class Packed:
         self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
     def inputs(self, plan: PassPlan, cache: PackedCache) -> Inputs:
-        """The arguments of a pass, with the cache by which rows are found."""
+        """Arguments of a pass; the attention function finds rows by the cache."""
         forest, keep = plan.forest, plan.forest.read_slots
         firsts = forest.firsts.tolist()
         sent = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)

@@ -32,13 +32,13 @@ LISTED = 8
 """Likeliest tokens that recorded passes list, as drafters ask for by default; for more a pass is recorded anew."""
 
 FIRST_TOKENS = 1024
-"""Tokens of each row that memory is taken for at first where it is not limited, and that a text may come to."""
+"""Initial capacity of a row in tokens, if memory is not limited."""
 
 
 class RowPool(StaticTreeCache):
     """Keys and values of many texts in pages of one memory, which is one row of all pages.
 
-    Page 0 is for nodes of no text. Each text has a number, by which arrays hold its length and its pages.
+    Page 0 is for padding nodes. Each text has a number, the index of its length and its pages in arrays.
 
     Args:
         shapes: Shapes of keys and values in each layer.
@@ -86,7 +86,7 @@ class RowPool(StaticTreeCache):
         self._numbers.append(number)
 
     def reserve(self, numbers: Integers, tokens: Integers) -> None:
-        """Have room for so many tokens of each of some texts."""
+        """Reserve pages for the given number of tokens of some texts."""
         for place in np.flatnonzero(tokens > self.page_counts[numbers] * self.block).tolist():
             number, begin = int(numbers[place]), int(self.page_counts[numbers[place]])
             end = whole_blocks(int(tokens[place]), self.block) // self.block
@@ -96,7 +96,7 @@ class RowPool(StaticTreeCache):
             self.page_counts[number] = end
 
     def _take(self, count: int) -> list[int]:
-        """Take so many pages."""
+        """Take free pages; the pool grows if there are too few."""
         if count > len(self.free):
             before = self.capacity // self.block
             pages = before + max(count - len(self.free), before // 2)
@@ -161,7 +161,7 @@ class PooledRow(TextRow):
         self.length = text.length
 
     def _reserve(self, tokens: int) -> Integers:
-        """Have room for so many tokens; returns their places."""
+        """Reserve pages for the given number of tokens; returns their places."""
         self._pool.reserve(np.array([self.number]), np.array([tokens]))
         return np.arange(tokens)
 
@@ -196,7 +196,7 @@ class PooledInputs:
         self._alone[slots, BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """What the model takes, beside its cache."""
+        """Arguments of the model, without its cache."""
         tokens, positions, _, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
         rows = PackedRows([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
@@ -227,12 +227,12 @@ class PooledInputs:
 
 
 class PooledRunner(ModelRunner):
-    """Runs rows of a pool, those of a step in one pass: of a few sizes, by the nodes of all rows, each of which is
-    recorded once; larger ones as they are. Rows that join or leave change nothing of what was recorded.
+    """Runs the rows of a pool, all rows of a step in one pass. Passes have a few sizes, by the nodes of all rows. Each
+    size is recorded once; larger passes are not recorded. Recorded passes stay valid when rows join or leave.
 
     Args:
         rows: Runs rows that have keys and values of their own, packed.
-        shapes: What each layer keeps of a token.
+        shapes: Shapes of keys and values in each layer.
         records: Whether passes are recorded; else they are run as they are.
         clock: The clock for steps; it stands still while passes are recorded.
     """
@@ -289,7 +289,7 @@ class PooledRunner(ModelRunner):
         return pass_result(forest, logits, top_k, forest.read_slots, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
-        """See that inputs are large enough for the rows of the step; what was recorded of other ones is forgotten."""
+        """Make inputs large enough for the rows of the step. Passes recorded for other sizes are dropped."""
         self._texts = max(self._texts, len(self.rows))
         if pages > self._width or not self._width:
             self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
@@ -299,7 +299,7 @@ class PooledRunner(ModelRunner):
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
 
     def _run_once(self, plan: PassPlan) -> torch.Tensor:
-        """Logits of a pass with more nodes than those that are recorded, of nodes that are read alone, float32."""
+        """Logits of a pass that is too large to be recorded, only after nodes that are read, float32."""
         inputs = self._new_inputs(len(plan.forest.tokens))
         inputs.stage(self._pool, self._numbers, plan)
         (kept,) = upload(self._device, plan.forest.read_slots)

@@ -24,10 +24,10 @@ class TextSequence(SequenceState):
     Args:
         prompt: The prompt as the caller gave it, `[1, tokens]` int64, padding included.
         tokens: The token ids of the prompt that the model reads: `prompt` without padding. At least one.
-        drafter: Proposes tokens for this sequence alone.
+        drafter: Proposes tokens for this sequence only.
         sampler: Selects the tokens.
         stop: Ends the text.
-        last_length: Length of `ids` at which the model can read no further token, if there is one.
+        last_length: Maximum length of `ids`: the model can read no further token. `None` for any.
         **options: As for `SequenceState`.
 
     Attributes:
@@ -72,7 +72,7 @@ class TextSequence(SequenceState):
         return super().append(token)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text, whose end somebody else has looked for."""
+        """Add tokens to the text, after the stop rule was checked for them."""
         self.length += len(tokens)
         super().extend(tokens)
 
@@ -90,13 +90,13 @@ IGNORE_TEXT = (
 
 
 class _Ahead(NamedTuple):
-    """Nodes of one text after which tokens are sampled together with those of other texts.
+    """Nodes of one text, to sample after them together with other texts.
 
     Attributes:
         sampler: Samples the tokens.
         nodes: Nodes of the tree.
         logit_rows: Row of the logits after each.
-        downloads: The copies that tokens come to the host with.
+        downloads: Copies from the device.
         noise: Noise of the places to come, `[1, vocabulary]` each; empty where it is drawn when a token is selected.
         levels: Index in `noise` for each node.
     """
@@ -127,7 +127,7 @@ class _Foreseen(NamedTuple):
 class TextSampler:
     """Selects the next token as plain decoding would, from the logits after a node.
 
-    Processors run only at nodes on the walked path, with the exact text before the token, so those that look
+    Processors run only at nodes on the walked path, with the exact text before the token, so processors that look
     at the text (repetition penalty, minimal length, ...) are exact.
 
     Args:
@@ -135,7 +135,7 @@ class TextSampler:
         noise: Samples the token from the scores' softmax, as `torch.multinomial` does; the likeliest one if not given.
         row: Which row of the noise it takes.
         keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
-        keep_scores: Collect the processed scores of each token in `scores`, likewise.
+        keep_scores: Collect the processed scores of each token in `scores`, `[1, vocabulary]` float32 each.
 
     Attributes:
         samples: Whether tokens are sampled.
@@ -169,7 +169,7 @@ class TextSampler:
         return self.logits is not None or self.scores is not None
 
     def foresee(self, tokens: int) -> Noise | None:
-        """The noise of so many tokens to come, where the host has it."""
+        """The noise of the next `tokens` tokens, if the host has it."""
         if self._noise is None or self._like is None or self._like.device.type != "cpu":
             return None  # nothing is drawn, or not yet, or where the host would have to wait for it
         if not self._noise.can_foresee(tokens, self._like):
@@ -179,7 +179,7 @@ class TextSampler:
 
     @classmethod
     def look_ahead_rows(cls, rows: Sequence[tuple[TextSequence, TokenTree, Any]]) -> None:
-        """Begin to sample after nodes that the walks may come to, for all texts whose processors are set alike at once.
+        """Begin to sample after nodes that walks may reach, for all texts with equal processors at once.
 
         Each place has its noise, whatever comes before it, so that the token after a node depends on its depth and its
         logits alone, unless a processor looks at the text. On CUDA, where the host would wait for each token, tokens
@@ -210,7 +210,7 @@ class TextSampler:
                     ahead.sampler._foreseen = None
 
     def _all_nodes(self, tree: TokenTree, outputs: Any) -> _Ahead | None:
-        """All nodes that the walk may come to. What is left out is selected when the walk comes to it."""
+        """All nodes that the walk may reach, as memory allows. The walk selects the tokens after other nodes."""
         assert self._noise is not None
         top, logits = tree.depths[tree.root], outputs.logits
         below, logit_rows = range(tree.root, len(tree)), outputs.logit_rows.tolist()
@@ -264,14 +264,14 @@ class TextSampler:
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
     def keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """Collect what is wanted of a token."""
+        """Collect the logits and scores of a token, if the caller asked for them."""
         for collected, values in ((self.logits, logits), (self.scores, scores)):
             if collected is not None:
                 collected.append(values.clone())
 
     def _process(self, text: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-        """What the processors make of `logits`, which stay as they are."""
-        scores = logits if self._ignores_text else logits.clone()  # which those that look at the text may write into
+        """Scores: the output of the processors. `logits` stay as they are."""
+        scores = logits if self._ignores_text else logits.clone()  # such processors may write into it
         for one in self._processors:  # without a look at the signature of each, as in transformers' list
             scores = one(text, scores)
         return scores
@@ -297,8 +297,8 @@ _MOST_TRIED = 256
 
 
 def _sample_ahead(group: Sequence[_Ahead], logits: torch.Tensor) -> None:
-    """Compute the distributions after nodes of several texts whose processors are set alike, and select tokens where
-    the noise is known."""
+    """Compute the distributions after nodes of several texts with equal processors, and select tokens if the noise is
+    known."""
     rows, levels, begin = list[int](), list[int](), 0
     for ahead in group:
         rows += ahead.logit_rows
@@ -308,7 +308,7 @@ def _sample_ahead(group: Sequence[_Ahead], logits: torch.Tensor) -> None:
     places = upload(logits.device, np.array([rows, levels] if noise else [rows]))[0]
     scores = sampler._process(None, logits.index_select(0, places[0]).float())
     probabilities, read = torch.nn.functional.softmax(scores, dim=-1), None
-    if noise:  # what is not a number is left to `_sample`, which refuses it
+    if noise:  # `_sample` refuses NaN
         tokens = _selected(probabilities, torch.cat(noise).index_select(0, places[1]))
         read = group[0].downloads.add(tokens.int())
     begin = 0
@@ -319,7 +319,7 @@ def _sample_ahead(group: Sequence[_Ahead], logits: torch.Tensor) -> None:
 
 
 def _setting(processors: Sequence[Any]) -> list[object]:
-    """Kinds and settings of processors, equal for those that do the same."""
+    """Kinds and settings of processors, equal for processors that do the same."""
     found: list[object] = []
     for one in processors:
         found.append(type(one))
@@ -335,7 +335,7 @@ def _selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _selected_here(probabilities: torch.Tensor, noise: torch.Tensor) -> int:
-    """Likewise of one row on the CPU, in a fifth of the time that torch takes."""
+    """`_selected` for one row on the CPU, in a fifth of torch's time."""
     selected = int((probabilities / noise).numpy()[0].argmax())
     return -1 if isnan(probabilities[0, selected]) else selected
 
