@@ -20,7 +20,7 @@ from lookahead.backends.transformers import pooled_rows
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
-from simulated_cuda import CAPTURE, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
+from simulated_cuda import CAPTURE, OPERATION, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
 from tiny.families import build as build_family
 from tiny.images import image_prompt
@@ -84,6 +84,36 @@ def test_steps_wait_as_often_as_they_must(
     kinds = {event.kind for events in steps[1:] for event in events}
     assert (REPLAY in kinds) == (name == "auto")
     assert CAPTURE not in kinds
+
+
+MOST_OF_A_SAMPLED_STEP = {"temperature": ({"top_k": 0}, 22), "top-k, top-p": ({"top_k": 50, "top_p": 0.9}, 34)}
+"""Settings of sampling, and most operations of ours in a step of 8 rows."""
+
+
+@pytest.mark.parametrize("kind", MOST_OF_A_SAMPLED_STEP)
+def test_rows_that_are_set_alike_are_sampled_together(
+    kind: str, device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
+    how, most_operations = MOST_OF_A_SAMPLED_STEP[kind]
+    options = {**OPTIONS, "max_new_tokens": 16, "do_sample": True, "temperature": 0.8, **how}
+    config = LookaheadConfig(memory="process", step_budget=32)
+    engine = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=8)
+    prompts = [demo_prompt[:, : 90 - row] for row in range(8)]
+    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    device.take()
+    for _ in range(4):
+        engine.step()
+    events = [event for event in device.take() if not event.in_model]
+    engine.run()
+    assert sum(event.kind == WAIT for event in events) == 4
+    assert sum(event.kind == OPERATION for event in events) <= 4 * most_operations
+    alone = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=1)
+    for row, (ids, handle) in enumerate(zip(prompts, handles, strict=True)):
+        again = alone.submit(ids.to("cuda"), seed=row, **options)
+        alone.run()
+        assert handle.tokens == again.tokens
 
 
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
