@@ -86,7 +86,7 @@ def test_steps_wait_as_often_as_they_must(
     assert CAPTURE not in kinds
 
 
-MOST_OF_A_SAMPLED_STEP = {"temperature": ({"top_k": 0}, 22), "top-k, top-p": ({"top_k": 50, "top_p": 0.9}, 34)}
+MOST_OF_A_SAMPLED_STEP = {"temperature": ({"top_k": 0}, 25), "top-k, top-p": ({"top_k": 50, "top_p": 0.9}, 37)}
 """Settings of sampling, and most operations of ours in a step of 8 rows."""
 
 
