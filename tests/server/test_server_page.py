@@ -14,7 +14,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Page, expect
 
 SCREENSHOTS = Path("build/page")
-PROMPT = "class Stack:\n    def push(self, item):"
+PROMPT = "def mean(values):\n    return sum(values) / len(values)\n\ndef variance(values):"
 
 
 @pytest.fixture
@@ -76,6 +76,46 @@ def test_plain_and_lookahead_run_side_by_side(page: Page, temperature: str) -> N
     page.screenshot(path=SCREENSHOTS / "page-light.png")
     page.emulate_media(color_scheme="dark")
     page.screenshot(path=SCREENSHOTS / "page-dark.png")
+
+
+def test_an_invalid_setting_says_so_where_settings_are_closed(page: Page) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("9")
+    page.get_by_text("Settings").click()
+    expect(page.get_by_label("Temperature")).to_be_hidden()
+    for press in (lambda: send(page), lambda: page.get_by_role("button", name="Send").click()):
+        press()
+        expect(page.get_by_role("status")).to_contain_text("Temperature")
+        expect(page.get_by_label("Temperature")).to_be_visible()
+        assert page.locator("#log .turn").count() == 0
+        page.get_by_text("Settings").click()
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_have_text("Done.")
+
+
+def test_answers_can_be_copied(page: Page, server: ServerProcess) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    page.get_by_role("button", name="Copy: Answer").click()
+    expect(page.get_by_role("status")).to_have_text("Copied.")
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("#log .sides pre").text_content()
+
+
+def test_colours_tell_steps_apart_where_the_system_forces_its_own(page: Page) -> None:
+    page.emulate_media(forced_colors="active")
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    colors = (
+        "() => [...document.querySelectorAll('#log pre span')].map((each) => getComputedStyle(each).backgroundColor)"
+    )
+    assert len(set(page.evaluate(colors))) > 1
+    filled = (
+        "() => new Set([...document.querySelectorAll('#tree circle')].map((each) => getComputedStyle(each).fill)).size"
+    )
+    assert page.evaluate(filled) > 1
 
 
 def test_escape_stops_the_answer(page: Page) -> None:

@@ -47,8 +47,25 @@ async function lookAround() {
 function turn(parent, title) {
   const box = parent.appendChild(document.createElement("div"));
   box.className = "turn";
-  box.appendChild(document.createElement("h2")).textContent = title;
-  return box.appendChild(document.createElement("pre"));
+  const head = box.appendChild(document.createElement("h2"));
+  head.textContent = title;
+  const text = box.appendChild(document.createElement("pre"));
+  const copy = head.appendChild(document.createElement("button"));
+  copy.type = "button";
+  copy.textContent = "Copy";
+  copy.setAttribute("aria-label", `Copy: ${title}`);
+  copy.addEventListener("click", () => copyText(text));
+  return text;
+}
+
+async function copyText(place) {
+  try {
+    await navigator.clipboard.writeText(place.textContent); // which pages have that come by https or from this machine
+    say("Copied.");
+  } catch {
+    getSelection().selectAllChildren(place);
+    say("The text is selected; copy it with the keyboard.");
+  }
 }
 
 async function* events(answer) {
@@ -214,8 +231,12 @@ async function send() {
 }
 
 at("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+at("form").addEventListener("invalid", ({ target }) => { // also in settings that are closed, where nothing would show it
+  target.closest("details")?.setAttribute("open", "");
+  say(`${target.labels[0].textContent.trim()}: ${target.validationMessage}`, true);
+}, true);
 at("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("form").requestSubmit(); }
 });
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", () => { running?.abort(); messages = []; at("log").replaceChildren(); say(""); });
