@@ -81,11 +81,11 @@ test-page: build/playwright  ## The pages of server and traces in Chromium, whic
 
 build/clients: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ \
-		litellm langchain-openai openai-agents 'pydantic-ai-slim[openai]'
+		litellm langchain-openai openai-agents 'pydantic-ai-slim[openai]' anthropic
 	touch $@
 
-test-clients: build/clients  ## The server with litellm, langchain-openai, openai-agents and pydantic-ai
-	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py tests/server/test_server_agents.py
+test-clients: build/clients  ## The server with litellm, langchain-openai, openai-agents, pydantic-ai and anthropic
+	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py tests/server/test_server_agents.py tests/server/test_server_anthropic.py
 
 build/schemathesis: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis

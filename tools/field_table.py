@@ -12,13 +12,14 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.server.fields import ANY, CHAT, COMPLETIONS, OTHER_NAMES, RESPONSES, UNUSED, Unused
+from lookahead.server.anthropic import MessagesRequest
+from lookahead.server.fields import ANY, CHAT, COMPLETIONS, MESSAGES, OTHER_NAMES, RESPONSES, UNUSED, Unused
 from lookahead.server.requests import ChatRequest, CompletionRequest
 from lookahead.server.responses_request import ResponsesRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/server.md"
 _TABLE = re.compile(r"(?s)(<!-- table: fields, by tools/field_table.py -->\n).*?(\n<!-- end -->)")
-_BODIES = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
+_BODIES = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest, MESSAGES: MessagesRequest}
 
 
 def field_table() -> str:

@@ -33,6 +33,7 @@ class TextBuilder:
 
     Attributes:
         stopped: Whether a stop string was found.
+        stop: Which one.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TextBuilder:
         self._text = ""
         self._taken = 0
         self.stopped = False
+        self.stop: str | None = None
 
     def add(self, token: int) -> bool:
         """Add a token; whether the answer has ended with it."""
@@ -87,9 +89,10 @@ class TextBuilder:
         longest = max((len(stop) for stop in self._stops), default=1)
         start = max(len(self._text) - longest + 1, 0)
         self._text += piece
-        places = [place for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
         if places:
-            self._text = self._text[: min(places)]
+            place, self.stop = min(places)
+            self._text = self._text[:place]
             self.stopped = True
 
     def _decode(self, tokens: list[int]) -> str:

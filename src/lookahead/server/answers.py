@@ -217,7 +217,7 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        logprobs, reason = self._logprobs(whole.logprobs), self._reason(answer, calls)
+        logprobs, reason = self._logprobs(whole.logprobs), self._why_ended(answer, calls)
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -246,10 +246,10 @@ class ChatForm(Form):
         delta: dict[str, Any] = {name: text for name, text in pieces.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        reason = self._reason(answer, calls)
+        reason = self._why_ended(answer, calls)
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _reason(self, answer: Answer, calls: Sequence[Any]) -> str | None:
+    def _why_ended(self, answer: Answer, calls: Sequence[Any]) -> str | None:
         """Why an answer ended: with its calls, unless it was cut where there might have been more."""
         reason = answer.handle.finish_reason
         if not calls or (reason == "length" and may_call_again(self.request, self._served.tool_format)):

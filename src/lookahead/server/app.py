@@ -13,13 +13,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from lookahead.errors import LookaheadError
 from lookahead.server.answers import ChatForm, CompletionForm
+from lookahead.server.anthropic import CountRequest, MessagesForm, MessagesRequest
 from lookahead.server.errors import ApiError, as_api_error
 from lookahead.server.fields import text_fault
 from lookahead.server.guard import Guard, ServerSettings
@@ -144,6 +145,19 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
 
+    @app.post("/v1/messages")
+    async def messages(request: MessagesRequest, http: Request) -> Response:
+        """Answer a conversation, in Anthropic's protocol."""
+        return await service.answer(request.as_chat(), http, MessagesForm)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: CountRequest, http: Request) -> dict[str, int]:
+        """How many tokens a conversation has."""
+        served, chat = service.model(request.model), request.as_chat()
+        with service.place():
+            prompts = await service.with_images(served, chat.messages, http, partial(served.prompts, chat))
+        return {"input_tokens": len(prompts[0].tokens)}
+
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest, http: Request) -> dict[str, Any]:
         """The tokens of a text, or of a conversation."""
@@ -186,4 +200,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         if isinstance(error.__cause__, Exception):
             said = f"the body is not valid JSON: {text_fault(error.__cause__)}"
         error = ApiError(error.status_code, said, headers=error.headers)
-    return as_api_error(error, request.headers.get("content-type", "")).response()
+    told = as_api_error(error, request.headers.get("content-type", ""))
+    if request.url.path.startswith("/v1/messages"):  # whose clients read the kind of the whole body
+        return JSONResponse({"type": "error"} | told.body(), told.status_code, told.headers)
+    return told.response()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
-CHAT, COMPLETIONS, RESPONSES = "chat", "completions", "responses"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "messages"
 MESSAGE, PART, CALL, TOOL = "message", "part", "call", "tool"
 FORMAT, STREAM = "format", "stream options"
 
@@ -38,13 +38,13 @@ class Unused:
     reason: str
 
 
-_ALL = (CHAT, COMPLETIONS, RESPONSES)
+_ALL = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 UNUSED = (
     Unused("store", (CHAT, RESPONSES), ANY, "nothing is stored"),
-    Unused("metadata", (CHAT,), ANY, "a note of the client"),
+    Unused("metadata", (CHAT, MESSAGES), ANY, "a note of the client"),
     Unused("client_metadata", (RESPONSES,), ANY, "a note of the client"),
-    Unused("service_tier", (CHAT, RESPONSES), ANY, "there is one tier"),
+    Unused("service_tier", (CHAT, RESPONSES, MESSAGES), ANY, "there is one tier"),
     Unused("prompt_cache_key", (CHAT, RESPONSES), ANY, "prompts that begin alike share their beginning anyway"),
     Unused("prompt_cache_retention", (CHAT, RESPONSES), ANY, "the cache is bounded by memory, not by time"),
     Unused("safety_identifier", (CHAT, RESPONSES), ANY, "a note of the client"),
@@ -88,7 +88,15 @@ UNUSED = (
     Unused("logprobs", (PART,), ANY, "of an earlier answer"),
     Unused("provider_specific_fields", (MESSAGE, CALL), ANY, "of an earlier answer"),
     Unused("index", (CALL,), ANY, "of an earlier answer"),
-    Unused("cache_control", (MESSAGE, PART, TOOL), ANY, "prompts that begin alike share their beginning anyway"),
+    Unused("context_management", (MESSAGES,), ANY, "conversations are taken as they are sent"),
+    Unused("container", (MESSAGES,), (), "this server runs no code"),
+    Unused("mcp_servers", (MESSAGES,), ([],), "this server calls no other servers"),
+    Unused("citations", (PART,), ANY, "of an earlier answer"),
+    Unused("caller", (PART,), ANY, "of an earlier answer"),
+    Unused("eager_input_streaming", (TOOL,), ANY, "calls come whole"),
+    Unused(
+        "cache_control", (MESSAGE, PART, TOOL, MESSAGES), ANY, "prompts that begin alike share their beginning anyway"
+    ),
     Unused("include_obfuscation", (STREAM,), ANY, "chunks are not padded"),
 )
 

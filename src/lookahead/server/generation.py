@@ -97,6 +97,11 @@ class Answer:
         return self._builder.text
 
     @property
+    def stop_found(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._builder.stop
+
+    @property
     def is_cut(self) -> bool:
         """Whether it ended where the request has it end, whatever the text is."""
         is_full = len(self.handle.tokens) >= self.plan.arguments["max_new_tokens"]

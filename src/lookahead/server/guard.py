@@ -195,13 +195,13 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them: the time says nothing
         if scheme.lower() != "bearer" or not any(matches):
-            headers = {"WWW-Authenticate": "Bearer"}
             message = "this server asks for an API key that it knows, as Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request.

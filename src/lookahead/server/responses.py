@@ -104,7 +104,7 @@ class ResponsesForm(ChatForm):
         events = self._add(rest)
         if not calls and not self._items:
             events += self._open("message")
-        self._is_cut = self._reason(answer, calls) == "length"
+        self._is_cut = self._why_ended(answer, calls) == "length"
         events += self._close("incomplete" if self._is_cut and not calls else "completed")
         for call in calls:
             events += self._call(call)

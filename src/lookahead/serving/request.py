@@ -46,7 +46,7 @@ class Request:
         rule: When it is complete.
         row: Its keys and values, where rows come and go.
         handle: What a caller has of it who submitted it.
-        group: What it shares its turns with others with, if anything; see `Engine.submit`.
+        group: Its group, if it has one; see `Engine.submit`.
         urgency: Its place among others, which never changes, the smallest first: the step at which it came, earlier by
             its priority, and which request it is.
     """
