@@ -115,8 +115,8 @@ class Engine:
                 whatever other requests there are. Drawn from torch's default generator if not given.
             priority: Requests of a larger one are served first. A request waits for those of the next priority that
                 come up to 1,000 steps after it, and for no later ones.
-            group: Any value, equal for requests of one group, such as the answers to one question. Each counts as of one
-                priority less for every other one of its group that runs.
+            group: Any value, equal for requests of one group, such as the answers to one question. Each counts as of
+                one priority less for every other one of its group that runs.
             logprobs: Return per-token log-probabilities, and this many of the likeliest tokens with each; see
                 `RequestHandle.events`. At least 0.
             prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
