@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-if "t" in getattr(sys, "abiflags", ""):  # a build without the GIL, of which not all have releases of numba
+if "t" in getattr(sys, "abiflags", ""):  # a build without the GIL; numba has releases for some of them only
     from importlib.util import find_spec
 
     if find_spec("numba") is None:
@@ -14,7 +14,7 @@ if "t" in getattr(sys, "abiflags", ""):  # a build without the GIL, of which not
             "use a build with the GIL, such as python3.13, or python3.14t with numba"
         )
 
-TYPE_CHECKING = False  # as type checkers take it; importing `typing` would keep Ctrl-C waiting for a handler
+TYPE_CHECKING = False  # type checkers read it as true; importing `typing` would delay our handler of Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -74,14 +74,14 @@ _HOMES = {
     "load_gguf": "backends.llama_cpp.model",
     "__version__": "version",
 }
-"""Where names are from; those of errors, that are not here, are from `errors`."""
+"""Module of each public name; names of errors are missing and come from `errors`."""
 
 _MODULES = ("config", "demo", "errors", "parallel")
-"""Modules of the public API, which need no import of their own."""
+"""Modules of the public API, imported on first use as well."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is first used: torch and transformers take seconds, and most need neither."""
+    """Import names on first use: torch and transformers take seconds to import, and most names need neither."""
     value: Any
     if name in __all__:
         value = getattr(import_module(f"lookahead.{_HOMES.get(name, 'errors')}"), name)

@@ -1,4 +1,4 @@
-"""What a user may choose about lookahead decoding."""
+"""Options of lookahead decoding."""
 # ruff: noqa: RUF009, as `_choice` makes dataclass fields
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches"
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 BUDGETED = ("auto", "token_recycling", "context_matches")
-"""Presets whose steps are filled up to a number of nodes."""
+"""Presets that fill each step up to a number of nodes."""
 
 OWN = "own"
-"""What `preset` says where a `drafter` of the user's own is given."""
+"""Value of `preset` with a user's own `drafter`."""
 
 EngineName = Literal["auto", "dynamic", "static"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -29,16 +29,16 @@ FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 MEMORY_SCOPES = ("request", "process")
 
 MAX_NODES_PER_STEP = 4096
-"""Largest token tree that a configuration may ask for, in nodes; far above what pays on any device."""
+"""Largest token tree of a configuration, in nodes; far more than useful on any device."""
 
 _CHOSEN: Any = None  # a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
-"""Nodes, the root included, of a step whose number of nodes is chosen by what they bring. On most devices a node
-costs its full price from here on."""
+"""Most nodes, the root included, of a step with a measured number of nodes. On most devices a node beyond these costs
+its full time."""
 
 _Check = Callable[[str, Any, Mapping[str, Any]], Any]
-"""Takes a field's name, value and metadata; refuses the value, or returns what the field is to hold."""
+"""Check of a field's name, value and metadata: refuse the value, or return the value to store."""
 
 
 def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
@@ -46,7 +46,7 @@ def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
 
 
 def _that(fits: Callable[[Any], bool], requirement: str) -> _Check:
-    """A check of values that have but one `requirement`, which a field may word otherwise."""
+    """Make a check of a single `requirement`; a field may replace its wording."""
 
     def check(name: str, value: Any, about: Mapping[str, Any]) -> Any:
         require(fits(value), name, value, about.get("requirement", requirement))
@@ -56,20 +56,17 @@ def _that(fits: Callable[[Any], bool], requirement: str) -> _Check:
 
 
 _yes_or_no = _that(lambda value: isinstance(value, bool), "must be True or False")
-_factory = _that(callable, "must be callable and make a new drafter for each sequence: its class, or a function")
+_factory = _that(callable, "must be a class or function that makes a new drafter for each sequence")
 _recorder = _that(
     lambda value: callable(getattr(value, "begin", None)),
-    "records nothing; give a lookahead.Trace, as in LookaheadConfig(trace=lookahead.Trace())",
+    "records nothing; pass a lookahead.Trace, as in LookaheadConfig(trace=lookahead.Trace())",
 )
 
 
 def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callable[[], Any], ...]:
     are_factories = isinstance(value, (tuple, list)) and all(map(callable, value))
     require(
-        are_factories,
-        name,
-        value,
-        "must be a tuple of what makes a new source for each sequence: classes, or functions",
+        are_factories, name, value, "must be a tuple of classes or functions that make a new source for each sequence"
     )
     return tuple(value)
 
@@ -82,7 +79,7 @@ def _one_of_choices(name: str, value: Any, about: Mapping[str, Any]) -> Any:
 
 def _scope_or_file(name: str, value: Any, about: Mapping[str, Any]) -> Any:
     check_path(name, value, 'must be "request", "process", or the path of a file to keep the memory in')
-    # One wrong letter in "process" must not make a file; nobody takes a text without folders and ending for one.
+    # A misspelt "process" must not create a file, so a plain word without folder and suffix is refused.
     marks = {os.sep, os.altsep or os.sep, "~"}.intersection(os.fspath(value))
     if isinstance(value, str) and value not in MEMORY_SCOPES and not (marks or os.path.splitext(value)[1]):
         raise InvalidArgumentError(
@@ -93,92 +90,91 @@ def _scope_or_file(name: str, value: Any, about: Mapping[str, Any]) -> Any:
 
 
 def _choice(default: Any, check: _Check, **about: Any) -> Any:
-    """A field, with all that is to be known about it.
+    """Declare a field of the configuration.
 
     Args:
-        default: Its default.
-        check: What its values have to pass; `None` passes where it is the default.
-        **about: `presets`, those that it is about, if not all are; `chosen`, what a field that was not given holds;
-            `least`, `most` and `meaning` of a number; `choices`, or the `requirement` in words. For the command line
-            `help`, which makes it an option, its `short` name and `metavar`, the default as `shown` in the help,
-            and `runs`, whether it is about running rather than drafting.
+        default: Default value.
+        check: Check of given values; a default of `None` is not checked.
+        **about: `presets` that use the field, by default all; `chosen`, the value of a field that was not given;
+            `least`, `most` and `meaning` of a number; `choices`, or the `requirement` in words. For the command line:
+            `help`, which makes the field an option, its `short` name and `metavar`, the default `shown` in the help,
+            and `runs`, whether the option concerns running rather than drafting.
     """
     return field(default=default, metadata={"check": check, "presets": PRESETS, "most": None} | about)
 
 
 def _size(least: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> Any:
-    """A size in the method of one preset."""
+    """Declare a size of the method of one preset."""
     about = {"most": MAX_NODES_PER_STEP, "chosen": chosen, "least": least, "meaning": meaning} | about
     return _choice(None, _whole_number, presets=(preset,), **about)
 
 
 @dataclass(frozen=True)
 class LookaheadConfig:
-    """How tokens are drafted. Nothing in here can change the text that is generated, only the number of steps.
+    """Options of drafting and of running steps. They change the number of steps, never the generated text.
 
     Args:
-        preset: The drafting method. `"auto"` drafts from an n-gram memory of the model's predictions and from matches
-            in the text, as many nodes as pay. `"paper"` is lookahead decoding as published (2-D window and n-gram pool,
-            Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"token_recycling"` and `"context_matches"` are
-            two other published methods, and `"autoregressive"` drafts nothing: one token a step. By default it is the
-            method whose sizes are given, else `"auto"`. A field of another preset must keep its default.
+        preset: Drafting method. `"auto"` drafts from an n-gram memory of the model's predictions and from matches in
+            the text, with the number of nodes that is fastest. `"paper"` is lookahead decoding as published (2-D window
+            and n-gram pool, Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"token_recycling"` and
+            `"context_matches"` are two other published methods, and `"autoregressive"` drafts nothing: one token a
+            step. The default follows from the given fields: `"paper"` or `"jacobi"` with a size of that method, else
+            `"auto"`. A field of another preset must keep its default.
         step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included, at
-            least 1. Steps are filled up to it as far as there is anything to draft. With `None`, `"auto"` chooses the
-            number that gives the most tokens per second, and the others take 64.
-        memory: How long the n-gram memory of `"auto"` lives: one `"request"` (a call), this `"process"` (all calls with
-            the same model), or a file, given by its path. The file is created if missing and written after each call. A
-            single word is no path: write `"./word"`. It holds token ids and no text.
-        window_size: Paper: W, columns of the 2-D window: how many positions ahead are guessed in parallel
+            least 1. A step has fewer if there are not enough drafts. With `None`, `"auto"` chooses the number with the
+            most tokens per second, and the others use 64.
+        memory: Lifetime of the n-gram memory of `"auto"`: one `"request"` (a call), this `"process"` (all calls with
+            the same model), or the path of a file. The file is created if missing and written after each call. A single
+            word is no path: write `"./word"`. The file holds token ids and no text.
+        window_size: Paper: W, columns of the 2-D window, the number of future positions guessed in parallel
             (section 3.1). 15 if not given, at least 1.
         ngram_size: Paper: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). 5 if not
             given, at least 2.
-        guess_set_size: Paper: G, how many n-grams the pool keeps for each first token, and so how many candidates
-            a step verifies at most (section 3.2). The paper suggests G = W. 15 if not given, at least 1.
+        guess_set_size: Paper: G, number of n-grams that the pool keeps for each first token, and so the most candidates
+            of a step (section 3.2). The paper suggests G = W. 15 if not given, at least 1.
         pool_from_prompt: Paper: fill the pool with the n-grams of the prompt before the first step (the paper's
             "prompt as reference", Table 3).
         pool_from_output: Paper: fill the pool with the n-grams of the generated text as it grows. `None` follows
             `pool_from_prompt`: the authors' evaluation has both or neither.
-        share_pool: Paper: let the rows of one call share one pool, so that each drafts from what the others found.
-        block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). 16 if not given, at
+        share_pool: Paper: let the rows of one call share one pool, so that each row drafts from the n-grams of all.
+        block_size: Jacobi decoding only: m, number of positions guessed at once (Algorithm 1). 16 if not given, at
             least 1.
-        max_iterations: Jacobi decoding only: steps after which a block that has not converged is dropped for a new one.
-            `None` means `block_size`, the most that Jacobi iteration can need.
-        seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
-            nothing to do with sampling.
-        sources: For `"auto"`: what makes more sources of drafts, called once for each sequence. See
-            `docs/extending.md`.
-        drafter: Makes a drafter of your own, instead of one of the presets; called once for each sequence, so give
-            the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
-            `docs/extending.md`.
+        max_iterations: Jacobi decoding only: steps after which a block that has not converged is replaced.
+            `None` means `block_size`, the most steps that Jacobi iteration can need.
+        seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It does not affect
+            sampling.
+        sources: For `"auto"`: classes or functions that make additional sources of drafts, called once for each
+            sequence. See `docs/extending.md`.
+        drafter: Class or function that makes your own drafter, instead of a preset; called once for each sequence.
+            `step_budget` is the most nodes of its drafts, 128 if not given. See `docs/extending.md`.
         pack_weights: On a CPU, keep a second copy of the linear layers' weights in the order of multiplication. A short
-            trial, once for a kind of model, processor and number of threads, decides whether all steps, those of
-            several tokens, or none use it. The copy takes as much memory as the weights; it is made at the first call
-            and kept with the model. `invariant=True` always uses it, so that no timing decides bits. See
-            `docs/options.md`.
-        invariant: Compute each token's logits so that their bits depend on its own text alone, not on drafts, nodes of
-            a step, other rows, or how a prompt was split. The text is then that of `preset="autoregressive"` with the
-            same settings, also in bfloat16 and float16; see `docs/precision.md`. Measured on CPUs; on CUDA steps are
-            static, whatever `engine` says, and not yet measured. A model that cannot be run so is refused with the
-            reason.
-        engine: How steps run. `"dynamic"` sends each step at its own size, which is right on a CPU. `"static"`
+            trial decides whether all steps, steps of several tokens, or no steps use it. The trial runs once for each
+            kind of model, processor and number of threads. The copy takes as much memory as the weights; it is made at
+            the first call and kept with the model. `invariant=True` always uses the copy, so that bits do not depend on
+            timing. See `docs/options.md`.
+        invariant: Compute each token's logits so that their bits depend only on its own text: not on drafts, nodes of a
+            step, other rows, or the splitting of the prompt. The text then equals that of `preset="autoregressive"`
+            with the same settings, also in bfloat16 and float16; see `docs/precision.md`. Measured on CPUs. On CUDA
+            steps are static for every `engine`, and not yet measured. Unsupported models are refused with the reason.
+        engine: Execution of steps. `"dynamic"` sends each step at its own size, which is right on a CPU. `"static"`
             allocates memory for the longest text of the call (`max_length` or `max_new_tokens`: choose them with care),
             pads steps to a few sizes and, on CUDA, captures a graph of each. Buffers and graphs are kept for later
             calls. Long prompts, and models with hooks, adapters or positions that change with the length of the text,
-            run dynamically. `"auto"` is dynamic on CPUs and in an `Engine`. On CUDA it is static with buffers that
-            grow, captures a size where enough tokens are left to pay for it, and warns of a model that runs
-            dynamically. `Statistics.engine` says which engine ran.
-        fallback: What becomes of a model or an argument that is not supported. `"refuse"`: an error. `"plain"`: a
-            `LookaheadWarning` that says why, and transformers' own `generate` decodes, so that code for many models
-            needs no branch. An `Engine` runs such a model without drafts if that is exact. Not with `invariant=True`,
-            which plain decoding does not keep.
-        compile_in_background: Where loops of drafting are not compiled yet, as at the first call after an
-            installation, have another process compile them, and decode without drafts until then. The text is the same;
-            the number of steps is not known beforehand. `False`: the call waits for them.
-        trace: A `lookahead.Trace`, which keeps what every step sent, where it came from and what became of it; see
+            run dynamically. `"auto"` is dynamic on CPUs and in an `Engine`. On CUDA it is static with growing buffers.
+            It captures a size if enough tokens are left to save time, and warns of a model that runs dynamically.
+            `Statistics.engine` names the engine of a call.
+        fallback: Treatment of models and arguments that are not supported. `"refuse"`: an error. `"plain"`: a
+            `LookaheadWarning` with the reason, and decoding by transformers' own `generate`, so that code for many
+            models needs no branch. An `Engine` runs an unsupported model without drafts if that is exact. Not allowed
+            with `invariant=True`, which plain decoding cannot guarantee.
+        compile_in_background: If drafting loops are not compiled yet, as in the first call after an installation, let
+            another process compile them, and decode without drafts until then. The text is the same; the number of
+            steps is not known in advance. `False`: the call waits for the compilation.
+        trace: A `lookahead.Trace`, which records the drafts of every step, their sources, and the accepted tokens; see
             `docs/trace.md`.
 
     Raises:
-        InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
+        InvalidArgumentError: A value has the wrong type, is out of range, or belongs to another preset.
     """
 
     preset: Preset = _choice(
@@ -186,7 +182,7 @@ class LookaheadConfig:
         choices=PRESETS,
         help=f"Drafting method: {', '.join(PRESETS)}.",
         metavar="NAME",
-        shown="auto, or the method whose sizes are given",
+        shown="auto, or the method of the given sizes",
     )
     step_budget: int | None = _choice(
         *(None, _whole_number),
@@ -195,14 +191,14 @@ class LookaheadConfig:
         most=MAX_NODES_PER_STEP,
         meaning="nodes of a step, the root included",
         help="Nodes of every step, the root included.",
-        shown="as many as pay",
+        shown="the fastest number",
     )
     memory: str | os.PathLike[str] = _choice(
         *("request", _scope_or_file),
         presets=("auto",),
-        help="Keep what is learned about the model's predictions in this file, and draft from it.",
+        help="Keep the n-gram memory of the model's predictions in this file, and draft from it.",
         metavar="FILE",
-        shown="none, begin anew each time",
+        shown="none, start empty each time",
     )
     window_size: int = _size(
         *(1, 15, "paper", "W, the columns of the window"), short="-W", help="Columns of the lookahead window."
@@ -215,7 +211,7 @@ class LookaheadConfig:
     guess_set_size: int = _size(
         *(1, 15, "paper", "G, the n-grams kept for each first token"),
         short="-G",
-        help="N-grams kept for each first token, and so most candidates a step.",
+        help="N-grams kept for each first token, and so the most candidates of a step.",
     )
     pool_from_prompt: bool = _choice(
         *(_CHOSEN, _yes_or_no),
@@ -251,19 +247,19 @@ class LookaheadConfig:
         runs=True,
     )
     invariant: bool = _choice(
-        *(False, _yes_or_no), help="Compute logits whose bits do not depend on what else is sent.", runs=True
+        *(False, _yes_or_no), help="Compute logits with the same bits whatever else a step holds.", runs=True
     )
     engine: EngineName = _choice("auto", _one_of_choices, choices=ENGINES)
     fallback: Fallback = _choice(
         *("refuse", _one_of_choices),
         choices=FALLBACKS,
-        help="Where drafts cannot be exact: refuse, or decode without them (plain).",
+        help="If drafts cannot be exact: refuse, or decode without them (plain).",
         metavar="|".join(FALLBACKS),
         runs=True,
     )
     compile_in_background: bool = _choice(
         *(True, _yes_or_no),
-        help="Compile drafting loops in the background, and decode without drafts until then; else wait for them.",
+        help="Compile drafting loops in the background, and decode without drafts until then; otherwise wait.",
         shown="yes",
         runs=True,
     )
@@ -286,12 +282,14 @@ class LookaheadConfig:
             is_given = value != spec.metadata.get("chosen", spec.default)
             if is_given and presets != PRESETS and self.preset not in presets:
                 raise InvalidArgumentError(
-                    f"{spec.name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
-                    f"{self.preset!r}, which has no use for it; leave one of the two out"
+                    f"{spec.name}={value!r} applies to preset {' or '.join(map(repr, presets))} only, but the preset "
+                    f"is {self.preset!r}; leave one of the two out"
                 )
         if self.invariant and self.fallback == "plain":
-            raise InvalidArgumentError("fallback='plain' does not keep what invariant=True promises; drop one of them")
-        if self.max_nodes > MAX_NODES_PER_STEP:  # which the bounds of single fields do not see to
+            raise InvalidArgumentError(
+                "fallback='plain' cannot be combined with invariant=True, as plain decoding is not invariant; drop one"
+            )
+        if self.max_nodes > MAX_NODES_PER_STEP:  # possible although each field is in its range
             raise InvalidArgumentError(
                 f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size} "
                 f"ask for up to {self.max_nodes} nodes in one step; the most is {MAX_NODES_PER_STEP}: choose smaller "
@@ -299,7 +297,7 @@ class LookaheadConfig:
             )
 
     def _preset_of_fields(self) -> str:
-        """Whoever sets sizes of a method means that method."""
+        """Return the method of the given sizes, else `"auto"`."""
         if self.drafter is not None:
             return OWN
         for preset in ("paper", "jacobi"):
@@ -310,17 +308,17 @@ class LookaheadConfig:
 
     @property
     def chooses_nodes(self) -> bool:
-        """Whether the nodes of each step are chosen by what they bring and cost."""
+        """Whether the number of nodes of each step is chosen by expected tokens and measured time."""
         return self.preset == "auto" and self.step_budget is None
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes that one step may send after the prompt, the root included."""
+        """Most nodes of a step after the prompt, the root included."""
         if self.preset in (*BUDGETED, OWN):
             return self.step_budget or MOST_CHOSEN_NODES
         if self.preset == "paper":
             longest = self.window_size + self.ngram_size - 2
-            # of few columns a window is largest while it is warmed up
+            # A window with few columns is largest during warm-up.
             window = max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
             return window + self.guess_set_size * (self.ngram_size - 1)
         if self.preset == "jacobi":
@@ -329,7 +327,11 @@ class LookaheadConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
-        """Build a configuration from a dictionary, refusing names that are no field of it."""
+        """Build a configuration from a dictionary of field names and values.
+
+        Raises:
+            InvalidArgumentError: A name is no field, or a value is invalid.
+        """
         require(isinstance(values, Mapping), "values", values, "must be a dictionary of fields of LookaheadConfig")
         names = {field.name for field in fields(cls)}
         for name in values:
@@ -344,10 +346,10 @@ _DEFAULT = LookaheadConfig()
 
 
 def check_config(config: object) -> LookaheadConfig:
-    """The configuration of a call; the default one for `None`.
+    """Return the configuration of a call; the default configuration for `None`.
 
     Raises:
-        InvalidArgumentError: It is no `LookaheadConfig`.
+        InvalidArgumentError: `config` is no `LookaheadConfig`.
     """
     if config is None:
         return _DEFAULT

@@ -1,4 +1,4 @@
-"""The small model and the prompt that come with the package, so that everything can be tried offline."""
+"""Small model and prompt of the package, to try the library offline."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ tokens. The prompt ends without a line break, since the model's tokens join a br
 
 
 def demo_model_path() -> Path:
-    """Folder of the demonstration model: a Llama of 5.9 million parameters trained on Python code.
+    """Return the folder of the demonstration model: a Llama of 5.9 million parameters trained on Python code.
 
-    It loads with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, offline.
+    The model loads with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, offline.
     """
     return Path(str(files("lookahead") / "demo_model"))

@@ -1,6 +1,6 @@
-"""The errors this library raises on purpose, and what it warns of.
+"""Errors and warnings of this library.
 
-Every message names the argument, the value it had, and what to do instead.
+Every message names the argument, its value, and a remedy.
 """
 
 from __future__ import annotations
@@ -13,34 +13,39 @@ class LookaheadError(Exception):
 
 
 class InvalidArgumentError(LookaheadError, ValueError):
-    """An argument has a value that cannot work; the message says which values do."""
+    """An argument has an invalid value; the message lists the valid ones."""
 
 
 class UnsupportedArgumentError(LookaheadError, NotImplementedError):
-    """A legal `generate` argument that lookahead decoding does not support."""
+    """A valid `generate` argument that lookahead decoding does not support."""
 
 
 class UnsupportedModelError(LookaheadError, TypeError):
-    """A model that cannot be run on token trees; the message says what it lacks."""
+    """A model that cannot be run on token trees; the message gives the reason."""
 
 
 class ParallelError(LookaheadError, RuntimeError):
-    """A run on several ranks cannot go on or begin; the message names the rank that is to blame."""
+    """A run on several ranks cannot begin or continue; the message names the rank at fault."""
 
 
 class ModelChangedError(LookaheadError, RuntimeError):
-    """The model changed while this text was decoded, so its rest would come from another model."""
+    """The model changed during decoding, so the rest of the text would come from another model."""
 
 
 class LookaheadWarning(UserWarning):
-    """A request could not be met, although the text is right. The message says what is lost."""
+    """A setting has no effect here; the text is still correct. The message names the loss."""
 
 
 def extra_hint(extra: str) -> str:
-    """Instruction to install an extra, for the end of an error. The package is not on an index yet."""
+    """Instruction to install an extra, for the end of an error message. The package is not on PyPI yet."""
     return f"install the extra: pip install '.[{extra}]' in a checkout, or 'WHEEL[{extra}]' with the path of a wheel"
 
 
 def warn_of_plain(refusal: LookaheadError, stacklevel: int) -> None:
-    """Warn that a text is decoded without drafts, and why; `stacklevel` is that of `warnings.warn` in the caller."""
+    """Warn that a text is decoded without drafts, with the reason.
+
+    Args:
+        refusal: Error with the reason.
+        stacklevel: Stack level for a call of `warnings.warn` in the caller.
+    """
     warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=stacklevel + 1)

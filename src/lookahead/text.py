@@ -1,4 +1,4 @@
-"""From tokens to text as they come, up to a stop string; conversations as plain text."""
+"""Incremental decoding of tokens to text, up to a stop string; conversations as plain text."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 _CONTEXT = 6
-"""Tokens of the prompt that are decoded beside the first new ones: some tokenizers drop a leading space."""
+"""Prompt tokens that are decoded together with the first new ones: some tokenizers drop a leading space."""
 
 _INCOMPLETE = "\ufffd"
 
 _MOST_INCOMPLETE = 32
-"""Tokens without a complete character that are kept back; after so many the bytes are no text."""
+"""Most tokens that are held back until a character is complete; more are no valid text."""
 
 
 class Tokenizer(Protocol):
-    """What decoding needs of a tokenizer."""
+    """Part of a tokenizer's interface that decoding needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        """The text of these tokens."""
+        """Return the text of `token_ids`."""
 
 
 class TextBuilder:
-    """The text of an answer, token by token.
+    """Build the text of an answer, token by token.
 
-    Characters whose bytes have not all come are kept back, and so is what may be the beginning of a stop string.
+    Incomplete characters and possible beginnings of a stop string are held back.
 
     Args:
-        prompt: The token ids before the answer.
-        stops: Texts that end the answer; they are no part of it.
-        dropped: Special tokens that are no part of the text; all of them if `None`.
+        tokenizer: Tokenizer of the model.
+        prompt: Token ids before the answer.
+        stops: Stop strings, which end the answer and are not part of it.
+        dropped: Special tokens to leave out of the text; `None` leaves out all of them.
 
     Attributes:
         stopped: Whether a stop string was found.
@@ -45,7 +46,7 @@ class TextBuilder:
     ) -> None:
         self._tokenizer, self._dropped = tokenizer, dropped
         self._stops = list(stops)
-        self._window = list(prompt[-_CONTEXT:])  # tokens around what is not decoded yet
+        self._window = list(prompt[-_CONTEXT:])  # tokens not decoded yet, after some context
         self._decoded = len(self._window)
         self._text = ""
         self._taken = 0
@@ -53,32 +54,32 @@ class TextBuilder:
         self.stop: str | None = None
 
     def add(self, token: int) -> bool:
-        """Add a token; whether the answer has ended with it."""
+        """Add a token; return whether the answer has ended."""
         self._window.append(token)
         self._read(last=len(self._window) - self._decoded >= _MOST_INCOMPLETE)
         return self.stopped
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text of the answer until now."""
         return self._text
 
     def take(self) -> str:
-        """The text that is certain and was not taken yet."""
+        """Return the new text since the last call, without held-back characters."""
         held = 0 if self.stopped else held_back(self._text, self._stops)
         end = max(len(self._text) - held, self._taken)
         new, self._taken = self._text[self._taken : end], end
         return new
 
     def finish(self) -> str:
-        """All that is left, when no token follows."""
+        """Return the rest of the text, including held-back characters; no token follows."""
         if not self.stopped:
             self._read(last=True)
         new, self._taken = self._text[self._taken :], len(self._text)
         return new
 
     def _read(self, last: bool) -> None:
-        """Decode what came since, unless a character is not complete, and is not the `last` either."""
+        """Decode the new tokens, unless they end in an incomplete character and are not the `last` ones."""
         before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
         if len(after) > len(before) and (last or not after.endswith(_INCOMPLETE)):
             self._window = self._window[self._decoded :]
@@ -102,7 +103,7 @@ class TextBuilder:
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `marks`."""
+    """Number of characters at the end of `text` that may begin one of `marks`."""
     held = 0
     for mark in marks:
         start = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
@@ -113,11 +114,15 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 
 def conversation_text(turns: Iterable[tuple[str, str]]) -> str:
-    """A conversation where there is no chat template: every turn, a role and its text, begins on a new line, and the
-    assistant goes on right where the text before it ends."""
+    """Format a conversation for a model without a chat template.
+
+    Args:
+        turns: Pairs of a role and a text. Each turn begins on a new line, except an assistant's, which continues the
+            text before it.
+    """
     text = ""
-    for role, said in turns:
+    for role, content in turns:
         if text and role != "assistant" and not text.endswith("\n"):
             text += "\n"
-        text += said
+        text += content
     return text

@@ -1,4 +1,4 @@
-"""Checks of what callers give. A value that cannot work is refused with its name, and with what to give instead."""
+"""Checks of argument values. Errors name the argument, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from typing import Any, cast
 from lookahead.errors import InvalidArgumentError
 
 _LONGEST = 100
-"""Characters of a value in a message; of a longer one its type is told."""
+"""Most characters of a value in a message; a longer value is replaced by its type."""
 
 
 def shown(value: object) -> str:
-    """A value on one short line."""
+    """Format a value on one short line, for a message."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever an object of the user's own raises
+    except Exception:  # a user's own object may raise anything
         text = ""
     return text if 0 < len(text) <= _LONGEST else f"<{type(value).__name__}>"
 
 
 def require(holds: bool, name: str, value: object, requirement: str) -> None:
-    """Refuse a value unless something holds of it.
+    """Refuse a value unless a condition holds.
+
+    Args:
+        holds: The condition.
+        name: Name of the argument.
+        value: Its value.
+        requirement: Rest of the message, `"must be ..."` for example.
 
     Raises:
-        InvalidArgumentError: It does not.
+        InvalidArgumentError: `holds` is false.
     """
     if not holds:
         raise InvalidArgumentError(f"{name}={shown(value)} {requirement}")
@@ -38,10 +44,16 @@ def _is_bool(value: object) -> bool:
 
 
 def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None, meaning: str = "") -> int:
-    """A whole number of any type but bool: of Python, numpy or a tensor.
+    """Convert a whole number of Python, numpy or torch to `int`; a bool is refused.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        least, most: Bounds, both included; `None` for none.
+        meaning: Description of the argument, for messages.
 
     Raises:
-        InvalidArgumentError: It is none, below `least`, or above `most`; `meaning` says what it stands for.
+        InvalidArgumentError: `value` is no whole number, below `least`, or above `most`.
     """
     meaning = f" ({meaning})" if meaning else ""
     try:
@@ -61,10 +73,10 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
 
 
 def finite_number(name: str, value: Any, requirement: str) -> float:
-    """A number that is no bool, and neither infinite nor nan.
+    """Convert a finite number to `float`; a bool is refused.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: `value` is no number, infinite, or nan.
     """
     try:
         number = float("nan") if _is_bool(value) or isinstance(value, (str, bytes)) else float(value)
@@ -75,35 +87,35 @@ def finite_number(name: str, value: Any, requirement: str) -> float:
 
 
 def yes_or_no(name: str, value: object) -> bool:
-    """`True` or `False`.
+    """Return `value`, which must be `True` or `False`.
 
     Raises:
-        InvalidArgumentError: It is something else.
+        InvalidArgumentError: `value` is no bool.
     """
     require(isinstance(value, bool), name, value, "must be True or False")
     return bool(value)
 
 
 def check_callable(name: str, value: object, arguments: int, requirement: str) -> None:
-    """Refuse what cannot be called with so many arguments, as far as it says what it takes.
+    """Refuse a value that cannot be called with `arguments` positional arguments.
 
     Raises:
-        InvalidArgumentError: It is something else.
+        InvalidArgumentError: `value` is not callable, or has another signature.
     """
     require(callable(value), name, value, requirement)
     try:
         inspect.signature(cast(Callable[..., Any], value)).bind(*[None] * arguments)
-    except ValueError:  # it does not say
+    except ValueError:  # a callable without a signature, as in some extensions
         return
     except TypeError as error:
         raise InvalidArgumentError(f"{name}={shown(value)} {requirement}: {error}") from error
 
 
 def check_path(name: str, value: object, requirement: str) -> None:
-    """Refuse what is no path of text.
+    """Refuse a value that is no path of a file.
 
     Raises:
-        InvalidArgumentError: It is something else.
+        InvalidArgumentError: `value` is neither a nonempty string nor a path object of text.
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     require(isinstance(path, str) and path != "", name, value, requirement)

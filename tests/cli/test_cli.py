@@ -261,7 +261,7 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (["--model", "none.gguf"], ["--model none.gguf: no such file"]),
         (["more"], ["more"]),
         (["--invariant", "--fallback", "plain"], ["--fallback plain does not keep what --invariant promises"]),
-        (["--no-pool-from-output", "--preset", "jacobi"], ["--no-pool-from-output is about preset"]),
+        (["--no-pool-from-output", "--preset", "jacobi"], ["--no-pool-from-output applies to preset"]),
         (["-W", "500", "-N", "50"], ["--window-size 500, --ngram-size 50, --guess-set-size 15"]),
         (["--memory", "pack_weights"], ["--memory pack_weights is", "./pack_weights"]),
     ],

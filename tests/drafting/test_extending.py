@@ -308,13 +308,13 @@ def test_invalid_nodes_stop_the_drafts(fields: dict[str, Any], message: str) -> 
     [
         ({"drafter": object}, "lacks top_k, start"),
         ({"drafter": TooMany()}, "must be callable"),
-        ({"drafter": TooMany, "preset": "auto"}, "drafter=.* is about preset 'own'"),
+        ({"drafter": TooMany, "preset": "auto"}, "drafter=.* applies to preset 'own'"),
         ({"drafter": TooMany, "window_size": 3}, "window_size"),
         ({"preset": "own"}, "not known"),
         ({"sources": (object,)}, "lacks name"),
         ({"sources": Fixed}, "must be a tuple"),
         ({"sources": (Fixed, Fixed)}, "two called 'fixed'"),
-        ({"sources": (Fixed,), "preset": "paper"}, "sources=.* is about preset 'auto'"),
+        ({"sources": (Fixed,), "preset": "paper"}, "sources=.* applies to preset 'auto'"),
     ],
 )
 def test_objects_that_cannot_draft_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""One call of `generate`: a batch of requests without a scheduler."""
+"""A call of `generate`: a batch of requests without a scheduler."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """The rows of one call of `generate`, which says what the arguments are: prepared, decoded, and returned.
+    """Rows of one call of `generate`: preparation, decoding and output. `generate` documents the arguments.
 
     Raises:
-        LookaheadError: The model or its settings cannot do what is asked for.
+        LookaheadError: The model or its settings do not support the call.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Call:
             Request(arguments, drafting, noise, runner.last_length, row, predicted[row]) for row in range(prompts.rows)
         ]
         self._sequences = [request.sequence for request in requests]
-        self._fills = requests[0].rule.has_eos  # rows that end before others, with padding
+        self._fills = requests[0].rule.has_eos  # whether rows that end before others get padding
         token = arguments.config._pad_token_tensor
         self._pad_token = int(token) if token is not None and self._fills else None
         self._steps = steps = Steps(runner, call.clock, pace, come_and_go=call.rows_leave)
@@ -91,7 +91,7 @@ class Call:
             steps.backend = call.backend(steps.batch, requests[0].rule.asks_others)
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
-        """Decode all rows, and return the output of a call that began at `start`."""
+        """Decode all rows, and return the output of a call that began at `start` (of `perf_counter`)."""
         arguments, call, statistics = self._arguments, self._call, self._statistics
         listeners: list[OnStep] = [self._leave_noise]
         feeder: StreamFeeder | None = None
@@ -109,8 +109,8 @@ class Call:
             self._decode()
             if not call.model_holds():
                 raise ModelChangedError(
-                    "the model changed while its text was decoded: a hook, module, method, mode or setting is another "
-                    "than at the beginning, so that the text may be of neither; change models between calls"
+                    "the model changed during decoding: a hook, module, method, mode or setting differs from the "
+                    "beginning, so the text may mix two models; change models between calls"
                 )
             if keeps_cache:
                 self._complete()
@@ -130,7 +130,7 @@ class Call:
         return output
 
     def _leave_noise(self, record: StepRecord) -> None:
-        """Keep no noise for a row that needs no more."""
+        """Stop sampling noise for a finished row."""
         if record.finished and self._fills:
             self._noise.leave(record.index)
 
@@ -163,7 +163,7 @@ class Call:
                 raise sequence.error
 
     def _lengthen(self) -> None:
-        """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""
+        """Continue rows that ended before others: without an end-of-sequence token transformers does not pad."""
         longest = max(sequence.length for sequence in self._sequences)
         for sequence in self._sequences:
             sequence.stop = lambda sequence: sequence.length >= longest
@@ -173,7 +173,7 @@ class Call:
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Let the cache hold what plain decoding leaves in it."""
+        """Fill the cache with the tokens that plain decoding leaves in it."""
         if self._steps.come_and_go:
             self._steps.backend.rows = [request.row for request in self._requests]
         self._steps.backend.complete(padded_texts(self._sequences, self._pad_token))

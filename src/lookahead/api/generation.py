@@ -1,4 +1,4 @@
-"""The entry points: `generate`, `attach`, `detach`, `forget`. Transformers' arguments in, transformers' outputs out."""
+"""Entry points with transformers' arguments and outputs: `generate`, `attach`, `detach`, `forget`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 _GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-"""Names of what may be passed by position, without self."""
+"""Names of the positional arguments of `model.generate`, without `self`."""
 
 
 @overload
@@ -94,34 +94,33 @@ def generate(
 ) -> torch.Tensor | LookaheadOutput:
     """Generate text exactly as `model.generate` does, in fewer steps.
 
-    Takes every argument of `model.generate`; `docs/compatibility.md` says what happens to each. It can also be
-    passed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but then transformers
-    does not pass on `streamer`, `tokenizer` and `assistant_model`, so call this function, or `attach` it, for
-    streaming and stop strings.
+    Accepts every argument of `model.generate`; `docs/compatibility.md` lists the effect of each. The function can
+    also be passed to transformers, `model.generate(..., custom_generate=lookahead.generate)`. Then transformers does
+    not pass on `streamer`, `tokenizer` and `assistant_model`. For streaming and stop strings, call this function or
+    `attach` it.
 
     Args:
-        model: A causal language model of transformers, as it is.
-        input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left where they differ in
-            length. Without them transformers begins from the BOS token.
-        lookahead_config: How to draft; the default configuration if not given. It never changes the text.
-        on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
-        ngram_pool: A pool to draft from and to fill, which later calls can use again; a new one for each
-            sequence if not given.
-        prediction: Token ids of a predicted text, such as a file that is to be edited: a list or a tensor `[tokens]`;
-            for several prompts a list with one for each, `None` for no prediction. `preset="auto"` drafts from it; it
-            changes the number of steps alone.
-        parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
-            process alone if not given.
-        **kwargs: As for `model.generate`.
+        model: An unmodified causal language model of transformers.
+        input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left to equal length. Without them
+            transformers begins from the BOS token.
+        lookahead_config: Drafting options; the default configuration if not given. They never change the text.
+        on_step: Function called after each step with a `StepRecord` for each sequence: added tokens, nodes sent.
+        ngram_pool: A pool to draft from and to fill, reusable in later calls; by default a new one for each sequence.
+        prediction: Token ids of a predicted text, the file to edit for example: a list or a tensor `[tokens]`. For
+            several prompts a list with one entry each, `None` for no prediction. `preset="auto"` drafts from it. It
+            changes only the number of steps.
+        parallel: Ranks to decode with, from `lookahead.parallel.join`; all of them make the same call. By default
+            only this process decodes.
+        **kwargs: Further arguments of `model.generate`.
 
     Returns:
-        The texts `[batch, tokens]` int64, prompts included; or a `LookaheadOutput` with `return_dict_in_generate=True`.
+        Token ids `[batch, tokens]` int64, prompts included; or a `LookaheadOutput` with `return_dict_in_generate=True`.
 
     Raises:
-        InvalidArgumentError: An argument has a value that cannot work.
-        UnsupportedArgumentError: A legal argument that lookahead decoding does not support.
+        InvalidArgumentError: An argument has an invalid value.
+        UnsupportedArgumentError: Lookahead decoding does not support a valid argument.
         UnsupportedModelError: The model cannot be run on token trees.
-        ParallelError: The ranks of `parallel` disagree, or one of them failed; the message names it.
+        ParallelError: The ranks of `parallel` disagree, or a rank failed; the message names it.
     """
     start = perf_counter()
     config = check_config(lookahead_config)
@@ -129,11 +128,11 @@ def generate(
     if on_step is not None:
         check_callable("on_step", on_step, 1, ON_STEP)
     joins = parallel is None or callable(getattr(parallel, "open_session", None))
-    require(joins, "parallel", parallel, "is no group; give what lookahead.parallel.join returns, or None")
-    # Ranks draft alike, and so none of them begins later than another.
+    require(joins, "parallel", parallel, "is no group; pass the result of lookahead.parallel.join, or None")
+    # Ranks must draft alike, so each of them waits for compilation.
     BACKGROUND.begin(config if parallel is None else replace(config, compile_in_background=False))
-    falls_back = config.fallback == "plain" and parallel is None  # which other ranks would not know of
-    written = False  # from then on the call can only go on or fail
+    falls_back = config.fallback == "plain" and parallel is None  # other ranks would not notice a fallback
+    written = False  # after the first output the call cannot fall back
 
     def listen(record: StepRecord) -> None:
         nonlocal written
@@ -158,19 +157,19 @@ def generate(
 
 
 def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> None:
-    """Make `model.generate` itself decode with lookahead, on this one object, until `detach`.
+    """Make `model.generate` decode with lookahead, on this one object, until `detach`.
 
     Pipelines and other callers of `model.generate` work unchanged; calls may still pass their own
-    `lookahead_config`. A call with `custom_generate` goes to transformers as if nothing were attached.
+    `lookahead_config`. A call with `custom_generate` runs in transformers as if the model were not attached.
 
-    Deep copies of an attached model are attached as well, with the same configuration and to their own weights; so is
-    what `pickle` or `torch.load` makes of one that was saved whole, which takes this library to load. A shallow copy
-    (`copy.copy`) shares all of the model, `generate` included: attach it again to give it its own settings.
-    It leaves no trace in what `save_pretrained` writes.
+    Deep copies of an attached model are attached as well, with the same configuration and their own weights. So are
+    models saved whole with `pickle` or `torch.save`; loading them needs this library. A shallow copy (`copy.copy`)
+    shares all of the model, `generate` included: attach it again to give it its own settings. `save_pretrained` writes
+    the same files as without `attach`.
 
     Args:
         model: A causal language model of transformers.
-        config: How to draft; the default configuration if not given.
+        config: Drafting options; the default configuration if not given.
 
     Raises:
         InvalidArgumentError: `config` is no `LookaheadConfig`.
@@ -185,38 +184,38 @@ def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> Non
             raise
         warn_of_plain(refusal, stacklevel=3)
         target = language_model(model)[0]
-        if given_generate(target) is not None:  # which stays what decodes plainly
+        if given_generate(target) is not None:  # this `generate` decodes plainly and stays
             return
-    # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
-    # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so that in a copy it refers to the copy.
+    # transformers binds a repository's own `generate` in the same way: an attribute that hides the class's method.
+    # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so in a copy it refers to the copy.
     call = partial(_generate_attached, target, attached)
     target.generate = update_wrapper(call, type(target).generate, ("__name__", "__doc__"), ())
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Restore `model`'s own `generate`. Does nothing if it is not attached.
+    """Restore `model`'s own `generate`. Does nothing if the model is not attached.
 
     Raises:
-        InvalidArgumentError: There is no transformers model in it.
+        InvalidArgumentError: `model` contains no transformers model.
     """
     vars(language_model(model)[0]).pop("generate", None)
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Forget every trial and timing of `model` in this process: the next call makes them anew.
+    """Discard every trial and timing of `model` in this process; the next call repeats them.
 
-    Call it after a change that calls cannot see: of a variable in a closure, or of an attribute of a hook. Calls see
-    by themselves that hooks, modules, methods, modes or configurations were added, removed or replaced. Texts that
-    were learned with `memory="process"` stay. An `Engine` that runs keeps its own trials.
+    Needed after a change that calls cannot detect: of a variable in a closure, or of an attribute of a hook. Calls
+    detect added, removed or replaced hooks, modules, methods, modes and configurations. The memory of
+    `memory="process"` stays. A running `Engine` keeps its own trials.
 
     Raises:
-        InvalidArgumentError: There is no transformers model in it.
+        InvalidArgumentError: `model` contains no transformers model.
     """
     state_of(language_model(model)[1]).forget()
 
 
 def _generate_attached(model: Any, config: LookaheadConfig, /, *args: Any, **kwargs: Any) -> Any:
-    """As `model.generate`, of a model that is attached with `config`."""
+    """Replacement of `model.generate` of a model attached with `config`."""
     if kwargs.get("custom_generate") is not None:
         return type(model).generate(model, *args, **kwargs)
     kwargs.update(zip(_GENERATE_ARGUMENTS, args, strict=False))
@@ -225,7 +224,7 @@ def _generate_attached(model: Any, config: LookaheadConfig, /, *args: Any, **kwa
 
 
 def _is_prepared(kwargs: dict[str, Any]) -> bool:
-    """Whether transformers called us: by then it has gathered the criteria, and turned special tokens into tensors."""
+    """Whether transformers called us: then it has prepared the criteria and the special token tensors."""
     return (
         hasattr(kwargs.get("generation_config"), "_pad_token_tensor")
         and isinstance(kwargs.get("stopping_criteria"), StoppingCriteriaList)
@@ -235,7 +234,7 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
 
 
 def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
-    """Decode with transformers' own `generate`; a dict gets statistics that count one step for each token."""
+    """Decode with transformers' own `generate`; a dict output gets statistics with one step for each token."""
     model, prompt = language_model(model)[0], () if input_ids is None else (input_ids,)
     method = "generate"
     if prompt and _is_prepared(arguments):

@@ -1,4 +1,4 @@
-"""Lookahead parallelism (section 3.4 of the paper): several devices, each with the model, make one text faster."""
+"""Lookahead parallelism (section 3.4 of the paper): several devices, each with the model, decode one text faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TIMEOUT", "ParallelGroup", "join", "scale_config", "shard_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is first used: the process that starts ranks must neither wait for torch nor keep it in memory."""
+    """Import names on first use: the process that starts ranks must neither wait for torch nor keep it in memory."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.group"), name)
@@ -31,17 +31,17 @@ def __dir__() -> list[str]:
 
 
 def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
-    """`config` with W and G times the number of ranks, so that each rank has about as many nodes as one device had.
+    """Return `config` with W and G multiplied by the number of ranks, so the nodes per rank stay about equal.
 
-    Section 3.4 of the paper: the window and the guess set grow with the FLOPs of the devices. N stays as it is. Other
-    methods than the paper's get as many times the nodes of a step, where those are given.
+    Section 3.4 of the paper: the window and the guess set grow with the FLOPs of the devices. N does not change. For
+    other methods a given `step_budget` is multiplied.
 
     Args:
-        config: What is right for one device.
-        ranks: Devices that work together.
+        config: A configuration for one device.
+        ranks: Number of devices that work together.
 
     Raises:
-        InvalidArgumentError: `config` is none, `ranks` is not positive, or the sizes become too large.
+        InvalidArgumentError: `config` is no `LookaheadConfig`, `ranks` is not positive, or a size becomes too large.
     """
     config, ranks = check_config(config), whole_number("ranks", ranks, 1)
     if config.preset == "paper":
@@ -52,10 +52,10 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
 
 
 def environment_number(name: str, least: int, most: int | None = None) -> int:
-    """What an environment variable says that `torchrun` sets; 0 if it is not there.
+    """Number in an environment variable that `torchrun` sets; 0 if it is missing.
 
     Raises:
-        InvalidArgumentError: It is no whole number, or out of range.
+        InvalidArgumentError: The variable is no whole number, or is out of range.
     """
     text = os.environ.get(name, "0")
     number = int(text) if text.isdecimal() else text
@@ -63,10 +63,10 @@ def environment_number(name: str, least: int, most: int | None = None) -> int:
 
 
 def check_memory(config: LookaheadConfig, ranks: int) -> None:
-    """Refuse a memory that several ranks could not keep equal.
+    """Refuse a draft memory that several ranks cannot keep equal.
 
     Raises:
-        UnsupportedArgumentError: It lives for longer than a call.
+        UnsupportedArgumentError: The memory outlives a call.
     """
     if config.memory != "request" and ranks > 1:
         raise UnsupportedArgumentError(

@@ -1,6 +1,6 @@
-"""The exchange of a few bytes between the ranks of a group, and what must be the same on all before a call begins.
+"""Exchange of small messages between the ranks of a group, and checks that all ranks make the same call.
 
-An exchange ends with an error if one of the ranks does not come.
+An exchange raises an error if a rank does not take part.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Bytes = NDArray[np.uint8]
 class Exchange:
     """All-gather of bytes over a process group of CPU tensors.
 
-    What is exchanged is made and read by Python, so it lies in main memory, for a model on any device.
+    Python writes and reads the messages, so they stay in main memory, whatever device the model is on.
 
     Args:
         group: A process group that carries CPU tensors, `gloo` for example.
-        monitor: Signs of life of the ranks.
-        names: What messages call each rank: its number among all processes of the run.
-        timeout: Seconds until a rank that is alive but does not come counts as hung.
+        monitor: Heartbeats of the ranks.
+        names: Number of each rank among all processes of the run, for messages.
+        timeout: Seconds until a live rank that does not join an exchange counts as hung.
 
     Attributes:
-        rank, size: This rank, and the ranks of the group.
-        failure: What ended the group, if something has.
+        rank, size: Index of this rank in the group, and number of ranks.
+        failure: The error that ended the group; `None` while it works.
     """
 
     def __init__(self, group: dist.ProcessGroup, monitor: Monitor, names: Sequence[int], timeout: float) -> None:
@@ -54,10 +54,10 @@ class Exchange:
         self.failure: ParallelError | None = None
 
     def gather(self, message: Bytes) -> list[Bytes]:
-        """Send `message` to all ranks; returns the messages of all ranks in their order, all of the same length.
+        """Send `message` to all ranks; return the messages of all ranks in rank order, all of the same length.
 
         Raises:
-            ParallelError: A rank does not come; the message names it.
+            ParallelError: A rank does not take part; the message names it.
         """
         sent = torch.from_numpy(message.copy())
         received = [torch.empty_like(sent) for _ in self._names]
@@ -65,42 +65,42 @@ class Exchange:
         return [tensor.numpy() for tensor in received]
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill `tensor`, a CPU tensor, with that of `rank`.
+        """Overwrite `tensor`, a CPU tensor, with the values that `rank` passes.
 
         Raises:
-            ParallelError: A rank does not come; the message names it.
+            ParallelError: A rank does not take part; the message names it.
         """
         source = self._names[rank]
         self._complete(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
 
     def report(self, error: BaseException) -> None:
-        """End the group because this rank has failed, and let the others know why."""
+        """End the group because this rank has failed, and report `error` to the others."""
         if not isinstance(error, ParallelError):
-            what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-            self.fail(ParallelError(what), blamed=False)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            self.fail(ParallelError(reason), blamed=False)
 
     def leave(self) -> None:
-        """Let the others know that this rank comes to no further exchange, as all is done."""
+        """Announce that this rank has finished and joins no further exchange."""
         self._monitor.leave(f"{self.who([self.rank])} has left; all ranks must make the same calls")
 
     def who(self, ranks: Sequence[int]) -> str:
-        """What messages call these ranks."""
+        """Names of these ranks for a message."""
         names = ", ".join(str(self._names[rank]) for rank in ranks)
         return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
     def fail(self, error: ParallelError, blamed: bool) -> None:
-        """End the group with `error`, and let the other ranks know."""
+        """End the group with `error`, and report it to the other ranks."""
         if self.failure is None:
             self.failure = error
             self._monitor.fail(str(error), blamed)
 
     def _complete(self, begin: Callable[[], dist.Work | None]) -> None:
-        """Make an exchange; while it does not end, read what the others say."""
+        """Run one exchange; while it waits, read the heartbeats of the other ranks."""
         if self.failure is not None:
             raise self.failure
         self._monitor.entered()
         work: dist.Work | None = None
-        broken: RuntimeError | None = None  # what is known of a connection that is
+        broken: RuntimeError | None = None  # error of a lost connection
         started = monotonic()
         while True:
             try:
@@ -109,7 +109,7 @@ class Exchange:
                     assert work is not None
                     work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
                     return
-                sleep(0.05)  # the signs that tell whose it is come a while later
+                sleep(0.05)  # the heartbeats that show which rank died arrive later
             except RuntimeError as error:
                 if work is None or work.is_completed():
                     started, broken = monotonic(), error
@@ -120,7 +120,7 @@ class Exchange:
                 raise ended from broken
 
     def _reason(self, broken: RuntimeError | None, overdue: bool) -> str | None:
-        """Why an exchange does not end, as soon as it is certain, or `overdue`, when the patience for it is spent."""
+        """Cause of an exchange that does not end; `None` while it is uncertain and the time-out is not `overdue`."""
         monitor = self._monitor
         for rank, sign in monitor.failures():
             return sign.failure if sign.blamed else f"rank {self._names[rank]} failed: {sign.failure}"
@@ -142,13 +142,13 @@ class Exchange:
 
 
 def digest(value: object) -> bytes:
-    """A few bytes that differ where `value` does: a tensor, or something with a `repr` that is the same everywhere."""
+    """Hash of `value`, 12 bytes: a tensor, or an object with the same `repr` in every process."""
     plain = value.tolist() if isinstance(value, torch.Tensor) else value
     return hashlib.sha256(repr(plain).encode()).digest()[:12]
 
 
 def settings(config: GenerationConfig) -> str:
-    """What a generation configuration says, whatever objects it holds."""
+    """A generation configuration as JSON; objects without a JSON form count by their type."""
     values = {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
     return json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
 
@@ -158,10 +158,10 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
 
     Args:
         exchange: Communication with the other ranks.
-        values: What must be the same, by name.
+        values: Values that must be equal on all ranks, by name.
 
     Raises:
-        ParallelError: Something differs; the message says what, and on which ranks. The same on all ranks.
+        ParallelError: A value differs; the message names it and the ranks. All ranks raise it.
     """
     digests = np.frombuffer(b"".join(map(digest, values.values())), dtype=np.uint8)
     received = np.stack(exchange.gather(digests)).reshape(exchange.size, len(values), -1)  # [ranks, values, bytes]
@@ -175,7 +175,7 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
 
 
 def share_random_state(exchange: Exchange, device: torch.device) -> None:
-    """Give all ranks the random state of rank 0, which tokens on `device` are sampled with."""
+    """Copy the random state of rank 0, used to sample tokens on `device`, to all ranks."""
     generator = default_generator(device)
     state = generator.get_state()
     exchange.broadcast(state, 0)

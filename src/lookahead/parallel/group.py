@@ -1,4 +1,4 @@
-"""The ranks that decode one text together, and the session that they are for `generate`."""
+"""Ranks that decode one text together, and the session through which `generate` uses them."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from lookahead.values import finite_number, require, whole_number
 from lookahead.version import __version__
 
 TIMEOUT = 60.0
-"""Seconds after which a rank that does not come counts as hung."""
+"""Seconds after which a rank that misses an exchange counts as hung."""
 
 _LONGEST_WAIT = 10**8
 
 
 class ParallelGroup:
-    """The ranks that decode one text together; made by `join`. Hand it to `lookahead.generate(..., parallel=group)`.
+    """Ranks that decode one text together, made by `join`. Pass it to `lookahead.generate(..., parallel=group)`.
 
-    Every rank holds the model and makes the same calls with the same arguments; each gets the same text. A group that
-    an error has ended stays ended: start the processes again.
+    Every rank holds the model and makes the same calls with the same arguments; each gets the same text. After an
+    error the group cannot be used again: restart the processes.
 
     Args:
         exchange: Communication with the other ranks.
-        tensor_mesh: Where there is tensor parallelism: the ranks that share one copy of the model with this one.
+        tensor_mesh: Ranks that share one copy of the model with this one; `None` without tensor parallelism.
         owns_processes: Whether `close` ends `torch.distributed` too.
 
     Attributes:
-        rank: This rank in the group, from 0. Streamers and `on_step` are served by rank 0.
-        size: Ranks of the group.
-        tensor_mesh: As given.
+        rank: Index of this rank in the group, from 0. Rank 0 serves streamers and `on_step`.
+        size: Number of ranks in the group.
+        tensor_mesh: The argument of that name.
     """
 
     def __init__(self, exchange: Exchange, tensor_mesh: DeviceMesh | None = None, owns_processes: bool = False) -> None:
@@ -61,17 +61,17 @@ class ParallelGroup:
         self._closed = False
 
     def open_session(self, model: PreTrainedModel) -> RanksSession:
-        """How `generate` runs `model` on all ranks.
+        """Return the session that runs `model` on all ranks.
 
         Raises:
             ParallelError: The group was closed.
         """
         if self._closed:
-            raise ParallelError("parallel is a group that was closed; join a new one")
+            raise ParallelError("parallel: this group was closed; join a new one")
         return RanksSession(self._exchange, model)
 
     def close(self) -> None:
-        """Leave the group. What the processes were joined by goes on if it was there before `join`."""
+        """Leave the group. `torch.distributed` keeps running if it was initialised before `join`."""
         if self._closed:
             return
         self._closed = True
@@ -89,7 +89,7 @@ class ParallelGroup:
 
 
 class RanksSession(CallSession):
-    """A model that all ranks run together, as `generate` sees it.
+    """A model that all ranks run together.
 
     Attributes:
         speaks: Whether this rank serves streamers and `on_step`.
@@ -102,29 +102,29 @@ class RanksSession(CallSession):
         self.speaks = exchange.rank == 0
 
     def settle(self, config: LookaheadConfig) -> LookaheadConfig:
-        """`config` with everything fixed that each rank would choose for itself.
+        """Return `config` with fixed values for all choices that ranks would otherwise make separately.
 
         Raises:
-            UnsupportedArgumentError: It asks for a memory that ranks could not keep equal.
+            UnsupportedArgumentError: `memory` is one that ranks cannot keep equal.
         """
         check_memory(config, self._exchange.size)
         if config.preset in BUDGETED and config.step_budget is None:
-            # One process would choose them by its clock, which no two ranks share.
+            # A measured budget would differ between ranks, as each has its own clock.
             config = replace(config, step_budget=FIXED_BUDGET * self._exchange.size)
         return config if self.speaks else replace(config, trace=None)  # one rank records, for all
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> RanksCall:
-        """Acquire what a call needs on this rank, see that it is the same call on all, and share a random state.
+        """Acquire the resources of a call on this rank, compare the call between ranks, and share a random state.
 
         Raises:
-            UnsupportedArgumentError: Ranks cannot share out the steps.
+            UnsupportedArgumentError: The steps of this model cannot be split among ranks.
             ParallelError: The ranks disagree, or the group has ended.
         """
         local = open_session(self._model).begin(prompts, config, generation_config)
         if not isinstance(local.runner, ModelRunner):
             raise UnsupportedArgumentError(
-                f"parallel is not supported for {type(self._model).__name__}: ranks share out the branches of trees, "
-                "which it does not run, or not by transformers; leave it out"
+                f"parallel is not supported for {type(self._model).__name__}: ranks split the branches of token trees, "
+                "and this model does not run trees in transformers; leave parallel out"
             )
         values = {
             "the version": (__version__, torch.__version__, transformers.__version__),
@@ -135,13 +135,13 @@ class RanksSession(CallSession):
             "attention_mask": prompts.mask,
         }
         agree(self._exchange, values)
-        # In greedy calls too: processors of a user's own may draw.
+        # In greedy calls too: a user's own processors may draw random numbers.
         share_random_state(self._exchange, prompts.input_ids.device)
         return RanksCall(self._exchange, local, local.runner)
 
 
 class RanksCall(Call):
-    """What a call runs on, on all ranks; `local` is what this one runs."""
+    """Resources of a call on all ranks; `local` holds this rank's part."""
 
     runner: ModelRunner
 
@@ -151,20 +151,20 @@ class RanksCall(Call):
         self.model_holds = local.model_holds
 
     def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
-        """What runs the trees of `batch` on all ranks, which then walk them together."""
+        """Return the runner of the trees of `batch`, and let `batch` verify drafts on all ranks together."""
         needs_logits = any(sequence.sampler.needs_logits for sequence in batch.sequences)
-        # Ranks may disagree on what other criteria say, a time limit for example.
+        # Ranks may disagree on other stopping criteria, a time limit for example.
         runner = ParallelRunner(self.runner, self._exchange, alone=not asks_others and not needs_logits)
         batch.verify = runner.verify
         return runner
 
     def restore(self, error: BaseException) -> None:
-        """Put back what the call has changed, and let the other ranks know."""
+        """Undo the changes of the call, and report `error` to the other ranks."""
         self._local.restore(error)
         self._exchange.report(error)
 
     def release(self, keep_cache: bool) -> Cache | None:
-        """Release what this rank has."""
+        """Release the resources of this rank."""
         return self._local.release(keep_cache)
 
 
@@ -174,32 +174,32 @@ def join(
     device_type: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ParallelGroup:
-    """Join the other processes of this run, all of which must call this.
+    """Join the other processes of this run. All of them must call this.
 
-    The processes come from `torchrun`, or from anything else after which `torch.distributed.init_process_group` works
-    without arguments; or `torch.distributed` is initialised already, with any backend. Tokens are exchanged over a
-    `gloo` group beside it: they are read and made by Python, in main memory.
+    Start the processes with `torchrun`, or with another launcher that lets `torch.distributed.init_process_group` work
+    without arguments. `torch.distributed` may also be initialised already, with any backend. Tokens are exchanged over
+    a separate `gloo` group, since Python writes and reads them in main memory.
 
     Args:
         timeout: Seconds after which a silent rank with open connections counts as hung. Be generous: on a busy machine
             a step may take long. A dead process is noticed at once. Load the models first: the first exchange waits for
             all ranks.
-        tensor_parallel: How many processes share one copy of the model, by transformers' tensor parallelism. Load
-            the model in each process, then `shard_model(model, group.tensor_mesh)`. 1 for a whole copy in each.
-        device_type: `"cuda"` or `"cpu"`, where models are; needed for `tensor_parallel` alone. As the machine has it
-            if not given.
-        process_group: The processes that decode together, if they are not all of them; a group that carries CPU
-            tensors. Only its members call this.
+        tensor_parallel: Number of processes that share one copy of the model, by transformers' tensor parallelism.
+            Load the model in each process, then call `shard_model(model, group.tensor_mesh)`. 1 for a whole copy each.
+        device_type: Device of the models, `"cuda"` or `"cpu"`; needed only for `tensor_parallel`. By default a GPU
+            if the machine has one.
+        process_group: Processes that decode together, by default all; a group that carries CPU tensors. Only its
+            members call this.
 
     Raises:
         InvalidArgumentError: The processes were not started together, or do not divide into copies of the model.
-        ParallelError: They did not find each other.
+        ParallelError: The processes did not find each other.
     """
     timeout = finite_number("timeout", timeout, "must be seconds, above 0")
     require(0 < timeout < _LONGEST_WAIT, "timeout", timeout, f"must be seconds, above 0 and below {_LONGEST_WAIT}")
     tensor_parallel = whole_number("tensor_parallel", tensor_parallel, 1)
     is_known = device_type in (None, "cpu", "cuda")
-    require(is_known, "device_type", device_type, "must be 'cpu' or 'cuda', or None for what the machine has")
+    require(is_known, "device_type", device_type, "must be 'cpu' or 'cuda', or None for the device of the machine")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     owns_processes = not dist.is_initialized()
     if owns_processes:
@@ -225,7 +225,7 @@ def join(
     if process_group is None:  # the ranks that hold the same part of the model
         parts = [list(range(part, world, tensor_parallel)) for part in range(tensor_parallel)]
         names = parts[this_rank % tensor_parallel]
-        # Waits end by themselves before the group's own time-out does, which knows no names.
+        # Longer than any wait of ours, as the error of the group's own time-out names no rank.
         patience = timedelta(seconds=2 * timeout + TIMEOUT)
         group, _ = dist.new_subgroups_by_enumeration(parts, patience, "gloo")  # type: ignore[no-untyped-call]
     else:
@@ -241,17 +241,17 @@ def join(
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Share out the weights of `model` among the ranks of `mesh`, by the plan that transformers has for it.
+    """Split the weights of `model` among the ranks of `mesh`, by transformers' plan for the model.
 
-    `from_pretrained(..., tp_plan="auto")` makes one copy of all processes of the run; this makes one of those in
-    `mesh`. Each process loads the whole model first, and keeps its part.
+    `from_pretrained(..., tp_plan="auto")` splits one copy over all processes of the run; this splits one copy over the
+    processes in `mesh`. Each process loads the whole model first, and keeps its part.
 
     Args:
         model: Loaded in the same way on all ranks; changed in place.
         mesh: `ParallelGroup.tensor_mesh`.
 
     Raises:
-        UnsupportedModelError: transformers has no plan for it.
+        UnsupportedModelError: transformers has no plan for the model.
     """
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     if not plan:

@@ -1,7 +1,7 @@
-"""Starts the ranks of one machine and waits for them. None of them outlives this process, however it ends.
+"""Start the ranks of one machine and wait for them. No rank outlives this process, however it ends.
 
-Without torch: signals are answered at once, and the ranks can begin to load theirs. This module is the ranks' program,
-too: `main` is a rank, which ends with the process that started it.
+This module does not import torch, so that it answers signals at once. It is also the program of the ranks: `main` runs
+one rank, which ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 GRACE = 3.0
-"""Seconds that rank 0 has to end by itself, with a message, after another rank has failed in good order."""
+"""Seconds that rank 0 has to exit by itself, with a message, after another rank has exited with an error."""
 
 INTERRUPT_GRACE = 1.0
-"""Seconds that rank 0 has to print what it has generated, after Ctrl-C."""
+"""Seconds that rank 0 has to print the generated text, after Ctrl-C."""
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that ask to end."""
@@ -38,7 +38,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 @dataclass(frozen=True)
 class _Rank:
     process: subprocess.Popen[bytes]
-    errors: IO[bytes] | None  # its standard error, where that is not this process's own
+    errors: IO[bytes] | None  # its standard error; `None` if shared with this process
 
     @property
     def code(self) -> int | None:
@@ -49,23 +49,23 @@ class _Rank:
 def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | None = None) -> int:
     """Run `entry` in `count` processes, each with the environment variables that `torchrun` sets, until all have ended.
 
-    Rank 0 has this process's standard output and error. If another one fails, this process says so in one line, unless
-    rank 0 has said it. SIGTERM and SIGHUP end all ranks at once. SIGINT does so after rank 0 has had a moment to print
-    what it has: it gets SIGTERM. Ranks never see SIGINT, which a terminal would send to all of them.
+    Rank 0 has this process's standard output and error. If another rank fails, this process prints one line, unless
+    rank 0 has printed the error. SIGTERM and SIGHUP end all ranks at once. After SIGINT, rank 0 gets SIGTERM and a
+    moment to print its text; then all ranks end. Ranks never see SIGINT, which a terminal would send to all of them.
 
     Args:
         entry: `module:function`; the function takes the arguments and returns an exit code.
-        stdin: What every rank finds on its standard input; nothing if not given.
+        stdin: Standard input of every rank; empty by default.
 
     Returns:
-        The exit code of rank 0, or if that is 0 of the first other rank that has another one; 128 + the signal if one
-        ended a rank or this process was asked to end by one.
+        The first exit code other than 0, in rank order, else 0; 128 + the signal number if a signal ended a rank or
+        this process.
     """
     with ExitStack() as stack:
         caught = stack.enter_context(_caught_signals())
         ranks: list[_Rank] = []
         stack.callback(_end, ranks)
-        # Ranks wait for its end, which comes when this process closes it or is no more.
+        # Ranks read this pipe; it ends when this process closes it or dies.
         sentinel, held = os.pipe()
         stack.callback(os.close, held)
         with open(sentinel, "rb"), socket.create_server(("127.0.0.1", 0)) as listener, _interrupts_blocked():
@@ -77,7 +77,7 @@ def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | N
 def _start(
     rank: int, count: int, listener: socket.socket, sentinel: int, call: Sequence[str], stdin: bytes, stack: ExitStack
 ) -> _Rank:
-    # Rank 0 keeps the store of the run on a socket that is open already: no port is free twice.
+    # Rank 0 gets an open socket for the store of the run: a port that was free may be taken a moment later.
     store = listener.fileno() if rank == 0 else -1
     command = [sys.executable, "-m", "lookahead.parallel.launcher", str(os.getpid()), str(sentinel), str(store), *call]
     errors = None if rank == 0 else stack.enter_context(TemporaryFile())  # noqa: SIM115  # read when the rank has ended
@@ -97,7 +97,7 @@ def _start(
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     return {
-        # Connections that break when ranks are stopped are no news, and torch would print its stack about them.
+        # torch would print a stack trace for each connection that breaks when ranks are stopped.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "RANK": str(rank),
@@ -106,7 +106,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # torch is not to make the store: `main` does.
+        # `main` creates the store, instead of torch.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
@@ -114,7 +114,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Signals that ask this process to end, as they arrive, without those that are ignored."""
+    """Collect signals that ask this process to end, except ignored ones."""
     caught: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -130,7 +130,7 @@ def _caught_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes that are started in here never see Ctrl-C, not even before their first line has run."""
+    """Block SIGINT, so that processes started meanwhile never see Ctrl-C, not even before their first line runs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -151,7 +151,7 @@ def _wait(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
 
 
 def _interrupted(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
-    """The exit code after a signal; a second one does not wait."""
+    """Return the exit code after a signal; a second signal ends the wait for rank 0."""
     if caught[0] == signal.SIGINT:
         ranks[0].process.terminate()
         _wait_for(ranks[0], INTERRUPT_GRACE, caught[1:])
@@ -159,21 +159,21 @@ def _interrupted(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
 
 
 def _failed(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
-    """Say which rank has failed, if rank 0 does not, and return the exit code."""
+    """Print the first failed rank, unless rank 0 prints its own error, and return the exit code."""
     number, first = next((number, rank) for number, rank in enumerate(ranks) if rank.code)
     if (first.code or 0) > 0:
         _wait_for(ranks[0], GRACE, caught)
     if caught:
         return _interrupted(ranks, caught)
     if (ranks[0].code or 0) > 0:
-        return ranks[0].code or 0  # it has said why
+        return ranks[0].code or 0  # it has printed its error
     print(f"error: rank {number} {_reason(first)}; the others were stopped", file=sys.stderr)
     code = first.code or 0
     return 128 - code if code < 0 else code
 
 
 def _wait_for(rank: _Rank, seconds: float, caught: Sequence[int]) -> None:
-    """Wait until the rank has ended, for some seconds at most, or until a signal comes."""
+    """Wait until the rank has ended, a signal arrives, or `seconds` have passed."""
     end = time.monotonic() + seconds
     while rank.code is None and not caught and time.monotonic() < end:
         time.sleep(_POLL)
@@ -183,15 +183,14 @@ def _reason(rank: _Rank) -> str:
     code = rank.code or 0
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    assert rank.errors is not None  # rank 0 says itself how it failed
+    assert rank.errors is not None  # rank 0 prints its own error
     rank.errors.seek(0)
     lines = [line.strip() for line in rank.errors.read().decode(errors="replace").splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
-    return f"failed: {said[-1].rstrip('.')}" if said else f"ended with exit code {code}"
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
+    return f"failed: {reasons[-1].rstrip('.')}" if reasons else f"ended with exit code {code}"
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Kill all ranks."""
     for rank in ranks:
         if rank.code is None:
             rank.process.kill()
@@ -207,36 +206,36 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run `module:function` with the arguments after it, and return its exit code.
 
-    Before it on the command line: the process that started this one, the pipe that it holds, and, on rank 0, the
-    listening socket of the store, -1 on others.
+    Three numbers precede it on the command line: the id of the parent process, the pipe to it, and the listening socket
+    of the store (-1 except on rank 0).
     """
     parent, pipe, listener = map(int, sys.argv[1:4])
     _end_with(parent, pipe)
     module, function = sys.argv[4].split(":")
     store = None if listener < 0 else _open_store(listener)
     code: int = getattr(import_module(module), function)(sys.argv[5:])
-    del store  # which this rank has kept for all
+    del store  # kept until here for all ranks
     return code
 
 
 def _end_with(parent: int, pipe: int) -> None:
-    """Let this process end as soon as `parent` has, which holds the other end of `pipe`."""
+    """End this process as soon as `parent` ends, which holds the other end of `pipe`."""
     threading.Thread(target=end_after, args=(pipe,), name="lookahead-parent", daemon=True).start()
     if sys.platform == "linux":
-        # The thread needs Python's lock, which a library that is being loaded may hold for long; the kernel does not.
+        # The kernel acts at once; the thread waits for Python's lock, which loading a library may hold for long.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it had died before
         os._exit(1)
 
 
 def end_after(pipe: int) -> None:
-    """Wait until nobody holds the other end of `pipe`, and end this process at once."""
+    """Wait until the other end of `pipe` is closed, and end this process at once."""
     os.read(pipe, 1)  # nothing is ever written to it
     os._exit(1)
 
 
 def _open_store(listener: int) -> Any:
-    """The store of the run, on a socket that listens already."""
+    """Create the store of the run on a listening socket."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its own list
 
     return TCPStore(

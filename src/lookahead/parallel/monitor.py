@@ -1,8 +1,7 @@
-"""Heartbeats: each rank writes its own now and then, and reads those of the others.
+"""Heartbeats: each rank writes its own at intervals, and reads the others'.
 
-They say what a rank says of itself, and tell ranks apart once it is known that one has died. A rank that sends none is
-not dead for that: the thread that sends them needs Python's lock and a share of the processor, and on a busy machine
-it may get neither for long.
+A heartbeat holds the state of a rank. After a connection is lost, missing heartbeats show which rank died. Missing
+heartbeats alone do not prove a death: on a busy machine the sending thread may wait long for Python's lock or the CPU.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ ROUNDS = 6
 machine slows all ranks alike."""
 
 STORE_PATIENCE = 5.0
-"""Seconds that a rank waits for the store to take what it says last."""
+"""Seconds that a rank waits for the store to accept its last announcement."""
 
 
 @dataclass
 class Heartbeat:
-    """What a rank says of itself.
+    """State of a rank.
 
     Attributes:
-        count: How many came before.
-        exchanges: How many exchanges the rank has entered.
-        failure: Why it will come to no further exchange; empty if it will.
-        blamed: Whether that names who is to blame, such as another rank; else it is this one's own failure.
+        count: Number of earlier heartbeats.
+        exchanges: Number of exchanges that the rank has entered.
+        failure: Reason why the rank joins no further exchange; empty while it works.
+        blamed: Whether `failure` already names the rank to blame; otherwise the sender failed itself.
     """
 
     count: int = 0
@@ -43,22 +42,22 @@ class Heartbeat:
 
 
 class Monitor:
-    """The heartbeats of a group, in a store that all ranks reach.
+    """Heartbeats of a group, in a store that all ranks can reach.
 
-    All talk with the store is a thread's, so that a store that hangs holds nobody up.
+    Only a background thread accesses the store, so a hanging store does not block decoding.
 
     Args:
-        store: Where heartbeats are written; nobody else uses these keys.
-        rank, size: This rank, and the ranks of the group.
+        store: Store of the heartbeats, with its own key prefix.
+        rank, size: Index of this rank in the group, and number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        # A client of its own, where torch can make one: else a query of the main thread waits for this one's.
+        # A separate connection, if torch can make one: otherwise queries of the main thread wait for this thread's.
         self._store: Store = store.clone() if hasattr(store, "clone") else store
         self.rank, self._size = rank, size
         self._next = Heartbeat()  # the next one to send: the thread counts, the main thread sets the other fields
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
-        self._heard = [0] * size  # how many of its own this rank had sent when it read the last new one of each
+        self._last_seen = [0] * size  # by rank: this rank's heartbeat count when a new heartbeat was last read
         self._awake = threading.Event()
         self._stopped = threading.Event()
         self._answered = monotonic()
@@ -68,7 +67,7 @@ class Monitor:
         self._thread.start()
 
     def entered(self) -> None:
-        """Count an exchange."""
+        """Count an exchange of this rank."""
         self._next.exchanges += 1
 
     def fail(self, failure: str, blamed: bool) -> None:
@@ -92,20 +91,20 @@ class Monitor:
 
     @property
     def store_silence(self) -> float:
-        """Seconds since the store has answered."""
+        """Seconds since the store last answered."""
         return monotonic() - self._answered
 
     def failures(self) -> list[tuple[int, Heartbeat]]:
-        """Failures that other ranks reported, those that blame nobody else first."""
-        found = [(rank, heartbeat) for rank, heartbeat in self._other_ranks() if heartbeat.failure]
-        return sorted(found, key=lambda failure: (failure[1].blamed, failure[0]))
+        """Failures reported by other ranks, a rank's own failure before blame of another."""
+        failures = [(rank, heartbeat) for rank, heartbeat in self._other_ranks() if heartbeat.failure]
+        return sorted(failures, key=lambda failure: (failure[1].blamed, failure[0]))
 
     def silent(self) -> list[int]:
-        """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
-        return [rank for rank, _ in self._other_ranks() if self._next.count - self._heard[rank] >= ROUNDS]
+        """Ranks without a new heartbeat during the last `ROUNDS` heartbeats of this rank."""
+        return [rank for rank, _ in self._other_ranks() if self._next.count - self._last_seen[rank] >= ROUNDS]
 
     def late(self) -> list[int]:
-        """Ranks that have not come to the exchange that this one is in."""
+        """Ranks that have not entered the current exchange of this rank."""
         return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._next.exchanges]
 
     def _other_ranks(self) -> list[tuple[int, Heartbeat]]:
@@ -127,7 +126,7 @@ class Monitor:
                 self._send_heartbeat()
                 self._read()
             except (RuntimeError, ValueError):
-                return  # a connection to the store that is lost does not come back
+                return  # a lost connection to the store is not restored
             self._answered = monotonic()
 
     def _send_heartbeat(self) -> None:
@@ -139,7 +138,7 @@ class Monitor:
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         for rank, heartbeat in enumerate(heartbeats):
             if heartbeat.count != self._heartbeats[rank].count:
-                self._heard[rank] = self._next.count
+                self._last_seen[rank] = self._next.count
         self._heartbeats = heartbeats
 
     def _key(self, rank: int) -> str:

@@ -1,12 +1,12 @@
-"""Runs this rank's part of each tree, puts together what all ranks found, and walks the trees with them.
+"""Run this rank's part of each tree, combine the predictions of all ranks, and verify the drafts.
 
-What the decoder sees is the tree that one process would send. Each rank runs its own part of it, on its own cache. A
-rank that did not run an accepted run of tokens has a shorter cache than others, and its next tree begins with more
-pending tokens; nothing of that is ever sent between ranks.
+The decoder sees the same tree as in a single process. Each rank runs its part of it, on its own cache. A rank that did
+not run the accepted tokens has a shorter cache, and its next tree begins with more pending tokens. Keys and values are
+never sent between ranks.
 
-For greedy decoding of raw logits, every rank walks by itself, over predictions that are the same everywhere. Otherwise
-each token is selected by the rank that has the logits, and sent to the others, which repeat the selection: stateful
-processors and criteria see every token, in order, and the random state advances by as many samples.
+In greedy decoding of raw logits, every rank verifies by itself, with the same predictions. Otherwise the rank with the
+logits selects the token and sends it to the others. They repeat the selection, so that stateful processors and criteria
+see every token in order, and all random states advance alike.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from lookahead.parallel.split import Split, split_tree
 
 
 class ParallelRunner:
-    """One batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
+    """Run one batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
 
-    `forward` leaves the predictions of other ranks' nodes open; `verify` fills them in.
+    `forward` leaves the predictions of other ranks' nodes empty; `verify` fills them in.
 
     Args:
-        local: The model of this rank.
+        local: Runner of the model on this rank.
         exchange: Communication with the other ranks.
-        alone: Whether every rank can select tokens from predictions alone, without logits.
+        alone: Whether every rank can select tokens from predictions, without logits.
 
     Attributes:
-        prefill, idle_tree, wants_draft: Those of `local`, as every rank reads the prompts itself.
-        complete: Likewise; it also sends what other ranks ran and this one did not.
+        prefill, idle_tree, wants_draft: Methods of `local`, as every rank reads the prompts itself.
+        complete: Method of `local`; it also runs accepted tokens that only other ranks have run.
     """
 
     def __init__(self, local: ModelRunner, exchange: Exchange, alone: bool) -> None:
@@ -54,17 +54,17 @@ class ParallelRunner:
         self.idle_tree, self.wants_draft = local.idle_tree, local.wants_draft
         self._exchange = exchange
         self._alone = alone
-        # For each row how many of the tokens that one process would have in its cache each rank has not run.
+        # For each row and rank: accepted tokens missing from the rank's cache.
         self._behind: list[list[int]] = [[0] * exchange.size for _ in local.rows]
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._forest = Forest(())
         self._splits: list[Split] = []
-        self._owners = np.empty(0, dtype=np.int64)  # the rank that answers for each node of the forest
-        self._said: NDArray[Any] = np.empty(0)  # predictions of all ranks after each node of the forest
+        self._owners = np.empty(0, dtype=np.int64)  # the rank that provides the prediction after each node
+        self._predictions: NDArray[Any] = np.empty(0)  # predictions of all ranks after each node of the forest
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
+        """Return the tree of pending tokens that a single process would have, the same on every rank."""
         local_row, level = self._local.rows[row], [0] * self._exchange.size
         cached = local_row.length
         local_tree = self._local.begin_tree(row, text)
@@ -72,7 +72,7 @@ class ParallelRunner:
             self._behind[row] = level
         changes_after = self._local.changes_after
         if changes_after is not None and local_row.before + len(text) > changes_after:
-            # What comes before that length must not be run together with what comes after.
+            # The model changes at this length: tokens before it need a separate pass.
             if behind := self._behind[row][self.rank]:
                 self._catch_up(row, local_tree.tokens[:behind])
                 local_tree = self._local.begin_tree(row, text)
@@ -87,8 +87,8 @@ class ParallelRunner:
         """Run this rank's parts of `trees`.
 
         Returns:
-            The result for the whole trees, of which the logits, and until `verify` everything else, are there only
-            after the nodes that this rank answers for, and after the root.
+            The result for the whole trees. Logits exist only after nodes that this rank runs. Predictions exist only
+            after nodes that this rank owns, until `verify` adds the others.
         """
         self._forest = forest = Forest.of(trees)
         self._splits, self._places, local_trees = [], [], []
@@ -101,23 +101,24 @@ class ParallelRunner:
         results = self._local.forward(local_trees, top_k)
         self._owners = np.concatenate([split.owners for split in self._splits])
         rows = zip(results, self._splits, self._places, strict=True)
-        self._said = said = np.concatenate([_said(result, split, places, self.rank) for result, split, places in rows])
+        parts = [_own_predictions(result, split, places, self.rank) for result, split, places in rows]
+        self._predictions = predictions = np.concatenate(parts)
         logit_rows = [_rows(*row) for row in zip(results, self._splits, self._places, strict=True)]
 
         def find() -> Listed:
-            ids, chances = said["ids"].astype(np.int64), said["chances"].astype(np.float32)
-            return Listed(ids, chances, said["likeliest"].astype(np.int64))
+            ids, chances = predictions["ids"].astype(np.int64), predictions["chances"].astype(np.float32)
+            return Listed(ids, chances, predictions["likeliest"].astype(np.int64))
 
         whole = results[0].whole
         return PassResult(forest, whole.logits, np.concatenate(logit_rows), find, whole.borrowed)
 
     def verify(self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: PassResult) -> list[Walk | None]:
-        """Walk the trees of all sequences, as `walk_trees`; the same walks on every rank.
+        """Verify the drafts of all sequences, like `walk_trees`, with the same outcome on every rank.
 
         Tokens are selected row after row, as in one process, since all rows sample from one random state.
 
         Raises:
-            ParallelError: A rank does not come, or has drafted something else.
+            ParallelError: A rank does not take part, or has drafted another tree.
         """
         self._share()
         if self._alone:
@@ -128,7 +129,7 @@ class ParallelRunner:
         ]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
+        """Keep this rank's pending tokens and its part of the accepted paths in its cache."""
         local_kept: list[list[int]] = []
         for row, (nodes, tree, split) in enumerate(zip(kept, self._forest, self._splits, strict=True)):
             if not nodes:
@@ -141,16 +142,16 @@ class ParallelRunner:
         self._local.commit(local_kept)
 
     def _catch_up(self, row: int, tokens: Sequence[int]) -> None:
-        """Run accepted tokens of `row` that this rank has not run, by themselves."""
+        """Run accepted tokens of `row` that this rank has not run, in a separate pass."""
         trees = [self.idle_tree() for _ in self._local.rows]
         trees[row] = TokenTree(tokens)
         self._local.forward(trees)
         self._local.commit([range(len(tokens)) if place == row else [] for place in range(len(trees))])
 
     def _share(self) -> None:
-        """Tell the other ranks what this one predicts; take in what they predict."""
+        """Send the predictions of this rank to the others, and store theirs."""
         answers = [np.flatnonzero(self._owners == rank) for rank in range(self._exchange.size)]  # nodes of all trees
-        local = self._said[answers[self.rank]]
+        local = self._predictions[answers[self.rank]]
         padded = np.zeros(max(map(len, answers)), dtype=local.dtype)
         padded[: len(local)] = local
         checksum = self._checksum()
@@ -158,18 +159,18 @@ class ParallelRunner:
         for rank, message in enumerate(received):
             if not np.array_equal(message[: len(checksum)], checksum):
                 error = ParallelError(
-                    f"rank {rank} drafted another tree than rank {self.rank}: what drafts are made from, ngram_pool "
+                    f"rank {rank} drafted another tree than rank {self.rank}: the sources of drafts, ngram_pool "
                     "for example, must be the same on all ranks"
                 )
                 self._exchange.fail(error, blamed=True)
                 raise error
             news = message[len(checksum) :].view(local.dtype)
-            self._said[answers[rank]] = news[: len(answers[rank])]
+            self._predictions[answers[rank]] = news[: len(answers[rank])]
 
     def _take(
         self, sequence: TextSequence, result: TreeResult, owners: NDArray[np.int64], node: int
     ) -> tuple[int, bool]:
-        """As `take_token`, by the rank that answers for `node`; the others repeat it."""
+        """Select the token after `node` on the rank that owns it, and append it on all ranks, like `take_token`."""
         owner = int(owners[node])
         sampler, mine = sequence.sampler, self.rank == owner
         message = np.zeros(2, dtype=np.int32)
@@ -181,29 +182,29 @@ class ParallelRunner:
             self._exchange.broadcast(logits, owner)
         if not mine:
             if sampler.needs_logits:
-                # The token sampled here is discarded, but processors see the text, and the random state advances by an
-                # amount that depends on the vocabulary size alone.
+                # The token sampled here is discarded. But processors see the text, and the random state advances by an
+                # amount that depends only on the vocabulary size.
                 sampler.choose(sequence.ids, logits.to(sequence.device))
             sequence.append(token)
         return token, bool(stopped)
 
     def _checksum(self) -> Bytes:
-        """A few bytes that differ where trees do: drafts must be the same on every rank."""
+        """Checksum of the trees, which must be the same on every rank."""
         drafted = np.concatenate([self._forest.firsts, self._forest.tokens, self._forest.parents])
         return np.array([zlib.crc32(drafted.tobytes())], dtype=np.uint32).view(np.uint8)
 
 
 def _held(path: Sequence[int], held: Sequence[int]) -> int:
-    """How many nodes of `path`, from the root downwards, are among `held`."""
+    """Number of first nodes of `path`, from the root downwards, that are in `held`."""
     run_here = set(held)
     return next((place for place, node in enumerate(path) if node not in run_here), len(path))
 
 
 def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int, int]:
-    """Add to `local_tree`, this rank's pending tokens, the nodes of `tree` that it runs.
+    """Add the nodes of `tree` that this rank runs to `local_tree`, which holds its pending tokens.
 
     Returns:
-        The place in `local_tree` of each node of `tree` that this rank runs.
+        Index in `local_tree` of each node of `tree` that this rank runs.
     """
     extra = local_tree.root - tree.root
     places = {node: node + extra for node in range(tree.root + 1)}
@@ -218,25 +219,25 @@ def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> di
     return places
 
 
-def _said(result: TreeResult, split: Split, places: dict[int, int], rank: int) -> NDArray[Any]:
-    """What this rank has to say of each node of a tree, as it is sent: nothing of those that others answer for.
+def _own_predictions(result: TreeResult, split: Split, places: dict[int, int], rank: int) -> NDArray[Any]:
+    """Message of this rank for each node of a tree; empty for nodes that other ranks own.
 
-    That is the likeliest token after it, and the `top_k` likeliest with their probabilities. These are in half
-    precision, also those of this rank, so that they are the same on all.
+    It holds the likeliest token after the node, and the `top_k` likeliest tokens with their probabilities. The latter
+    are in half precision, also on this rank, so that all ranks have the same values.
     """
     top_k = (result.top_ids.shape[1],)
     fields = [("likeliest", np.int32), ("ids", np.int32, top_k), ("chances", np.float16, top_k)]
-    said = np.zeros(len(split.owners), dtype=fields)
-    said["likeliest"] = said["ids"] = -1
+    message = np.zeros(len(split.owners), dtype=fields)
+    message["likeliest"] = message["ids"] = -1
     nodes = np.flatnonzero(split.owners == rank)
     local_rows = [places[node] for node in nodes.tolist()]
-    said["likeliest"][nodes] = result.predictions[local_rows]
-    said["ids"][nodes], said["chances"][nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
-    return said
+    message["likeliest"][nodes] = result.predictions[local_rows]
+    message["ids"][nodes], message["chances"][nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
+    return message
 
 
 def _rows(result: TreeResult, split: Split, places: dict[int, int]) -> NDArray[np.int64]:
-    """Row of the logits after each node of the whole tree, -1 for nodes that other ranks run."""
+    """Row in the logits for each node of the whole tree; -1 for nodes that only other ranks run."""
     rows = np.full(len(split.owners), -1, dtype=np.int64)
     rows[[*places]] = result.logit_rows[[*places.values()]]
     return rows

@@ -1,8 +1,8 @@
-"""Splitting the tree of a step into one tree for each rank (section 3.4 of the paper, Figure 3).
+"""Split the tree of a step into one tree for each rank (section 3.4 of the paper, Figure 3).
 
-Branches of candidates go to one rank each, large ones cut further down. Columns of the window go to one rank each,
-together with the part of the trunk that they hang from. That part, the root, and the tokens above a cut are what ranks
-compute in duplicate. The split depends on nothing but its arguments, so every rank finds the same one.
+Each branch of candidates is assigned to one rank; large branches are cut first. Each column of the window is assigned
+to one rank, with its ancestors in the trunk. Ranks compute these ancestors, the root, and the tokens above a cut in
+duplicate. The split depends only on its arguments, so every rank finds the same one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lookahead.core.token_tree import NodeKind, TokenTree
 
 @dataclass(frozen=True)
 class Split:
-    """Who runs which nodes of a tree.
+    """Assignment of the nodes of a tree to ranks.
 
     Attributes:
-        owners: The one rank that answers for each node, `[nodes]` int64; -1 where no prediction is wanted.
+        owners: Rank that provides the prediction after each node, `[nodes]` int64; -1 where none is needed.
         held: For each rank the nodes below the root that it runs, ascending, ancestors included.
     """
 
@@ -30,27 +30,27 @@ class Split:
 
 
 def split_tree(tree: TokenTree, pending: Sequence[int]) -> Split:
-    """Split `tree` so that the largest load is small, in nodes.
+    """Split `tree` so that the largest number of nodes on a rank is small.
 
-    Candidates are dealt out from rank 0 upwards, the window from the last rank downwards: the likeliest path is
-    then on rank 0, which selects the token after the root, and few ranks compute the trunk.
+    Candidates are assigned from rank 0 upwards, window columns from the last rank downwards. So rank 0, which selects
+    the token after the root, runs the likeliest path, and few ranks compute the trunk.
 
     Args:
-        pending: For each rank how many decided tokens it has to run anyway, the root included. They differ where
-            a rank did not run the run of tokens that was accepted last.
+        pending: Number of decided tokens that each rank has to run, the root included. It differs between ranks: a rank
+            did not run accepted tokens that another rank drafted.
     """
     ranks = len(pending)
     columns = _columns(tree)
     least = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
     branches = _branches(tree, len(tree) if ranks == 1 else max(1, least // 2))
-    loads = range(least, max(pending) + len(tree) + 1)  # one rank alone has room for everything
+    loads = range(least, max(pending) + len(tree) + 1)  # at the last one a single rank can run all nodes
     return next(split for load in loads if (split := _deal(tree, branches, columns, pending, load)) is not None)
 
 
 def _branches(tree: TokenTree, most: int) -> list[set[int]]:
-    """The candidates, those of each child of the root together, cut where there are more than `most`; largest first.
+    """Subtrees of candidates below the root, cut at branching nodes while larger than `most`; largest first.
 
-    Each piece has the nodes between the root and its own as well, which a rank that takes it has to run.
+    Each piece also holds the ancestors below the root, since its rank has to run them.
     """
     children: dict[int, list[int]] = {}
     for node in range(tree.root + 1, len(tree)):
@@ -74,10 +74,10 @@ def _branches(tree: TokenTree, most: int) -> list[set[int]]:
 
 
 def _columns(tree: TokenTree) -> list[set[int]]:
-    """The window nodes that are read, last one first, each with all its ancestors below the root.
+    """Window nodes with logits, last one first, each with all its ancestors below the root.
 
-    One that is an ancestor of another comes with that. Neighbours have most of the trunk in common, so that a rank
-    which takes them in turn runs it once.
+    A node that is an ancestor of another has no column of its own. Neighbouring columns share most of the trunk, so a
+    rank with several of them runs it once.
     """
     columns: list[set[int]] = []
     seen: set[int] = set()
@@ -97,7 +97,7 @@ def _columns(tree: TokenTree) -> list[set[int]]:
 def _deal(
     tree: TokenTree, branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], most: int
 ) -> Split | None:
-    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if none was found."""
+    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if that fails."""
     held: list[set[int]] = [set() for _ in pending]
 
     def takes(rank: int, piece: set[int]) -> bool:
@@ -117,8 +117,8 @@ def _deal(
         if not any(takes(rank, branch) for rank in range(len(pending))):
             return None
     owners = np.full(len(tree), -1, dtype=np.int64)
-    for rank, nodes in reversed(list(enumerate(held))):  # of several that run a node the first one answers for it
+    for rank, nodes in reversed(list(enumerate(held))):  # the first rank that runs a node owns it
         owners[list(nodes)] = rank
-    owners[: tree.root + 1] = 0  # every rank has these; one decides, as rounding may differ
+    owners[: tree.root + 1] = 0  # every rank runs these; one of them decides, as rounding may differ
     owners[~np.array(tree.needs_logits)] = -1
     return Split(owners, [sorted(nodes) for nodes in held])

@@ -1,14 +1,14 @@
-"""What is asked of a GGUF model, and of what is to be run on it.
+"""Checks of a GGUF model and of calls on it.
 
-| question | how it is tried | what is refused |
+| question | check | refused |
 | --- | --- | --- |
 | Can it be loaded? | llama.cpp loads it: `file.LlamaModel` | the file |
-| Is it of a kind that can work? | llama.cpp says so: `check_model` | the model |
-| Do trees give what single tokens give? | a random text, along trees with wrong branches: `check_model` | the model |
+| Is its architecture supported? | flags of llama.cpp: `check_model` | the model |
+| Do trees and single tokens give equal logits? | random text, trees with wrong branches: `check_model` | the model |
 | Do chains, of a model with running states? | the same along chains, some of them rejected in part | the model |
-| Are the settings about llama.cpp? | `check_settings` | `pack_weights`, `invariant`, `engine` |
+| Do the settings apply to llama.cpp? | `check_settings` | `pack_weights`, `invariant`, `engine` |
 | Can the rows of a call be run? | `check_call` | caches, too many rows or nodes, too long prompts |
-| Can rows come and go? | `check_rows` | too many rows; models with running states |
+| Can rows join and leave? | `check_rows` | too many rows; models with running states |
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 TOLERANCE = 0.25
-"""How far logits may be from plain decoding's, in standard deviations of the logits. Rounding moves those of weights
-with four bits by less than a tenth of this; a token that is seen or missed wrongly moves them by about one."""
+"""Largest difference to the logits of plain decoding, in standard deviations of the logits. Rounding of 4-bit weights
+causes less than a tenth of this; a wrong attention mask causes about one."""
 
 _PROMPT, _LENGTH, _DEPTH, _DECOYS = 6, 19, 3, 1
 _LEAVES = _DEPTH * _DECOYS + 1
 
 
 def check_model(model: LlamaModel) -> None:
-    """Check that drafts and what is kept of them give the logits of plain decoding.
+    """Check that logits after accepted and rejected drafts equal those of plain decoding.
 
     Raises:
-        UnsupportedModelError: They do not; the message says why.
+        UnsupportedModelError: The logits differ, or the architecture is not supported.
     """
     name, library = f"path={str(model.path)!r}: the model", binding()
-    for applies, what in (
+    for applies, feature in (
         (library.llama_model_has_encoder, "has an encoder"),
         (library.llama_model_is_diffusion, "is a diffusion model"),
     ):
         if applies(model.handle):
             raise UnsupportedModelError(
-                f"{name} {what}, so it cannot be run on token trees. Use llama.cpp's own decoding"
+                f"{name} {feature}, so it cannot be run on token trees. Use llama.cpp's own decoding"
             )
     worst = largest_difference(model)
     if not worst <= TOLERANCE:
         raise UnsupportedModelError(
-            f"{name} does not give on {'chains of tokens' if model.has_states else 'token trees'} what it gives token "
-            f"by token, with this build of llama.cpp: logits differ by {worst:.2g} standard deviations. Use "
-            "llama.cpp's own decoding"
+            f"{name} gives other logits on {'chains of tokens' if model.has_states else 'token trees'} than token by "
+            f"token, with this build of llama.cpp: they differ by {worst:.2g} standard deviations. Use llama.cpp's own "
+            "decoding"
         )
 
 
 def replaced_code(model: PreTrainedModel) -> str | None:
-    """Code that somebody put around the forward pass of a GGUF model; `None` if there is none.
+    """Name the code added to the forward pass of a GGUF model, hooks for example; `None` if there is none.
 
-    transformers runs it at each pass. Steps of ours go to llama.cpp, past that forward pass.
+    transformers runs such code in each pass, but our steps call llama.cpp directly.
     """
     if model._forward_hooks or model._forward_pre_hooks:
         return "forward hooks"
@@ -74,10 +74,10 @@ def replaced_code(model: PreTrainedModel) -> str | None:
 
 
 def check_code(model: PreTrainedModel) -> None:
-    """Refuse a GGUF model whose own forward pass does not say everything.
+    """Refuse a GGUF model with hooks or a replaced forward pass, which our steps would skip.
 
     Raises:
-        UnsupportedModelError: There is code around it.
+        UnsupportedModelError: The model has such code.
     """
     if found := replaced_code(model):
         raise UnsupportedModelError(
@@ -87,7 +87,7 @@ def check_code(model: PreTrainedModel) -> None:
 
 
 def largest_difference(model: LlamaModel) -> float:
-    """The largest difference between a logit of a draft and plain decoding's, in standard deviations of the logits."""
+    """Largest difference between logits with drafts and in plain decoding, in standard deviations of the logits."""
     vocabulary = model.vocabulary
     usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
     text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
@@ -95,20 +95,20 @@ def largest_difference(model: LlamaModel) -> float:
     kind = LlamaChainRunner if model.has_states else LlamaRunner
     tree = among_decoys(_DEPTH + 1, _DECOYS, usable.tolist())
     draft = chains(random.Random(0), _DEPTH) if model.has_states else tree
-    found = []
+    results = []
     for drafts in (nothing, draft):
         context.clear()
-        found += follow(kind(context, 1), [text], _PROMPT, drafts)
+        results += follow(kind(context, 1), [text], _PROMPT, drafts)
     model.release(context)
-    plain, drafted = found
+    plain, drafted = results
     return difference([drafted], [plain]) / float(plain.std())
 
 
 def check_settings(config: LookaheadConfig) -> None:
-    """Refuse settings that are about models of transformers.
+    """Refuse settings that only apply to models of transformers.
 
     Raises:
-        InvalidArgumentError: There is one.
+        InvalidArgumentError: A setting does not apply to GGUF models.
     """
     for name, is_set in (
         ("pack_weights", config.pack_weights),
@@ -117,8 +117,8 @@ def check_settings(config: LookaheadConfig) -> None:
     ):
         if is_set:
             raise InvalidArgumentError(
-                f"{name}={getattr(config, name)!r} is about models of transformers, but this is a GGUF model; leave it "
-                "out"
+                f"{name}={getattr(config, name)!r} applies to models of transformers only, but this is a GGUF model; "
+                "leave it out"
             )
 
 
@@ -126,8 +126,8 @@ def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> 
     """Refuse a call that llama.cpp cannot run.
 
     Raises:
-        InvalidArgumentError: There are more rows or nodes than sequences, or a prompt is too long.
-        UnsupportedArgumentError: There is a cache, or there are several rows of a model with running states.
+        InvalidArgumentError: The rows or nodes exceed llama.cpp's sequences, or a prompt is too long.
+        UnsupportedArgumentError: A cache is given, or several rows for a model with running states.
     """
     check_settings(config)
     refuse_cache(prompts.cache)
@@ -145,7 +145,7 @@ def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> 
             f"input_ids is a prompt of {prompts.longest} tokens, but the model's context holds {model.last_length}; "
             "shorten it"
         )
-    # Methods whose trees have a fixed shape need the room that it takes.
+    # Trees of a fixed shape cannot be cut to fit.
     leaves = prompts.rows * (config.max_nodes - 1)
     if leaves > MOST_SEQUENCES and config.preset in ("paper", "jacobi"):
         raise InvalidArgumentError(
@@ -155,10 +155,10 @@ def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> 
 
 
 def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> None:
-    """Refuse what rows that come and go cannot be run with.
+    """Refuse models and settings that cannot run with rows that join and leave.
 
     Raises:
-        InvalidArgumentError: There are more rows than sequences.
+        InvalidArgumentError: `max_rows` exceeds llama.cpp's sequences.
         UnsupportedModelError: The model has running states.
     """
     check_settings(config)
@@ -174,10 +174,10 @@ def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> Non
 
 
 def refuse_cache(cache: object) -> None:
-    """Refuse a cache that a call brings.
+    """Refuse a cache passed by the caller.
 
     Raises:
-        UnsupportedArgumentError: There is one.
+        UnsupportedArgumentError: `cache` is not `None`.
     """
     if cache is not None:
         raise UnsupportedArgumentError(

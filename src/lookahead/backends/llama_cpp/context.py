@@ -1,4 +1,4 @@
-"""llama-cpp-python, and its contexts: keys and values in cells that belong to sequence ids."""
+"""Loading of llama-cpp-python, and its contexts: keys and values in cells that belong to sequence ids."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _log_lock = Lock()
 
 @cache
 def binding() -> Any:
-    """The module `llama_cpp`.
+    """Import the module `llama_cpp`.
 
     Raises:
-        InvalidArgumentError: It is not installed, or does not load.
+        InvalidArgumentError: llama-cpp-python is not installed, or does not load.
     """
     try:
         import llama_cpp
-    except Exception as error:  # without its library it raises what ctypes raises
+    except Exception as error:  # without its library, ctypes raises errors of several types
         raise InvalidArgumentError(
             f"GGUF models are run by llama-cpp-python, which cannot be loaded here ({type(error).__name__}: {error}); "
             + extra_hint("gguf")
         ) from error
     log = logging.getLogger("llama-cpp-python")
-    if log.level == logging.NOTSET:  # it would print all that llama.cpp says of itself
+    if log.level == logging.NOTSET:  # it would print llama.cpp's log
         log.setLevel(logging.ERROR)
     llama_cpp.llama_backend_init()
     return llama_cpp
@@ -47,7 +47,7 @@ def binding() -> Any:
 
 @contextmanager
 def error_lines() -> Iterator[list[str]]:
-    """Collect what llama.cpp has to say of errors meanwhile, instead of printing it."""
+    """Collect the error lines of llama.cpp's log instead of printing them."""
     llama_cpp = binding()
     lines: list[str] = []
 
@@ -67,30 +67,30 @@ def error_lines() -> Iterator[list[str]]:
 
 
 MOST_SEQUENCES = 256
-"""Sequence ids that llama.cpp has at most (`LLAMA_MAX_SEQ`)."""
+"""Largest number of sequence ids in llama.cpp (`LLAMA_MAX_SEQ`)."""
 
 _F32, _F16 = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16
 _FLASH_AUTO, _FLASH_OFF = -1, 0
 _CELLS = 256
-"""llama.cpp reads cells by this many."""
+"""Cells that llama.cpp allocates and reads at a time."""
 
 _TOKENS = 512
-"""Tokens that llama.cpp computes together; longer texts go in parts."""
+"""Most tokens that llama.cpp computes together; longer texts are split."""
 
 
 class TokenBatch:
-    """Tokens to be computed together, in memory that stays where it is.
+    """Tokens of one llama.cpp call, in arrays with a fixed address.
 
     Args:
-        most: How many there may be.
+        most: Largest number of tokens.
 
     Attributes:
         tokens: Token ids, `[most]` int32.
-        positions: Their positions, `[most]` int32.
-        sequences: The address of the sequence ids of each, int32 as well, `[most]` uint64.
-        counts: How many these are, `[most]` int32.
-        reads: Whether the logits after each are wanted, `[most]` int8.
-        struct: All of it as llama.cpp takes it.
+        positions: Positions of the tokens, `[most]` int32.
+        sequences: Address of the sequence ids (int32) of each token, `[most]` uint64.
+        counts: Number of sequence ids of each token, `[most]` int32.
+        reads: Whether logits after each token are needed, `[most]` int8.
+        struct: The arrays as a `llama_batch`.
     """
 
     def __init__(self, most: int) -> None:
@@ -104,23 +104,23 @@ class TokenBatch:
 
 
 class LlamaContext:
-    """Runs tokens, each of which belongs to one sequence or several, and keeps their keys and values in cells.
+    """Run tokens that belong to one or several sequences, and keep their keys and values in cells.
 
-    A token sees the cells of the first of its sequences up to its own position. Sequences that begin with the same text
-    share the cells of it.
+    A token sees the cells of its first sequence up to its own position. Sequences that begin with the same text share
+    the cells of that text.
 
     Args:
         model: The model.
-        cells: Tokens that it holds at least.
-        sequences: Sequence ids that it has.
+        cells: Minimum number of cells, one for each token.
+        sequences: Number of sequence ids.
 
     Attributes:
-        cells: Tokens that it holds.
+        cells: Number of cells.
         batch: The tokens of the next `run`.
-        text: What the first sequence holds while nobody uses the context.
+        text: Token ids in the first sequence while the context is unused.
 
     Raises:
-        InvalidArgumentError: There is no memory for it.
+        InvalidArgumentError: llama.cpp cannot allocate the memory.
     """
 
     def __init__(self, model: LlamaModel, cells: int, sequences: int) -> None:
@@ -131,7 +131,7 @@ class LlamaContext:
         parameters.n_ctx = parameters.n_batch = self.cells
         parameters.n_ubatch = min(_TOKENS, self.cells)
         parameters.n_seq_max = sequences
-        # All sequences in one buffer, which is how they can share cells.
+        # Sequences can share cells only in one buffer.
         parameters.kv_unified = parameters.swa_full = True
         parameters.n_outputs_max_per_seq = 0
         parameters.n_threads = parameters.n_threads_batch = model.threads
@@ -141,7 +141,7 @@ class LlamaContext:
             self._handle = library.llama_init_from_model(model.handle, parameters)
         if not self._handle:
             raise InvalidArgumentError(
-                f"llama.cpp cannot make room for {self.cells} tokens ({'; '.join(lines)}); choose a smaller "
+                f"llama.cpp cannot allocate memory for {self.cells} tokens ({'; '.join(lines)}); choose a smaller "
                 "max_new_tokens, or fewer rows"
             )
         weakref.finalize(self, _free, library, self._handle, model.owner)
@@ -153,10 +153,14 @@ class LlamaContext:
         self.text: list[int] = []
 
     def run(self, count: int, reads: int) -> NDArray[np.float32]:
-        """Compute the first `count` tokens of `batch`, of which so many are read, and keep their keys and values.
+        """Compute the first `count` tokens of `batch`, and keep their keys and values.
+
+        Args:
+            count: Number of tokens.
+            reads: Number of these tokens with `batch.reads` set.
 
         Returns:
-            Logits after those that are read, in the order of the tokens, `[reads, vocabulary]`; a view of a buffer that
+            Logits after the `reads` tokens, in the order of the tokens, `[reads, vocabulary]`; a view of a buffer that
             the next call overwrites.
 
         Raises:
@@ -173,39 +177,39 @@ class LlamaContext:
             return self._logits[:0]
         first = self._library.llama_get_logits(self._handle)
         address = ctypes.addressof(first.contents)
-        if address != self._address:  # llama.cpp has taken a larger buffer
+        if address != self._address:  # llama.cpp has allocated a larger buffer
             self._address = address
             self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))
         return self._logits[:reads]
 
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
-        """Let sequence `target` share the cells of `source` at positions from `start` to before `end`, -1 for all."""
+        """Add the cells of sequence `source` at positions `start` to `end` - 1 (-1 for all) to sequence `target`."""
         self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1) -> None:
-        """Take the cells at positions from `start` on from a sequence, -1 for all."""
+        """Remove the cells at positions from `start` (-1 for all) from a sequence."""
         self._library.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
     def save(self, sequence: int) -> NDArray[np.uint8]:
-        """The keys and values of a sequence, as llama.cpp writes them down."""
+        """Keys and values of a sequence, in llama.cpp's serialised form."""
         state = np.empty(self._library.llama_state_seq_get_size(self._handle, sequence), dtype=np.uint8)
         self._library.llama_state_seq_get_data(self._handle, _pointer(state, ctypes.c_uint8), state.size, sequence)
         return state
 
     def load(self, state: NDArray[np.uint8], sequence: int) -> bool:
-        """Let a sequence hold what `save` returned, and nothing else; whether there was room for it."""
-        with error_lines():  # llama.cpp takes a lack of room for an error
+        """Replace the content of a sequence by the result of `save`; return whether there were enough cells."""
+        with error_lines():  # llama.cpp logs an error if there are too few cells
             data = _pointer(state, ctypes.c_uint8)
             return bool(self._library.llama_state_seq_set_data(self._handle, data, state.size, sequence))
 
     def keep(self, text: Sequence[int]) -> None:
-        """Forget all but the first sequence, which holds `text`."""
+        """Empty all sequences but the first one, which holds `text`."""
         for sequence in range(1, self.sequences):
             self.remove(sequence)
         self.text = list(text)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty all sequences."""
         self.text = []
         self._library.llama_memory_clear(self._memory, False)
 
@@ -215,5 +219,5 @@ def _pointer(values: NDArray[Any], kind: Any = ctypes.c_int32) -> Any:
 
 
 def _free(library: Any, handle: Any, owner: ModelOwner) -> None:
-    """Free a context, and only then let go of the model that it refers to."""
+    """Free a context. The argument `owner` keeps the model loaded until then."""
     library.llama_free(handle)

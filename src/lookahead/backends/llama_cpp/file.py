@@ -1,4 +1,4 @@
-"""A GGUF file, loaded by llama.cpp: its weights, its tokens, and contexts to run it in."""
+"""A GGUF file loaded by llama.cpp: its weights, its vocabulary, and contexts to run it in."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NO_TOKEN = -1  # LLAMA_TOKEN_NULL
 
 
 class Vocabulary:
-    """The tokenizer that a GGUF file brings.
+    """Tokenizer of a GGUF file.
 
     Args:
         handle: llama.cpp's vocabulary; valid as long as its model.
 
     Attributes:
-        bos: The token that begins a text, if there is one.
-        eos: The token that ends a text, likewise.
-        pad: The token that fills up rows, likewise.
+        bos: Token id that begins a text; `None` if the file has none.
+        eos: Token id that ends a text; `None` if the file has none.
+        pad: Token id of padding; `None` if the file has none.
         adds_bos: Whether texts begin with `bos`.
         adds_eos: Whether texts end with `eos`.
     """
@@ -48,22 +48,22 @@ class Vocabulary:
 
     @cached_property
     def ends(self) -> list[int]:
-        """All tokens after which llama.cpp generates no more: the end of a text, of a turn, and so on."""
+        """Token ids that end generation in llama.cpp: end of text, end of turn, and so on."""
         return [token for token in range(len(self)) if self._library.llama_vocab_is_eog(self._handle, token)]
 
     @cached_property
     def controls(self) -> list[int]:
-        """Tokens that are no text, such as the beginning of a turn."""
+        """Ids of control tokens, which are no text: the beginning of a turn, for example."""
         return [token for token in range(len(self)) if self._library.llama_vocab_is_control(self._handle, token)]
 
     def name(self, token: int) -> str:
-        """The token as the file has it, such as `Ġthe`."""
+        """Token in the notation of the file, `Ġthe` for example."""
         return str(self._library.llama_vocab_get_text(self._handle, token).decode(errors="replace"))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Names of special tokens in it are read as these tokens, and none are added."""
+        """Token ids of `text`. Names of special tokens in it become these tokens; none are added."""
         content = text.encode()
-        room = len(content) + 8  # a token has at least a byte, or is one that was added
+        room = len(content) + 8  # a token has at least a byte, except for added ones
         tokens = (ctypes.c_int32 * room)()
         count = self._library.llama_tokenize(self._handle, content, len(content), tokens, room, False, True)
         if count < 0:
@@ -71,13 +71,13 @@ class Vocabulary:
         return list(tokens[:count])
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
-        """The text of token ids; bytes that are no UTF-8 become the replacement character."""
-        given = (ctypes.c_int32 * max(len(tokens), 1))(*tokens)
+        """Text of token ids; bytes that are no UTF-8 become the replacement character."""
+        ids = (ctypes.c_int32 * max(len(tokens), 1))(*tokens)
         room = 8 * len(tokens) + 16
         while True:
             content = ctypes.create_string_buffer(room)
             count = self._library.llama_detokenize(
-                self._handle, given, len(tokens), content, room, False, not skip_special
+                self._handle, ids, len(tokens), content, room, False, not skip_special
             )
             if count >= 0:
                 return content.raw[:count].decode(errors="replace")
@@ -90,7 +90,7 @@ _SAMPLED = 1 << 16
 
 
 class ModelOwner:
-    """Frees llama.cpp's model when nothing refers to it any more."""
+    """Owner of llama.cpp's model, which is freed when the last reference to this object ends."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -98,29 +98,28 @@ class ModelOwner:
 
 
 class LlamaModel:
-    """The weights and the vocabulary of a GGUF file, and contexts to run them in.
+    """Weights and vocabulary of a GGUF file, and contexts to run them in.
 
     Args:
-        path: The file; the first one of a model that is split into several.
-        n_gpu_layers: Layers to keep on a GPU, if this build of llama.cpp knows one; -1 for all.
+        path: The file; the first file of a split model.
+        n_gpu_layers: Layers to keep on a GPU, if this build of llama.cpp supports one; -1 for all.
         threads: Threads of a step.
         fast_kv: Keep keys and values in float16 and let llama.cpp choose its attention, as it does by default. It is
             faster, and rounds more.
 
     Attributes:
         gpu_layers: Layers on a GPU; -1 for all.
-        vocabulary: Its tokens.
-        chat_template: Its chat template, in Jinja, if there is one.
-        name: What the file says that it is, such as `llama 7B Q4_K - Medium`.
-        parameters: How many weights it has.
+        vocabulary: The tokenizer.
+        chat_template: Chat template in Jinja; `None` if the file has none.
+        name: Description by llama.cpp, `llama 7B Q4_K - Medium` for example.
+        parameters: Number of weights.
         width: Size of the hidden state.
-        trained_context: Tokens of the longest text it was made for.
-        last_length: Text length at which the model can read no further token, if there is one: the end of a position
-            table.
-        has_states: Whether layers keep a running state, which cannot take back a token: the model is run on chains.
+        trained_context: Context length that the model was trained with, in tokens.
+        last_length: Length of the position table, the longest text that the model can read; `None` without a limit.
+        has_states: Whether layers keep a running state. It cannot drop a token, so the model is run on chains.
 
     Raises:
-        InvalidArgumentError: The file is not there, or llama.cpp cannot load it.
+        InvalidArgumentError: The file does not exist, or llama.cpp cannot load it.
     """
 
     def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
@@ -145,13 +144,13 @@ class LlamaModel:
 
     @property
     def number_type(self) -> str:
-        """The types of its weights, such as `float32` or `Q4_K - Medium`."""
+        """Number type of the weights, `float32` or `Q4_K - Medium` for example."""
         kind = self.name.split(maxsplit=2)[-1]
         return {"all F32": "float32", "F16": "float16"}.get(kind, kind)
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take, as llama.cpp counts them when it writes them down."""
+        """Bytes of the keys and values of a token, in llama.cpp's serialised form."""
         context, ids, sizes = self.acquire(2, 1), np.zeros(1, dtype=np.int32), []
         batch = context.batch
         batch.tokens[0], batch.sequences[0], batch.counts[0], batch.reads[0] = 0, ids.ctypes.data, 1, 0
@@ -162,7 +161,7 @@ class LlamaModel:
         return max(sizes[1] - sizes[0], 1)
 
     def fingerprint(self) -> str:
-        """A short name of the file's content, made of its size and samples of its bytes."""
+        """Hash of the file's size and samples of its bytes, 24 hexadecimal digits."""
         size = self.path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with self.path.open("rb") as file:
@@ -172,12 +171,12 @@ class LlamaModel:
         return digest.hexdigest()[:24]
 
     def acquire(self, cells: int, sequences: int, resumes: bool = False) -> LlamaContext:
-        """A context for the caller alone until `release`.
+        """Return a context that no other caller uses until `release`.
 
         Args:
-            cells: Tokens that it has to hold, those of all texts and of a step together.
-            sequences: Sequence ids that it has to have.
-            resumes: Leave the text in it that it was released with. Otherwise there is nothing in it.
+            cells: Minimum number of cells, for the tokens of all texts and of a step.
+            sequences: Minimum number of sequence ids.
+            resumes: Keep the text that the context was released with. Otherwise the context is empty.
         """
         with self._lock:
             context, self._free = self._free, None
@@ -185,12 +184,12 @@ class LlamaModel:
             if context.text and not resumes:
                 context.clear()
             return context
-        del context  # before another one takes memory
-        # With room to spare, so that a call with a somewhat longer text can use it again.
+        del context  # frees its memory before the next one is allocated
+        # With spare cells, so that a call with a slightly longer text can use the context again.
         return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
 
     def release(self, context: LlamaContext, text: Sequence[int] = ()) -> None:
-        """Return a context for another caller; `text` is what its first sequence holds, if that is to be kept."""
+        """Return a context for another caller. It keeps `text`, which its first sequence holds, if given."""
         if text:
             context.keep(text)
         else:
@@ -205,7 +204,7 @@ def _load(path: Path, n_gpu_layers: int) -> Any:
     library = binding()
     parameters = library.llama_model_default_params()
     parameters.n_gpu_layers = n_gpu_layers
-    # Quantised weights that are packed for AMX crash in the builds that are about.
+    # Quantised weights packed for AMX crash in today's builds.
     parameters.use_extra_bufts = b"AMX_INT8 = 1" not in library.llama_print_system_info()
     with error_lines() as lines:
         handle = library.llama_model_load_from_file(str(path).encode(), parameters)

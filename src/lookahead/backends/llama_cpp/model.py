@@ -1,4 +1,4 @@
-"""A GGUF model that transformers' `generate`, and all that is built on it, take for one of its own."""
+"""A GGUF model with the interface of a transformers model, for `generate` and programs built on it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def load_gguf(
 ) -> GGUFModel:
     """Load a GGUF model with its tokenizer, to be run by llama.cpp.
 
-    `lookahead.generate` takes the model as it takes one of transformers, and all of its arguments but those that are
-    about a cache; so does the model's own `generate`, which decodes plainly. Needs llama-cpp-python
-    (`pip install '.[gguf]'` in a checkout).
+    `lookahead.generate` accepts the model like one of transformers, with all arguments except a cache. So does the
+    model's own `generate`, which decodes plainly. Needs llama-cpp-python (`pip install '.[gguf]'` in a checkout).
 
     Args:
-        path: The file; the first one of a model that is split into several.
-        n_gpu_layers: Layers to keep on a GPU, where llama-cpp-python was built for one; -1 for all.
-        n_threads: Threads of a step; as many as torch uses if not given.
+        path: The file; the first file of a split model.
+        n_gpu_layers: Layers to keep on a GPU, if llama-cpp-python was built for one; -1 for all.
+        n_threads: Threads of a step; by default the number of threads of torch.
         fast_kv: Keep keys and values in float16, and let llama.cpp choose its attention, as it does by default. Faster,
             but it rounds more: where two tokens are nearly as likely, texts may differ from plain decoding.
 
@@ -50,24 +49,24 @@ def load_gguf(
 
 
 class GGUFConfig(PreTrainedConfig):  # type: ignore[misc]
-    """What is known of a GGUF file: its tokens, its context, and a fingerprint of its content."""
+    """Description of a GGUF file: its special tokens, its context length, and a fingerprint of its content."""
 
     model_type = "gguf"
 
 
 class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A GGUF model. Its weights are llama.cpp's; for transformers it has none.
+    """A GGUF model. llama.cpp holds its weights; transformers sees none.
 
     `generate` decodes plainly, one token a step; `lookahead.generate` decodes the same text in fewer steps. Both take
-    the arguments of transformers' `generate`, but no cache: what llama.cpp holds stays with it.
+    the arguments of transformers' `generate` except a cache: keys and values stay in llama.cpp.
 
     Attributes:
-        llama: The file, as llama.cpp loaded it.
+        llama: The file, loaded by llama.cpp.
         tokenizer: The file's tokenizer, with its chat template.
-        keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp, so that the next
-            one, if its prompt begins alike, goes on from there.
-        reused_tokens: Tokens of the last prompt that were not computed anew because of that.
-        generation_config: With the tokens that begin and end texts. The file's own sampling settings are not read.
+        keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp. The next call then
+            computes only the part of its prompt that differs.
+        reused_tokens: Tokens of the last prompt that llama.cpp held already.
+        generation_config: The special tokens of the file. The file's own sampling settings are not read.
     """
 
     config_class = GGUFConfig
@@ -90,7 +89,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.llama = llama
         self.tokenizer = GGUFTokenizer(tokens, llama.chat_template)
         self.generation_config = GenerationConfig(**special_tokens)
-        # As transformers calls it. Says how many tokens there are, where inputs belong, and in which type logits come.
+        # transformers reads the vocabulary size, the device and the dtype from this layer.
         self.embed_tokens = torch.nn.Embedding(len(tokens), 0)
         self.keeps_text = False
         self.reused_tokens = 0
@@ -102,7 +101,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return False
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the weights are; they are llama.cpp's, and none is left out."""
+        """Number of weights in llama.cpp. The arguments change nothing."""
         return self.llama.parameters
 
     def prepare_inputs_for_generation(
@@ -113,9 +112,9 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         past_key_values: object | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The whole text, at every step: of what was read before only the new part is computed."""
-        given = past_key_values if cache is None else cache
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": given}
+        """Pass the whole text at every step; `forward` computes only its new part."""
+        chosen = past_key_values if cache is None else cache
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": chosen}
 
     def forward(
         self,
@@ -127,21 +126,21 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits after the last token of each text.
+        """Compute the logits after the last token of each text.
 
         Args:
-            input_ids: The texts, `[batch, tokens]` int64.
-            attention_mask: Which of these tokens count, `[batch, tokens]`; all of them if not given.
+            input_ids: Token ids of the texts, `[batch, tokens]` int64.
+            attention_mask: Nonzero for tokens and 0 for padding, `[batch, tokens]`; no padding if not given.
             cache, past_key_values: Not supported.
-            use_cache: Of no account: what was read of a text is not computed again.
-            return_dict: Of no account: there always is one.
-            **kwargs: Nothing that would be heeded.
+            use_cache: Ignored: tokens of the same texts are never computed again.
+            return_dict: Ignored: the result always has named fields.
+            **kwargs: Ignored.
 
         Returns:
-            With `logits`, `[batch, 1, vocabulary]` float32.
+            An output with `logits`, `[batch, 1, vocabulary]` float32.
 
         Raises:
-            UnsupportedArgumentError: There is a cache.
+            UnsupportedArgumentError: A cache is given.
         """
         refuse_cache(past_key_values if cache is None else cache)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -154,13 +153,13 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
-    """Tokens as llama.cpp makes and reads them.
+    """Tokenizer of a GGUF file, run by llama.cpp.
 
-    Names of special tokens in a text are read as these tokens.
+    Names of special tokens in a text become these tokens.
 
     Args:
-        vocabulary: The tokens of the file.
-        chat_template: Its chat template, in Jinja, if it has one.
+        vocabulary: The vocabulary of the file.
+        chat_template: The file's chat template in Jinja; `None` if it has none.
     """
 
     model_input_names = ("input_ids", "attention_mask")
@@ -178,7 +177,7 @@ class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self._names)
 
     def get_vocab(self) -> dict[str, int]:
@@ -186,20 +185,20 @@ class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return dict(self._tokens)
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        """The names of the tokens of `text`."""
+        """Names of the tokens of `text`."""
         return [self._names[token] for token in self._vocabulary.encode(text)]
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """With what the file says that texts begin and end with."""
+        """Add the tokens that the file adds at the beginning and the end of texts."""
         vocabulary = self._vocabulary
         begin = [vocabulary.bos] if vocabulary.adds_bos and vocabulary.bos is not None else []
         end = [vocabulary.eos] if vocabulary.adds_eos and vocabulary.eos is not None else []
         return [*begin, *token_ids_0, *(token_ids_1 or []), *end]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens by name."""
+        """Text of tokens by name."""
         return self._vocabulary.decode([self._tokens[name] for name in tokens])
 
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:

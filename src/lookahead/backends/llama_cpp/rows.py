@@ -1,4 +1,4 @@
-"""Texts in a context of llama.cpp: the sequence ids that hold them, and the leaves of their trees."""
+"""Texts in a llama.cpp context: the sequence ids that hold them, and the leaves of their trees."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ID_BYTES = np.dtype(np.int32).itemsize
 
 
 class Branches(NamedTuple):
-    """The leaves below each node of a tree. Nodes are laid out depth first, so that these are neighbours.
+    """Leaves below each node of a tree. Nodes are laid out depth first, so these leaves are consecutive.
 
     Attributes:
-        layout: In which slot each node lies.
-        first: The first leaf below the node in each slot, `[nodes]`; a leaf is below itself. Those of the paths that
-            were added first, the likeliest ones, come first.
-        last: The last one, `[nodes]`.
-        leaves: How many there are.
+        layout: The slot of each node.
+        first: First leaf below the node in each slot, `[nodes]`; a leaf is below itself. Leaves are numbered in the
+            order of their paths, the likeliest first.
+        last: Last leaf below the node in each slot, `[nodes]`.
+        leaves: Number of leaves.
     """
 
     layout: Layout
@@ -37,7 +37,7 @@ class Branches(NamedTuple):
 
 
 def branches(tree: TokenTree, layout: Layout | None = None) -> Branches:
-    """The leaves of `tree`, whose layout may be known."""
+    """Find the leaves of `tree`; pass its `layout` if it is known."""
     layout = lay_out(tree) if layout is None else layout
     if tree.is_chain:
         only = np.zeros(len(tree), dtype=np.int64)
@@ -52,17 +52,17 @@ def branches(tree: TokenTree, layout: Layout | None = None) -> Branches:
 
 
 class LlamaRow(TextRow):
-    """One text: the sequence ids that hold it, all of them the same tokens.
+    """One text, and the sequence ids that hold it. All of them hold the same tokens.
 
-    The first id is its own for good; trees with several leaves take more. It has none before its first token, and after
+    The row keeps its first id; trees with several leaves take more. It has none before its first token, and after
     `set_apart`.
 
     Args:
-        pool: Where its ids come from; they go back when nothing refers to the row any more.
+        pool: Allocator of the ids. They return to it when the row is garbage-collected.
 
     Attributes:
-        ids: The sequence ids, in a list that is always the same.
-        address: Where they are as int32, in memory that stays where it is between a step and its commit.
+        ids: The sequence ids, always in the same list object.
+        address: Address of the ids as int32, valid until they change.
     """
 
     def __init__(self, pool: SequenceIds) -> None:
@@ -74,9 +74,9 @@ class LlamaRow(TextRow):
         weakref.finalize(self, pool.returned.append, self.ids)
 
     def copy_start(self, other: LlamaRow, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them, and share its cells.
+        """Begin with the first `tokens` tokens of another row, and share its cells.
 
-        If it was set apart, they take cells of their own; where these are not to be had, this row stays empty.
+        If `other` was set apart, the tokens are loaded into new cells. Without enough cells, this row stays empty.
         """
         self._pool.give([self], [1])
         context, sequence = self._pool.context, self.ids[0]
@@ -89,32 +89,32 @@ class LlamaRow(TextRow):
         self.length = tokens
 
     def set_apart(self) -> None:
-        """Move keys and values out of the context, where each token of every row would be compared with them.
+        """Move keys and values out of the context, where they would slow down the attention of all rows.
 
-        From now on the row is good for `copy_start` of others.
+        Afterwards the row can only serve `copy_start` of other rows.
         """
         self._apart = self._pool.context.save(self.ids[0])
         self._pool.take_back(self)
 
     def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
+        """Remove all tokens after the first `tokens`."""
         for sequence in self.ids:
             self._pool.context.remove(sequence, tokens)
         self.length = tokens
 
     def set_ids(self, ids: Sequence[int]) -> None:
-        """Hold the text in these sequences from now on."""
+        """Replace the sequence ids of the row."""
         self.ids[:] = ids
         self._memory = np.array(ids, dtype=np.int32)
         self.address = self._memory.ctypes.data
 
 
 class SequenceIds:
-    """Allocates the sequence ids of a context to rows.
+    """Allocator of the sequence ids of a context.
 
     Attributes:
         context: The context; empty at first.
-        returned: Ids of rows that are gone, whose cells are to be freed: a row may go in any thread, at any time.
+        returned: Ids of deleted rows, with cells to free: a row may be garbage-collected in any thread, at any time.
     """
 
     def __init__(self, context: LlamaContext) -> None:
@@ -124,10 +124,10 @@ class SequenceIds:
         self._holders: weakref.WeakSet[LlamaRow] = weakref.WeakSet()
 
     def give(self, rows: Sequence[LlamaRow], counts: Sequence[int]) -> None:
-        """Give each of `rows` at least so many ids, all of which hold its text.
+        """Give each row at least `counts` ids, and let all of them hold its text.
 
         Raises:
-            InvalidArgumentError: There are not as many.
+            InvalidArgumentError: There are not enough ids.
         """
         while self.returned:
             self._free(self.returned.popleft())
@@ -145,20 +145,20 @@ class SequenceIds:
             self._holders.add(row)
 
     def take_back(self, row: LlamaRow, left: int = 0) -> None:
-        """Take all ids of a row but the first `left`, and free their cells."""
+        """Take back all ids of a row but the first `left`, and free their cells."""
         if len(row.ids) > left:
             self._free(row.ids[left:])
             row.set_ids(row.ids[:left])
 
-    def _reclaim(self, missing: int, wanted: dict[LlamaRow, int]) -> None:
-        """Take ids back that hold a text besides others and are not `wanted`, until so many are spare."""
-        needed = {row: max(wanted.get(row, 1), 1) for row in list(self._holders)}
+    def _reclaim(self, missing: int, counts: dict[LlamaRow, int]) -> None:
+        """Take back ids that rows do not need (`counts`, at least 1 each) until `missing` are spare."""
+        needed = {row: max(counts.get(row, 1), 1) for row in list(self._holders)}
         for row in sorted(needed, key=lambda row: needed[row] - len(row.ids)):
             if len(self._spare) < missing:
                 self.take_back(row, needed[row])
         if len(self._spare) < missing:
             raise InvalidArgumentError(
-                f"the trees of a step have {sum(wanted.values())} leaves, but llama.cpp has {self.context.sequences} "
+                f"the trees of a step have {sum(counts.values())} leaves, but llama.cpp has {self.context.sequences} "
                 "sequences; choose a smaller step_budget, or fewer rows"
             )
 

@@ -1,4 +1,4 @@
-"""Runs a llama.cpp model on token trees: rows of a call, rows that come and go, a chain, and plain decoding."""
+"""Run a llama.cpp model on token trees: rows of a call, rows that join and leave, a chain, and plain decoding."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lookahead.core.sequence import common_start
 from lookahead.core.token_tree import TokenTree
 
 LONGEST_DRAFTED_PREFILL = 32
-"""Pending tokens up to which a step may also draft. A longer prompt is read alone, as plain decoding reads it."""
+"""Most pending tokens of a step with drafts. A longer prompt is read without drafts, as in plain decoding."""
 
 RESTS = 4
-"""Steps of one token a row after which rows give the ids back that they had for their trees: a token of several
-sequences takes llama.cpp longer."""
+"""Consecutive steps without drafts before rows return the extra ids of their trees. llama.cpp takes longer for a token
+of several sequences."""
 
 
 class LlamaRunner(Runner):
-    """Some rows of text in one context, and the trees that continue them.
+    """Run rows of text in one context, and the trees that continue them.
 
-    Each leaf of a tree is a sequence of llama.cpp's, which shares the cells of the nodes above it with others. So one
-    call runs the trees of all rows. Each row has one sequence id for good and others as its trees need them; all of a
-    row's ids hold the row's text.
+    Each leaf of a tree is a llama.cpp sequence, which shares the cells of its ancestors with other leaves. So one call
+    runs the trees of all rows. Each row keeps one sequence id, and gets more as its trees need them. All ids of a row
+    hold the row's text.
 
     Args:
-        context: Where keys and values are; empty. It has a sequence id for each row at least.
-        rows: Rows of text.
-        last_length: Text length at which the model can read no further token, if there is one.
+        context: An empty context with at least one sequence id for each row.
+        rows: Number of rows.
+        last_length: Longest text that the model can read; `None` without a limit.
     """
 
     def __init__(self, context: LlamaContext, rows: int, last_length: int | None = None) -> None:
@@ -49,12 +49,12 @@ class LlamaRunner(Runner):
         self._first: Sequence[int] = ()  # the first row's text, which grows
 
     def new_row(self, block: int | None = None) -> LlamaRow:
-        """See `Runner`. Cells are taken one by one, whatever `block` says."""
+        """Return an empty row. `block` is ignored, as llama.cpp allocates cells one by one."""
         return LlamaRow(self._ids)
 
     def resume(self, text: Sequence[int]) -> int:
-        """Let the first row begin with what the context holds of `text`; returns how many tokens these are."""
-        common = common_start(self.llama_context.text, text[:-1])  # the last token is computed, to see what follows
+        """Let the first row begin with the start of `text` that the context holds; return its number of tokens."""
+        common = common_start(self.llama_context.text, text[:-1])  # logits after the last token need a pass
         if common:
             self._ids.give(self.rows[:1], [1])
             self.rows[0].crop(common)
@@ -64,21 +64,21 @@ class LlamaRunner(Runner):
 
     @property
     def first_text(self) -> list[int]:
-        """The tokens of the first row whose keys and values are kept."""
+        """Tokens of the first row with keys and values in the context."""
         return list(self._first[: self.rows[0].length])
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """See `Runner`."""
+        """Return the tree of pending tokens of `row`."""
         if row == 0:
             self._first = text
         return super().begin_tree(row, text)
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`: not onto a prompt, unless it is short."""
+        """Whether to draft onto `tree`: its logits are needed, and it is no long prompt."""
         return tree.root < LONGEST_DRAFTED_PREFILL and tree.reads_root
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
-        """See `Runner`. Keys and values wait in the context for `commit`."""
+        """Run the trees of all rows. Their keys and values stay in the context until `commit`."""
         forest = Forest.of(trees)
         self._plain_steps = self._plain_steps + 1 if len(forest.tokens) == len(forest) else 0
         if self._plain_steps == RESTS:
@@ -97,13 +97,13 @@ class LlamaRunner(Runner):
         return pass_result(forest, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """See `Runner`."""
+        """Keep the accepted nodes of the last trees, and remove the other nodes."""
         for row, sent, path in zip(self.rows, self._sent, kept, strict=True):
             if sent is not None:
                 self._commit(row, sent, path)
 
     def _place(self, row: LlamaRow, below: Branches, start: int) -> None:
-        """Put the nodes of a row's tree, in slots, into the batch from `start` on."""
+        """Write the nodes of a row's tree into the batch, from index `start`."""
         batch, layout = self.llama_context.batch, below.layout
         place = slice(start, start + len(layout.order))
         batch.tokens[place] = layout.tokens
@@ -112,7 +112,7 @@ class LlamaRunner(Runner):
         batch.reads[start + layout.read_slots] = 1
         batch.sequences[place] = row.address + ID_BYTES * below.first
         batch.counts[place] = below.last - below.first + 1
-        # Decided text belongs to all ids, whether or not this tree uses them.
+        # Pending tokens belong to all ids of the row, including ids that this tree does not use.
         batch.counts[start : start + layout.pending] = len(row.ids)
 
     def _commit(self, row: LlamaRow, below: Branches, path: Sequence[int]) -> None:
@@ -122,7 +122,7 @@ class LlamaRunner(Runner):
         if len(path) == pending == len(below.layout.order):
             return
         keep = row.ids[int(below.first[below.layout.slots[path[-1]]]) if path else 0]
-        # Of ids beyond the tree's leaves, decided text alone.
+        # Ids beyond the tree's leaves hold only decided text, so there is nothing to remove.
         for sequence in row.ids[: below.leaves] if len(path) >= pending else row.ids:
             self.llama_context.remove(sequence, end if sequence == keep else decided)
         if end > decided:
@@ -136,19 +136,17 @@ _TEXT, _SAVED = 0, 1
 
 
 class LlamaChainRunner(LlamaRunner):
-    """One text on a recurrent or hybrid model.
+    """Run one text on a recurrent or hybrid model. The context has two sequence ids.
 
-    Before a draft a second sequence is let hold the text; llama.cpp copies a state that two sequences share when one of
-    them goes on. If all of the draft is accepted, the new state stays. If not, the text is taken back from the second
-    sequence, and the accepted tokens are sent again in front of the next draft, as pending tokens.
-
-    Made as `LlamaRunner`, of a context with two sequence ids, for one row.
+    Before a draft, the text is copied to the second sequence; llama.cpp copies the state when one of the two grows. If
+    the whole draft is accepted, the new state stays. Otherwise the text is restored from the second sequence, and the
+    accepted tokens are sent again before the next draft, as pending tokens.
     """
 
     chains = True
 
     def resume(self, text: Sequence[int]) -> int:
-        """Begin with what the context holds, if `text` goes on from the end of it; returns how many tokens that is."""
+        """Begin with the text in the context if `text` continues it; return its number of tokens, else 0."""
         cached = self.llama_context.text
         if not 0 < len(cached) < len(text) or list(text[: len(cached)]) != cached:
             self.llama_context.clear()
@@ -156,11 +154,11 @@ class LlamaChainRunner(LlamaRunner):
         return super().resume(text)
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
+        """Return `True`: where a draft is not possible, `tree` has no capacity for one."""
         return True
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
-        """Run the model on one chain; the change of its state waits for `commit`.
+        """Run the model on one chain. `commit` keeps or restores the state.
 
         Raises:
             InvalidArgumentError: The tree has branches.
@@ -172,7 +170,7 @@ class LlamaChainRunner(LlamaRunner):
         return super().forward(trees, top_k)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the state if all nodes of the last tree are `kept`; else go back to that of before it."""
+        """Keep the state if all nodes of the last tree are `kept`; otherwise restore the state before it."""
         assert self._sent[0] is not None
         if len(kept[0]) == len(self._sent[0].layout.order):
             self.rows[0].length += len(kept[0])
@@ -185,16 +183,16 @@ class LlamaChainRunner(LlamaRunner):
 
 
 class LlamaRowsRunner(LlamaRunner):
-    """The rows of many requests. Each has sequence ids of its own; all of them share the cells of one context.
+    """Run the rows of many requests. Each row has its own sequence ids; all rows share the cells of one context.
 
     Args:
         llama: The model.
-        model: What stands for it in transformers' interface.
-        cells: Tokens whose keys and values are held at most.
-        max_rows: Most rows of a step; no more than there are sequence ids.
+        model: The model in transformers' interface.
+        cells: Number of cells, one for the keys and values of each token.
+        max_rows: Most rows of a step; at most the number of sequence ids.
 
     Raises:
-        InvalidArgumentError: There is no memory for the cells.
+        InvalidArgumentError: llama.cpp cannot allocate the memory.
     """
 
     keeps_apart = True
@@ -207,7 +205,7 @@ class LlamaRowsRunner(LlamaRunner):
         self._bytes = llama.token_bytes
 
     def token_bytes(self) -> int:
-        """See `Runner`."""
+        """Bytes of the keys and values of a token."""
         return self._bytes
 
 
@@ -215,11 +213,11 @@ _ROOM = 256
 
 
 class PlainReader:
-    """Reads rows of text, each time only their new tokens.
+    """Read rows of text in plain decoding, and compute only new tokens.
 
     Args:
         model: The model.
-        texts: Token ids of each row, of the texts that come first.
+        texts: Token ids of the first texts, by row.
     """
 
     def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
@@ -229,14 +227,14 @@ class PlainReader:
         self._texts: list[list[int]] = [[] for _ in texts]
 
     def fits(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether there is room for `texts`."""
+        """Whether `texts` have the same number of rows and fit into the context."""
         return len(texts) == len(self._texts) and sum(map(len, texts)) <= self._cells
 
     def read(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after the last token of each text, `[rows, vocabulary]` float32."""
         for place, (row, text) in enumerate(zip(self._runner.rows, texts, strict=True)):
             common = common_start(self._texts[place], text[:-1])
-            # A state cannot take back a token.
+            # A running state cannot drop a token, so it starts again.
             row.crop(0 if self._has_states and common < row.length else common)
             self._texts[place] = list(text)
         trees = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]

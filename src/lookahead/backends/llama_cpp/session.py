@@ -1,4 +1,4 @@
-"""How GGUF models are run: what a call of `generate` runs on, and what an engine does."""
+"""Resources of GGUF models for calls of `generate` and for engines."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from lookahead.backends.machine import free_bytes, step_clock
 from lookahead.config import LookaheadConfig
 
 _LEAVES_ON_CPU = 64
-"""Leaves of a step, over all rows, where the clock decides."""
+"""Most leaves of a step on a CPU, over all rows, if the number of nodes is chosen by measured times."""
 
 _SHARE = 2
-"""Part of the free memory that the cells of llama.cpp take at most where nothing is said about it."""
+"""Divisor of the free memory: default limit of llama.cpp's cells."""
 
 _KEPT_SHARE = 4
-"""Part of the memory for keys and values that finished texts take at most which lie outside of llama.cpp's cells."""
+"""Divisor of the memory for keys and values: limit for finished texts, which are kept outside of the context."""
 
 
 class GGUFSession(Session):
-    """A GGUF model, which was checked as it was loaded."""
+    """Session of a GGUF model. The model was checked when it was loaded."""
 
-    refuses_inputs = "a GGUF model reads token ids alone; leave it out"
+    refuses_inputs = "a GGUF model reads token ids only; leave it out"
 
     def __init__(self, model: GGUFModel) -> None:
         self._model, self.number_type = model, model.llama.number_type
-        # That of the calling thread, if all layers are run on the CPU.
+        # CPU time of the calling thread is exact only if all layers run on the CPU.
         self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
     def check(self) -> None:
-        """Refuse a model that was given other code since it was loaded."""
+        """Refuse a model that got hooks or a new forward pass since it was loaded."""
         check_code(self._model)
 
     def watch(self, runner: object, compares_bits: bool) -> GGUFWatch:
-        """Notices hooks and the like."""
+        """Return an object that detects hooks and a replaced forward pass."""
         return GGUFWatch(self._model)
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
-        """Acquire what a call needs."""
+        """Check a call, and acquire a context for it."""
         self.check()
         return GGUFCall(self._model, prompts, config, generation_config, self.clock)
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[LlamaRowsRunner, int, int]:
-        """What runs rows that come and go.
+        """Return a runner of rows that join and leave, and bytes for running and for finished texts.
 
-        llama.cpp takes room for running texts at once, so that there is a number of bytes even where none was given;
-        finished ones have a share of their own.
+        llama.cpp allocates the cells of running texts at once, so they need a limit even if `kv_bytes` is `None`.
+        Finished texts get a separate part of it.
         """
         self.check()
         llama = self._model.llama
@@ -68,20 +68,20 @@ class GGUFSession(Session):
         return runner, most, prefix_bytes
 
     def keep_text(self) -> None:
-        """Let calls of one row leave their text in llama.cpp, where the next one, if it begins alike, goes on."""
+        """Let calls of one row leave their text in llama.cpp, so that the next call can reuse its common start."""
         self._model.keeps_text = True
 
     def reused_tokens(self, cached: int) -> int:
-        """Tokens of the last prompt that llama.cpp held."""
+        """Tokens of the last prompt that llama.cpp held already."""
         return self._model.reused_tokens
 
     def sharing_weights(self) -> GGUFModel:
-        """Another object for the file as llama.cpp loaded it."""
+        """Return another model object for the same loaded file."""
         return GGUFModel(self._model.llama)
 
 
 class GGUFWatch:
-    """Says whether a GGUF model can still be run as llama.cpp runs it. Its weights are out of everybody's reach.
+    """Detect changes of a GGUF model. Its weights cannot change, as only llama.cpp holds them.
 
     Args:
         model: The model.
@@ -91,15 +91,15 @@ class GGUFWatch:
         self._model = model
 
     def has_changed(self, thorough: bool) -> bool:
-        """Whether there is code around its forward pass."""
+        """Whether the model has hooks or a replaced forward pass."""
         return replaced_code(self._model) is not None
 
     def settle(self) -> None:
-        """Passes of llama.cpp change nothing in the model."""
+        """Do nothing: passes of llama.cpp change nothing in the model."""
 
 
 class GGUFCall(Call):
-    """What a call of a GGUF model runs on. Made and raises as `Session.begin`."""
+    """Context and runner of a call of a GGUF model. Arguments and errors are the same as for `Session.begin`."""
 
     runner: LlamaRunner
 
@@ -126,19 +126,19 @@ class GGUFCall(Call):
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
     def restore(self, error: BaseException) -> None:
-        """Give back what was taken by the call, which failed."""
+        """Release the context of a failed call."""
         self._model.release(self._context)
 
     def release(self, keep_cache: bool) -> None:
-        """Give back what was taken; there is no cache that the caller could get."""
+        """Release the context. There is no cache to return to the caller."""
         self._model.release(self._context, self.runner.first_text if self._keeps else ())
 
 
 def most_nodes(model: GGUFModel, config: LookaheadConfig, rows: int) -> int:
-    """Nodes that the tree of each of so many rows may have.
+    """Most nodes of the tree of each row, so that the sequence ids suffice for all leaves.
 
-    So that there are sequence ids for all leaves. On a CPU, where more never pay, a method that chooses its nodes by
-    the clock gets less than there are: in each step llama.cpp looks at all pairs of ids.
+    On a CPU a method that chooses its nodes by measured times gets fewer ids, since more leaves are never faster there.
+    llama.cpp looks at all pairs of ids in each step.
     """
     ids = MOST_SEQUENCES
     if config.chooses_nodes and model.llama.gpu_layers == 0:

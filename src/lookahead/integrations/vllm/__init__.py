@@ -1,4 +1,4 @@
-"""Drafts for vLLM, through its `custom_class` proposers. Nothing here imports vLLM: it calls, with arrays."""
+"""Drafts for vLLM, through its `custom_class` proposers. This package does not import vLLM."""
 
 from lookahead.integrations.vllm.proposer import LookaheadProposer
 

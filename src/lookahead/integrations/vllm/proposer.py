@@ -1,5 +1,4 @@
-"""The proposer that vLLM asks for drafts after each of its steps: its settings, what it reads of the target model, and
-how it learns and drafts."""
+"""Proposer of drafts for vLLM: its settings, its view of the target model, learning and drafting."""
 
 from __future__ import annotations
 
@@ -32,25 +31,25 @@ from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.requests import Requests, Rows
 
 _ORDERS = 8
-"""Longest context of the memory. Other texts are searched by it alone, so it is twice that of a single text."""
+"""Longest context of the memory, in tokens. Only the memory searches other texts, so it is twice that of one text."""
 
 _MOST_CALLS = 4
-"""Calls of one step that are read: the one before sampling, and those for log-probabilities of a prompt."""
+"""Most calls read in one step: the one before sampling, and others for log-probabilities of a prompt."""
 
 LEARNS = ("logits", "tokens")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to draft.
+    """Drafting options of the proposer.
 
     Attributes:
-        learn: `"logits"`: from what the model predicts at every position that it computes; `"tokens"`: from prompts and
-            sampled tokens alone.
-        adaptive: Send as many drafted tokens as pay, by the clock, and none while drafting does not pay. Else as many
-            as vLLM allows.
-        memory: A file that the memory is read from and saved to; it lasts as long as the worker if not given.
-        save_seconds: Least time between two savings of the file.
+        learn: `"logits"`: learn from the model's predictions at every computed position; `"tokens"`: only from prompts
+            and sampled tokens.
+        adaptive: Choose the number of drafted tokens by measured times, none while drafts lose time. `False` sends
+            the most that vLLM allows.
+        memory: File to read the memory from and save it to; without a file the memory ends with the worker.
+        save_seconds: Least seconds between two saves of the file.
     """
 
     learn: str = "logits"
@@ -60,24 +59,24 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings:
-        """What `additional_config={"lookahead": {...}}` says.
+        """Read the settings from `additional_config={"lookahead": {...}}`.
 
         Raises:
-            InvalidArgumentError: It says something unknown, or asks for vLLM's second model runner.
+            InvalidArgumentError: A setting is unknown or invalid, or vLLM's second model runner is chosen.
         """
         if getattr(vllm_config, "use_v2_model_runner", False):
             raise InvalidArgumentError(
-                "VLLM_USE_V2_MODEL_RUNNER=1: vLLM's second model runner takes no drafts of a class; unset it or set it "
-                "to 0, or leave speculative_config out"
+                "VLLM_USE_V2_MODEL_RUNNER=1: vLLM's second model runner does not accept drafts of a class; unset it or "
+                "set it to 0, or leave speculative_config out"
             )
-        given = vllm_config.additional_config
-        given = given.get("lookahead", {}) if isinstance(given, Mapping) else {}
+        values = vllm_config.additional_config
+        values = values.get("lookahead", {}) if isinstance(values, Mapping) else {}
         names = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
+        if not isinstance(values, Mapping) or not set(values) <= set(names):
             raise InvalidArgumentError(
-                f"additional_config has lookahead={given!r}; it takes a dictionary of {', '.join(names)}"
+                f"additional_config has lookahead={values!r}; it takes a dictionary of {', '.join(names)}"
             )
-        return cls(**given)
+        return cls(**values)
 
     def __post_init__(self) -> None:
         number = isinstance(self.save_seconds, (int, float)) and not isinstance(self.save_seconds, bool)
@@ -91,20 +90,21 @@ class Settings:
             if not holds:
                 raise InvalidArgumentError(f"lookahead.{name}={getattr(self, name)!r} must be {meaning}")
         if self.memory is not None and self.learn == "tokens":
-            raise InvalidArgumentError("lookahead.memory is for learn='logits'; a memory of tokens alone is not saved")
+            raise InvalidArgumentError("lookahead.memory needs learn='logits'; a memory of tokens cannot be saved")
 
 
 class TargetPredictions:
-    """Reads along when a model computes logits.
+    """Record the likeliest tokens whenever a model computes logits.
 
-    vLLM gives proposers the target model, and no logits. So the method `compute_logits` of this one object, not of
-    its class, is called through here. The likeliest tokens are listed before vLLM sees the logits: processors, grammars
-    and temperatures change them in place.
+    vLLM passes the target model to proposers, but no logits. So `compute_logits` of this one object, not of its class,
+    is wrapped here. The likeliest tokens are read before vLLM sees the logits: processors, grammars and temperatures
+    change them in place.
 
     Args:
-        vocabulary: How many tokens it knows; logits may have more columns.
-        top_k: How many tokens are listed for each row.
-        most_rows: Most rows that a step can have; larger calls are about something else.
+        model: The target model.
+        vocabulary: Number of tokens; logits may have more columns.
+        top_k: Number of tokens recorded for each row.
+        most_rows: Most rows of a step; larger calls have another purpose and are not read.
     """
 
     def __init__(self, model: Any, vocabulary: int, top_k: int, most_rows: int) -> None:
@@ -116,7 +116,7 @@ class TargetPredictions:
         model.compute_logits = partial(self._read, model.compute_logits)
 
     def expect(self, reads: bool) -> None:
-        """Forget what was said, and read the step that follows, or do not."""
+        """Discard recorded predictions; read the next step if `reads`."""
         self._calls = []
         self._rests = not reads
 
@@ -129,8 +129,12 @@ class TargetPredictions:
         return logits
 
     def take(self, rows: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """What was said since the last time, if it was about so many rows: the likeliest tokens of each, likeliest
-        first, and their probabilities, `[rows, top_k]`. The first call about as many is the one before sampling."""
+        """Return the recorded predictions of the step, from its first call with `rows` rows, the one before sampling.
+
+        Returns:
+            Likeliest tokens, likeliest first, `[rows, top_k]` int64, and their probabilities, `[rows, top_k]` float32;
+            `None` if no call had that number of rows.
+        """
         for ids, probabilities in self._calls:
             if len(ids) == rows:
                 return ids.cpu().numpy(), probabilities.float().cpu().numpy()
@@ -139,14 +143,14 @@ class TargetPredictions:
 
 @dataclass
 class ProposerStatistics:
-    """What was drafted since the worker was started.
+    """Counts since the worker started.
 
     Attributes:
-        steps: Steps of vLLM after which drafts were asked for.
-        requests: Requests that were begun.
-        drafted: Tokens drafted.
-        accepted: How many of them were accepted.
-        unread: Steps whose logits were to be read, of which there were none, or not as many rows as the drafts have.
+        steps: Steps of vLLM, each followed by a request for drafts.
+        requests: Started requests.
+        drafted: Drafted tokens.
+        accepted: Accepted drafted tokens.
+        unread: Steps skipped in learning because logits were missing or had the wrong number of rows.
     """
 
     steps: int = 0
@@ -160,20 +164,20 @@ class LookaheadProposer:
     """Drafts for vLLM: `speculative_config={"method": "custom_class", "model":
     "lookahead.integrations.vllm.LookaheadProposer", "num_speculative_tokens": k}`.
 
-    Drafts change the number of steps; which tokens are kept, vLLM decides. Every worker has a memory of its own.
+    vLLM verifies the drafts and selects the tokens, so drafts change only the number of steps. Every worker has its own
+    memory.
 
-    vLLM names no requests. They are recognised by their texts, which are compared as a whole: one that was
-    preempted and comes back goes on from where it was, and one that is new, aborted or in another place of the batch
-    disturbs no other.
+    vLLM does not pass ids of requests, so they are recognised by comparing their whole texts. A preempted request
+    continues with its own draft state when it returns. New, aborted or moved requests do not affect others.
 
     Args:
-        vllm_config: vLLM's configuration; `Settings` says what is read of `additional_config`.
+        vllm_config: vLLM's configuration; `Settings` lists the keys in `additional_config`.
 
     Attributes:
-        statistics: Counts since the worker was started.
+        statistics: Counts since the worker started.
 
     Raises:
-        InvalidArgumentError: It has settings that are unknown, or a memory file that is none.
+        InvalidArgumentError: A setting is unknown or invalid, or the memory file is no such file.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -193,15 +197,15 @@ class LookaheadProposer:
         self._requests: Requests
         self._pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load)) if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
-        self._began: float | None = None  # when the last step was over
+        self._began: float | None = None  # end of the last step, by the clock
         self._saved = monotonic()
         self.statistics = ProposerStatistics()
         if self._file is not None:
-            weakref.finalize(self, _save, self._file, self._model)  # when the process ends, if not before
+            weakref.finalize(self, _save, self._file, self._model)  # at the end of the process at the latest
         compile_loops()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM with the target model, whose logits are read along."""
+        """Prepare the memory, and wrap the target model to read its logits. Called by vLLM."""
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
             self._memory = _new_memory() if reads else DraftMemory.of_texts()
@@ -223,16 +227,17 @@ class LookaheadProposer:
         token_ids_cpu: NDArray[np.integer],
         slot_mappings: Any = None,  # not used
     ) -> list[list[int]]:
-        """Learn from the step that is over, and draft for the one that follows.
+        """Learn from the last step, and draft for the next one.
 
         Args:
-            sampled_token_ids: For each request of the batch the tokens that the step added: the accepted part of its
-                draft, and one more. None for a request of whose prompt a part is still to come.
-            num_tokens_no_spec: Tokens of each text, those included, `[at least requests]`.
-            token_ids_cpu: The texts, `[at least requests, at least as many tokens]`.
+            sampled_token_ids: For each request of the batch the tokens added by the step: the accepted part of its
+                draft, and one more. Empty for a request with an incomplete prompt.
+            num_tokens_no_spec: Number of tokens of each text, new ones included, `[at least requests]`.
+            token_ids_cpu: Token ids of the texts, `[at least requests, at least the longest text]`.
+            slot_mappings: Ignored.
 
         Returns:
-            A draft for each request of the batch, at most `num_speculative_tokens` tokens; may be empty.
+            A draft for each request of the batch, 0 to `num_speculative_tokens` tokens.
         """
         now = self._clock()
         added = np.array([len(new) for new in sampled_token_ids], dtype=np.int64)
@@ -251,7 +256,7 @@ class LookaheadProposer:
         return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
     def _book(self, rows: Rows, lengths: NDArray[np.int64], added: NDArray[np.int64], now: float) -> None:
-        """Note what the step took, if it was about the requests of the one before and no prompt."""
+        """Record the time of the step if it had the same requests as the step before, and no prompt."""
         if self._pace is None or self._began is None or not len(added) or not rows.verified.all():
             return
         nodes, tokens = int(rows.counts.sum()), int(added.sum())
@@ -261,9 +266,9 @@ class LookaheadProposer:
     def _learn(
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
-        """Let the texts go on, and learn what the step showed of them."""
+        """Extend the texts, and learn from the selected tokens and the predictions of the step."""
         batch, counts = self._batch, rows.counts
-        for row in np.flatnonzero((rows.places >= 0) & (rows.verified == 0)).tolist():  # new, or back again
+        for row in np.flatnonzero((rows.places >= 0) & (rows.verified == 0)).tolist():  # new or resumed requests
             place, before = int(rows.places[row]), int(lengths[row] - added[row])
             if rows.begun[row]:
                 batch.begin(place, tokens[row, :before])
@@ -281,42 +286,42 @@ class LookaheadProposer:
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        shown = np.zeros(len(added), dtype=SHOWN)
-        shown["place"], shown["nodes"], shown["added"] = rows.places, counts, added
+        outcomes = np.zeros(len(added), dtype=SHOWN)
+        outcomes["place"], outcomes["nodes"], outcomes["added"] = rows.places, counts, added
         with batch.memory.lock:
             self.statistics.accepted += batch.learn(
-                Step(shown, selected, *predictions, np.empty(count, dtype=np.int64))
+                Step(outcomes, selected, *predictions, np.empty(count, dtype=np.int64))
             )
 
     def _draft(self, rows: Rows) -> NDArray[np.int64]:
-        """Find a draft for each request; returns the place of each, -1 where there is none."""
+        """Find a draft for each request; return the slot of each, -1 for a request without a draft."""
         batch, pace, drafting = self._batch, self._pace, np.flatnonzero(rows.places >= 0)
         if pace is not None and len(drafting):
             pace.begin_step(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        wanted = np.empty(len(places), dtype=WANTED)
-        wanted["place"], wanted["nodes"] = places, self._most_drafted
-        wanted["levels"] = self._most_tokens - batch.state.texts.dropped[places] - batch.state.texts.lengths[places] - 1
-        wanted["least"] = 0.0 if pace is None else pace.least
+        limits = np.empty(len(places), dtype=WANTED)
+        limits["place"], limits["nodes"] = places, self._most_drafted
+        limits["levels"] = self._most_tokens - batch.state.texts.dropped[places] - batch.state.texts.lengths[places] - 1
+        limits["least"] = 0.0 if pace is None else pace.least
         with batch.memory.lock:
-            batch.find(wanted)
+            batch.find(limits)
         if pace is not None and not self._rests:
-            found = rows.places[drafting]
-            offers = [batch.state.trees["probability"][place, 1 : 1 + batch.state.counts[place]] for place in found]
-            learned = 0 if self._target is None else len(found)
-            counts = batch.state.counts[found]
-            batch.state.counts[found] = pace.share(np.concatenate(offers), counts, len(found), learned)
+            slots = rows.places[drafting]
+            offers = [batch.state.trees["probability"][slot, 1 : 1 + batch.state.counts[slot]] for slot in slots]
+            learned = 0 if self._target is None else len(slots)
+            counts = batch.state.counts[slots]
+            batch.state.counts[slots] = pace.share(np.concatenate(offers), counts, len(slots), learned)
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.state.counts[places[places >= 0]], 0).sum())
         return places
 
     @property
     def _rests(self) -> bool:
-        """Whether the coming step goes without drafts; before they are made, the step that is over."""
+        """Whether the next step has no drafts. Before drafting it describes the last step."""
         return self._pace is not None and self._pace.backs_off
 
     def _save_sometimes(self) -> None:
-        """Save the memory when requests have ended, but not too often."""
+        """Save the memory after requests have ended, at most once in `save_seconds`."""
         if self._file is None or not self._requests.have_left:
             return
         if monotonic() >= self._saved + self._settings.save_seconds:
@@ -329,8 +334,8 @@ def _new_memory() -> DraftMemory:
 
 
 def _save(file: MemoryFile, model: str) -> None:
-    """Save a memory; where that fails the file stays as it was, and drafting goes on."""
+    """Save a memory; after an error the file stays unchanged, and drafting continues."""
     try:
         file.save(model)
     except (OSError, InvalidArgumentError) as error:
-        warnings.warn(f"what drafts learned was not saved: {error}", LookaheadWarning, stacklevel=2)
+        warnings.warn(f"the memory of drafts was not saved: {error}", LookaheadWarning, stacklevel=2)

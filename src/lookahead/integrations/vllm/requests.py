@@ -1,4 +1,4 @@
-"""Which request each row of vLLM's batch is: it names none, so they are recognised by their texts."""
+"""Recognition of the requests in vLLM's batch by their texts, since vLLM does not pass their ids."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.texts import TextArrays
 
 _COMPARED = 256
-"""Last tokens by which a text is known to be still the one in its row; elsewhere texts are compared as a whole."""
+"""Last tokens compared to see that a row still holds the same text; to find moved texts all tokens are compared."""
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, `[rows]` each.
+    """Requests in the rows of a batch, arrays `[rows]` each.
 
     Attributes:
-        places: The place of each text in the batch of drafts; -1 where the step added nothing.
-        begun: 1 where it is new there, else 0.
-        verified: 1 where the step verified the draft made after the last step, else 0.
-        counts: How many positions the step sampled from: one more than it verified.
+        places: Slot of each text in the batch of drafts; -1 if the step added no token.
+        begun: 1 for a request that is new in its slot, else 0.
+        verified: 1 if the step verified the draft made after the last step, else 0.
+        counts: Number of sampled positions, the verified tokens plus one.
     """
 
     places: NDArray[np.int64]
@@ -32,20 +32,21 @@ class Rows(NamedTuple):
 
 
 class Requests:
-    """Gives each request a place. One that was preempted and comes back finds its own, unless a new one has taken it:
-    these take those that are absent longest.
+    """Assign a slot to each request. A new request gets the slot that was unused for the longest time.
+
+    A preempted request that returns gets its old slot back, unless a new request has taken it.
 
     Args:
-        batch: Their texts and drafts. It has a place for each request of a step.
+        batch: Texts and drafts of the requests, with a slot for each request of a step.
 
     Attributes:
-        absent: Places of no request that is there, the latest to leave last.
-        have_left: Whether some that were in the step before are not in the last one.
+        absent: Unused slots, the most recently freed last.
+        have_left: Whether a request of the step before is missing in the last one.
     """
 
     def __init__(self, batch: DraftBatch) -> None:
         self._batch = batch
-        self._rows = np.empty(0, dtype=np.int64)  # the places of the last step
+        self._rows = np.empty(0, dtype=np.int64)  # the slots of the last step
         self._recognise = TypedLoop(_recognise)
         self.absent = list(range(len(batch.state.counts)))
         self.have_left = False
@@ -56,9 +57,9 @@ class Requests:
         """Recognise the requests of a step.
 
         Args:
-            tokens: The texts, `[at least rows, room]`.
-            lengths: How long they are now, `[rows]`.
-            added: How many of these tokens the step added, `[rows]`.
+            tokens: Token ids of the texts, `[at least rows, at least the longest text]`.
+            lengths: Number of tokens of each text, new ones included, `[rows]`.
+            added: Number of tokens that the step added, `[rows]`.
         """
         rows = Rows(*np.zeros((len(Rows._fields), len(added)), dtype=np.int64))
         batch = self._batch
@@ -72,7 +73,7 @@ class Requests:
         return rows
 
     def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
-        """Find requests that moved or come back; the longest text that a row goes on from is its own."""
+        """Find requests that moved or returned: a row belongs to the longest known text that it begins with."""
         texts, drafted = self._batch.state.texts, self._batch.state.counts
         present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
         gone = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
@@ -93,7 +94,7 @@ class Requests:
 
 @inner
 def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextArrays) -> bool:
-    """Whether `tokens` begin with the text in a place, as far as its last `most` tokens tell."""
+    """Whether `tokens` begin with the text in slot `place`; only the last `most` tokens of the text are compared."""
     length, dropped = texts.lengths[place], texts.dropped[place]
     if length == 0 or dropped + length > len(tokens):
         return False
@@ -105,7 +106,7 @@ def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextAr
 
 @compiled
 def _precedes(place: int, tokens: NDArray[np.int32], texts: TextArrays) -> bool:
-    """Whether the text in a place is what `tokens` begin with."""
+    """Whether `tokens` begin with the text in slot `place`."""
     return bool(_is_begun_by(place, tokens, len(tokens), texts))
 
 
@@ -119,7 +120,7 @@ def _recognise(
     drafted: NDArray[np.int64],
     rows: Rows,
 ) -> bool:
-    """Find requests where they were in the step before, `before`; returns whether any came, left or moved."""
+    """Find requests in the same rows as in the step before (`before`); return whether any joined, left or moved."""
     changed = len(before) != len(added)
     for row in range(len(added)):
         place = before[row] if row < len(before) and added[row] > 0 else -1
