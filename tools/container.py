@@ -4,8 +4,8 @@
     python tools/container.py --engine 'podman --runtime runc' --run='--network host'   # without a daemon
     python tools/container.py --build='--build-arg BASE=debian:bookworm-slim'
 
-A container becomes healthy by the check of the image, is not root, answers a request and shows the page. It compiles no
-loop, ends on SIGTERM with exit code 0, and leaves its memory in the volume.
+The container passes the health check of the image, does not run as root, answers a request and shows the page. It
+compiles no loop, ends on SIGTERM with exit code 0, and leaves its memory in the volume.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dockerfile() -> list[tuple[str, str]]:
 
 
 def health_check() -> list[str]:
-    """The command that tells an engine if a container is healthy."""
+    """Command of the image's health check."""
     (check,) = (rest for name, rest in dockerfile() if name == "HEALTHCHECK")
     return list(json.loads(check.partition("CMD ")[2]))
 

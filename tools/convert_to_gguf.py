@@ -34,7 +34,7 @@ TYPES = {
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-"""Number type of the matrices, and what the file says of itself. Vectors stay float32."""
+"""Number type of the matrices, and file type in the header. Vectors stay float32."""
 
 BY_LLAMA_CPP = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M}
 """Mixtures of types, which llama.cpp chooses tensor by tensor."""
@@ -85,7 +85,7 @@ def convert(folder: Path, output: Path, kind: str = "f32") -> None:
         kind: A number type of `TYPES` or `BY_LLAMA_CPP`.
 
     Raises:
-        ConversionError: The checkpoint is none of those that this tool knows, or `output` is another kind of file.
+        ConversionError: The tool does not support the checkpoint, or `output` exists and is no GGUF file.
     """
     if output.exists() and output.read_bytes()[:4] not in (b"", b"GGUF"):
         raise ConversionError(f"{output} is no GGUF file, and was left as it is; choose another output")
@@ -161,7 +161,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: d
     types = [TokenType.CONTROL if number in special else TokenType.NORMAL for number in range(len(tokens))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model["byte_fallback"]:
-        # llama.cpp merges the pair with the highest score first, which is the one that was learned first.
+        # llama.cpp merges the pair with the highest score first: the pair learned first.
         rank = {merge.replace(" ", ""): -float(place) for place, merge in enumerate(merges)}
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")

@@ -1,4 +1,4 @@
-"""The table of fields in docs/server.md, from what the server declares.
+"""Table of fields in docs/server.md, made from the server's declarations.
 
 python tools/field_table.py            compare
 python tools/field_table.py --update   write it anew

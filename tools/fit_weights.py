@@ -6,13 +6,13 @@ r"""Fit the weights of the sources of `preset="auto"`, and print the table for `
         --kept ../shared/models/stories260k   # MODEL_WEIGHTS
     python tools/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
 
-With `--run` prompts are decoded, greedily and at temperature 0.8, with a memory of their own and with one for all; of
-files with more than 30 prompts `--skip` and `--limit` choose some. With `--recordings` every second recorded answer
-is replayed, with a memory of its own and with one for all. What the sources said of each proposal and which token
-came true are recorded. The weights of each length of the longest known context are those of greatest likelihood; the
-runs of a model count as much as those of another, and greedy texts of the model `--kept` with one memory for all count
-three times. Weights are drawn towards the present ones, so that what was never seen stays. Prompts are JSON lines with
-`id`, and `prompt` or `turns`. Fit and judge on different prompts.
+With `--run`, prompts are decoded greedily and at temperature 0.8, with separate memories and with a shared one.
+`--skip` and `--limit` select prompts in files with more than 30. With `--recordings`, every second recorded answer is
+replayed, with separate memories and with a shared one. Features of each proposal and the correct token are recorded.
+The fit maximises the likelihood of the tokens, separately for each length of the longest known context. Each model has
+the same total weight. Greedy texts of the model `--kept` with a shared memory count three times. A penalty pulls
+weights towards the present ones, so that weights without data stay. Prompts are JSON lines with `id`, and `prompt` or
+`turns`. Fit and evaluate on different prompts.
 """
 
 from __future__ import annotations
@@ -45,24 +45,30 @@ from models import load_model, load_tokenizer
 from playback import play_text
 
 OFF_PATH = 0.3
-"""What a node beside the accepted path counts: the model says what comes after it, but the text never goes there."""
+"""Weight of a node beside the accepted path: its next token is the model's prediction and not part of the text."""
 
 PULL = 1e-3
-"""How strongly present weights hold."""
+"""Strength of the penalty that pulls weights towards the present ones."""
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 KEPT_COUNTS = 3.0
-"""What greedy texts with a kept memory count, of a model whose texts are alike: there it is worth most. With 1, kept
-stories lose 0.1 and 1.1 % S (16, 64 nodes); with 3 for all models 1.4 and 1.4 %."""
+"""Weight of greedy texts with a shared memory, for the model `--kept`. Its texts are alike, and profit most from the
+memory. With 1, such stories lose 0.1 and 1.1 % S (16, 64 nodes); with 3 for all models 1.4 and 1.4 %."""
 
 MOST_WHOLE = 30
-"""Prompts of a file that is taken as a whole."""
+"""Most prompts of a file that is used completely."""
 
 
 class Lesson(NamedTuple):
-    """What came after one node: the features of its proposals, `[proposals, columns]`, which one of them came true,
-    `[proposals]`, the length of its longest known context, and what it counts."""
+    """Training example of one node.
+
+    Attributes:
+        features: Features of its proposals, `[proposals, columns]`.
+        outcomes: 1 for the correct proposal, 0 for others, `[proposals]`.
+        length: Length of its longest known context, in tokens.
+        count: Weight of the example.
+    """
 
     features: NDArray[np.float64]
     outcomes: NDArray[np.float64]
@@ -71,12 +77,12 @@ class Lesson(NamedTuple):
 
 
 class RecordingDrafter(AutoDrafter):
-    """Drafts as `AutoDrafter`, and keeps a lesson of each node of which it is known what comes next."""
+    """`AutoDrafter` that records a lesson of each node with a known next token."""
 
     lessons: list[Lesson]
 
     def observe(self, result: StepResult) -> None:
-        """Keep lessons, then learn."""
+        """Record lessons, then learn."""
         if result.tree is self._tree and self._batch is not None:
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
             for row in range(self._sent + 1):
@@ -97,8 +103,12 @@ def _look_up(context: NDArray[np.int64], entries: Entries, slots: NDArray[np.int
 
 
 def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
-    """What the memory and matches named after a node of a draft: tokens, what was said of each in the columns of the
-    weights, `[tokens, columns]`, and the length of the longest known context."""
+    """Collect the proposals of the memory and of text matches after a node of a draft.
+
+    Returns:
+        The proposed tokens, `[tokens]`; their features in the columns of the weights, `[tokens, columns]`; and the
+        length of the longest known context, in tokens.
+    """
     memory, nodes, node = batch.memory, batch.state.trees[place], row
     path = []
     while node > 0:
@@ -125,14 +135,14 @@ def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.i
 
 
 class Part(NamedTuple):
-    """Lessons of one kind, and what they count together."""
+    """Lessons of one kind, and their total weight."""
 
     lessons: list[Lesson]
     weight: float = 1.0
 
 
 def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> list[Part]:
-    """The lessons of texts of a model, which count `share` a part."""
+    """Decode texts with a model, and return their lessons in parts of weight `share`."""
     model, parts, is_special = load_model(name, ends=False), list[Part](), name == options.kept
     context = model.config.max_position_embeddings
     prompts = read_cases(path, encoder_of(load_tokenizer(name)))
@@ -156,7 +166,7 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
 
 
 def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[Lesson]:
-    """The lessons of every second recording of a file."""
+    """Replay every second recording of a file, and return its lessons."""
     lessons, shared = list[Lesson](), DraftMemory.of_texts() if across else None
 
     for recording in read_cases(path, tokenizer_of(options.tokenizer)[1])[::2]:
@@ -167,7 +177,7 @@ def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[L
 
 
 def loss(weights: torch.Tensor, lessons: Sequence[Lesson]) -> torch.Tensor:
-    """Mean negative log-likelihood of the tokens that came; column 0 is the weight of all that nobody proposed."""
+    """Mean negative log-likelihood of the next tokens; column 0 is the weight of all tokens without a proposal."""
     sizes = [len(lesson.outcomes) for lesson in lessons]
     nodes = torch.repeat_interleave(torch.arange(len(lessons)), torch.tensor(sizes))
     features, outcomes = (torch.from_numpy(np.concatenate(parts)) for parts in list(zip(*lessons, strict=True))[:2])
@@ -180,7 +190,7 @@ def loss(weights: torch.Tensor, lessons: Sequence[Lesson]) -> torch.Tensor:
 
 
 def fit(every: Sequence[Part], length: int, present: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The likeliest weights for one length of the longest known context, drawn to the present ones, `[columns]`."""
+    """Fit the weights for one length of the longest known context, `[columns]`, starting from the present ones."""
     chosen = [Part([lesson for lesson in part.lessons if lesson.length == length], part.weight) for part in every]
     parts = [part for part in chosen if part.lessons]
     total = sum(part.weight for part in parts)
@@ -207,11 +217,11 @@ def fit(every: Sequence[Part], length: int, present: NDArray[np.float64]) -> NDA
 
 
 def main() -> int:
-    """The command."""
-    compile_loops()  # no text is to go without drafts, as first ones might
+    """Run the command."""
+    compile_loops()  # otherwise the first texts might have no drafts
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--run", nargs=2, action="append", default=[], metavar=("MODEL", "PROMPTS"), help="what to decode with what")
+    add("--run", nargs=2, action="append", default=[], metavar=("MODEL", "PROMPTS"), help="a model and its prompts")
     add("--recordings", nargs="+", type=Path, default=[], help="recorded answers to replay")
     add("--tokenizer", type=Path, help="as for `python benchmarks replay`")
     add("--kept", metavar="MODEL", help="the model whose greedy texts with a kept memory count more")

@@ -1,10 +1,10 @@
-"""The golden record: what drafters send, step by step, when recorded models say what they said.
+"""The golden record: drafts of all drafters, step by step, for recorded predictions of models.
 
     python tools/golden.py            compare; prints the first step of each scenario that differs
-    python tools/golden.py --update   ask the models anew, and write the record
+    python tools/golden.py --update   run the models again, and write the record
 
-No model runs for a comparison, and nothing is computed but by the drafters. Nothing goes by the clock either: nodes
-are fixed in number, or chosen by a table of prices. `golden_models.py` is what `--update` needs besides.
+A comparison runs no model; only the drafters compute. It does not depend on the clock either: the number of nodes is
+fixed, or chosen with a table of times. `--update` also needs `golden_models.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
 SAID, SENT = FOLDER / "said.npz.xz", FOLDER / "sent.npz.xz"
 
 PRICES = {"cheap": (1.0, 0.002), "dear": (1.0, 0.12)}
-"""Seconds of a plain step, and what each further node adds."""
+"""Seconds of a plain step, and of each further node."""
 
 Recordings = Mapping[str, Recording]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a step sent for one row, and what became of it.
+    """Draft of one row in a step, and its outcome.
 
     Attributes:
-        tokens: Tokens below the root; of the lookahead window `-1 - token`.
-        parents: The place of the parent of each among them, -1 for the root.
-        accepted: How many of them were accepted.
+        tokens: Tokens below the root; `-1 - token` for nodes of the lookahead window.
+        parents: Index of each token's parent in `tokens`, -1 for the root.
+        accepted: Number of accepted tokens; -1 while unknown.
     """
 
     tokens: tuple[int, ...]
@@ -58,36 +58,40 @@ class Sent:
 
 
 class DifferentError(Exception):
-    """A step is not the recorded one."""
+    """A step differs from the recorded one."""
 
 
 @dataclass
 class Notes:
-    """Notes what is sent, and compares it, if there is anything to compare it with.
+    """Record drafts, and compare them with expected ones, if given.
 
     Attributes:
-        expected: What was recorded.
-        sent: What was sent so far.
+        expected: Drafts of the record; `None` to only record.
+        sent: Drafts sent until now.
     """
 
     expected: Sequence[Sent] | None = None
     sent: list[Sent] = field(default_factory=list)
 
     def draft(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Note a draft.
+        """Record a draft.
 
         Raises:
-            DifferentError: It is another one than was recorded.
+            DifferentError: The draft differs from the expected one.
         """
         self.sent.append(Sent(tuple(tokens), tuple(parents), -1))
         if self.expected is not None:
             self._compare(len(self.sent) - 1, with_outcome=False)
 
     def outcome(self, place: int, accepted: int) -> None:
-        """Note how many nodes of a draft were accepted, which was the `place`th from behind.
+        """Record the number of accepted nodes of a draft.
+
+        Args:
+            place: Index of the draft from the end, -1 for the last one.
+            accepted: Number of accepted nodes.
 
         Raises:
-            DifferentError: Likewise.
+            DifferentError: The number differs from the expected one.
         """
         noted = self.sent[place]
         self.sent[place] = Sent(noted.tokens, noted.parents, accepted)
@@ -95,10 +99,10 @@ class Notes:
             self._compare(len(self.sent) + place, with_outcome=True)
 
     def end(self) -> None:
-        """Everything was sent.
+        """Check that no expected draft is missing.
 
         Raises:
-            DifferentError: More was recorded.
+            DifferentError: More drafts were expected.
         """
         if self.expected is not None and len(self.sent) < len(self.expected):
             raise DifferentError(f"ends after {len(self.sent)} of {len(self.expected)} drafts")
@@ -118,11 +122,11 @@ class Notes:
 
 
 class NotingBackend(PlayedBackend):
-    """Notes what is sent, and takes the time that a table says.
+    """`PlayedBackend` that records drafts, and has a clock that advances by a table of times.
 
     Args:
-        notes: Where.
-        resends: See `PlayedBackend`.
+        notes: Recorder of the drafts.
+        resends: Argument of `PlayedBackend`.
         prices: Seconds of a plain step, and of each further node.
     """
 
@@ -163,7 +167,7 @@ def run(
 
 
 def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) -> None:
-    """Decode a text with as many nodes as pay."""
+    """Decode a text with the number of nodes that is fastest by a table of times."""
     pace = Pace(StepCosts())
     drafter = build_drafter(LookaheadConfig(), pace=pace, chains=chains)
     backend = NotingBackend(notes, chains, PRICES[prices])
@@ -182,7 +186,7 @@ def _paced_step(backend: NotingBackend, batch: Batch, pace: Pace | SharedPace) -
 
 
 def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, notes: Notes) -> None:
-    """Requests come every tenth step, at most three at a time, and share a memory and the nodes of a step."""
+    """Start a request every tenth step, at most three at a time; they share a memory and the nodes of a step."""
     memory, shared = DraftMemory(), SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes)
     backend = NotingBackend(notes, prices=PRICES[prices])
     waiting, running = list(recordings), list[tuple[Any, PlayedRow, float]]()
@@ -204,7 +208,7 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
 
 
 class ExpectedText:
-    """A source of a user's own: what followed the last three tokens in another text."""
+    """A user's own source: proposes the tokens that followed the last three tokens in another text."""
 
     name = "expected text"
 
@@ -227,8 +231,8 @@ class ExpectedText:
 
 
 def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: Notes) -> None:
-    """Requests that come at once, with vLLM's proposer."""
-    import torch  # the proposer is shown its tensors
+    """Serve requests that start together, with vLLM's proposer."""
+    import torch  # the proposer reads logits as tensors
 
     from lookahead.integrations.vllm import LookaheadProposer
 
@@ -249,9 +253,9 @@ def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: 
             try:
                 listings += recording.listed(len(text) - 1, tree).values()
             except NotRecordedError:
-                loop.steps.append([(draft, -1) for draft in drafts])  # so that it is shown
+                loop.steps.append([(draft, -1) for draft in drafts])  # so that a comparison shows the step
                 raise
-        # In steps of 1/1024, which no processor rounds in another way.
+        # Multiples of 1/1024, which all processors round alike.
         logits = np.full((len(listings), vocabulary), -1e4, dtype=np.float32)
         for row, (tokens, likely) in enumerate(listings):
             logits[row, tokens] = np.round(1024 * np.log(np.maximum(likely, 1e-7))) / 1024
@@ -268,10 +272,10 @@ def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: 
 
 
 class _Head:
-    """What the proposer reads of vLLM's model."""
+    """Stand-in for vLLM's model, with the method that the proposer wraps."""
 
     def compute_logits(self, logits: Any) -> Any:
-        """They are computed already."""
+        """Return the given logits."""
         return logits
 
 
@@ -279,7 +283,7 @@ Scenario = Callable[[Notes], None]
 
 
 def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
-    """All that is played, by name."""
+    """All scenarios, by name."""
 
     def one(name: str, make: Callable[[], Any], resends: bool = False) -> Scenario:
         return lambda notes: run([(recordings[name], recordings[name])], make, notes, resends)
@@ -349,7 +353,7 @@ def packed(drafts: Sequence[Sent]) -> Arrays:
 
 
 def unpacked(sizes: NDArray, accepted: NDArray, tokens: NDArray, parents: NDArray) -> list[Sent]:
-    """What `packed` was given."""
+    """Undo `packed`."""
     ends = list(accumulate(sizes.tolist(), initial=0))
     parts = zip(ends, ends[1:], accepted.tolist(), strict=False)
     return [
@@ -359,8 +363,11 @@ def unpacked(sizes: NDArray, accepted: NDArray, tokens: NDArray, parents: NDArra
 
 
 def compare(names: Callable[[str], bool] = lambda name: True) -> Counter[str]:
-    """Play the scenarios whose names are chosen; prints what differs, and returns how many drafts were equal, and how
-    many scenarios were different."""
+    """Play the scenarios selected by `names`, and print differences.
+
+    Returns:
+        Number of `equal` drafts, and number of `different` scenarios.
+    """
     recordings, sent = unpack(load(SAID)), load(SENT)
     counts: Counter[str] = Counter()
     for name, play in scenarios(recordings):
@@ -383,7 +390,7 @@ def compare(names: Callable[[str], bool] = lambda name: True) -> Counter[str]:
 
 
 def update(shared: Path) -> None:
-    """Ask the models, and write what they say and what drafters send."""
+    """Run the models, and write their predictions and the drafts of all scenarios."""
     from golden_models import record
 
     recordings = record(shared)
@@ -400,9 +407,9 @@ def update(shared: Path) -> None:
 
 
 def main() -> int:
-    """The command; returns its exit status: 1 if something differs."""
+    """Run the command; return its exit status, 1 if a scenario differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="ask the models anew, and write the record")
+    parser.add_argument("--update", action="store_true", help="run the models again, and write the record")
     parser.add_argument("--shared", type=Path, default=FOLDER.parents[2] / "shared", help="folder of data and models")
     options = parser.parse_args()
     if options.update:

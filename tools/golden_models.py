@@ -1,7 +1,7 @@
-"""The models of the golden record, which only its update needs: the demo model, a model of stories, a tiny hybrid.
+"""Models for an update of the golden record: the demo model, a model of stories, a tiny hybrid.
 
-The text of `gguf` is one of the model of stories, run on chains as llama.cpp runs models that keep a running state:
-drafters see of an engine only what it lists, and a GGUF file lists the same.
+The text `gguf` is from the model of stories, run on chains like llama.cpp's models with a running state. Drafters see
+only the predictions of an engine, and a GGUF file of the model has the same ones.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.95)
 
 
 class Asked:
-    """A model that is asked about trees, one pass over text and tree at a time.
+    """Function that runs a model on text and tree in one pass, and returns its predictions.
 
     Args:
-        model: The model, of transformers.
+        model: A transformers model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -35,7 +35,7 @@ class Asked:
 
     @torch.inference_mode()
     def __call__(self, text: list[int], tree: TokenTree) -> dict[int, Listed]:
-        """See `golden_record.Ask`."""
+        """Return the likeliest tokens after each node (`golden_record.Ask`)."""
         layout = lay_out(tree)
         size, before = len(text) + len(tree), len(text)
         ids = torch.tensor([text + layout.tokens.tolist()])
@@ -54,7 +54,7 @@ class Asked:
 
 
 def answered(model: Any, prompt: list[int], new: int, sampling: Sampling | None = None) -> Recording:
-    """A text of a model, which goes on being asked about it."""
+    """Generate a text with a model; the recording asks the model for further predictions."""
     ids = torch.tensor([prompt])
     more: dict[str, Any] = {"do_sample": False}
     if sampling is not None:
@@ -71,14 +71,14 @@ def answered(model: Any, prompt: list[int], new: int, sampling: Sampling | None 
 
 
 def loaded(path: Path) -> tuple[Any, Any]:
-    """A model and its tokenizer."""
+    """Load a model and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def record(shared: Path) -> dict[str, Recording]:
-    """The texts of all models; `shared` is the folder of data and models."""
+    """Record the texts of all models; `shared` is the folder of data and models."""
     torch.set_num_threads(1)
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
     from tiny.families import build

@@ -1,7 +1,7 @@
-"""What models said, on the disk: recorded texts with the likeliest tokens after every node that was sent.
+"""Files of recorded texts, with the model's likeliest tokens after every node that was sent.
 
-`golden.py` plays them. Files hold arrays only, compressed; probabilities are kept as float16, and so are the same
-numbers on every processor.
+`golden.py` plays them. Files hold compressed arrays. Probabilities are float16, so that they are the same on every
+processor.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from lookahead.core.token_tree import TokenTree
 from playback import Listed, paths
 
 LISTED = 8
-"""Tokens that are kept of each node: as many as drafters read."""
+"""Number of tokens recorded for each node, the number that drafters read."""
 
 NOBODY = np.iinfo(np.uint16).max
 
 Arrays = dict[str, NDArray]
 Key = tuple[int, tuple[int, ...]]
-"""Tokens of the text that lead to a node, and the drafted tokens behind them."""
+"""Key of a node: number of text tokens before it, and the drafted tokens after them, its own included."""
 
 Ask = Callable[[list[int], TokenTree], Mapping[int, Listed]]
-"""Has a model run a tree behind the first tokens of a text, and lists what it says of each node."""
+"""Run a model on the first tokens of a text and a tree after them; return its predictions for each node."""
 
 
 class NotRecordedError(LookupError):
-    """A node was sent that no model was asked about."""
+    """The record has no predictions for a node."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a text was sampled: see `generate`."""
+    """Sampling parameters of a text, named as in `generate`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -47,14 +47,14 @@ class Sampling:
 
 @dataclass
 class Recording:
-    """A text, and what its model said (`Script`).
+    """A text, and its model's predictions (`Script`).
 
     Attributes:
-        prompt, answer: Its tokens.
-        sampling: How the answer was sampled; `None` for greedy decoding.
+        prompt, answer: Token ids.
+        sampling: Sampling parameters of the answer; `None` for greedy decoding.
         said: The likeliest tokens by node, with their probabilities.
-        ask: Asks the model about what was not recorded, if it is there.
-        used: The nodes that were asked for.
+        ask: Source of predictions that are not recorded; `None` without a model.
+        used: Nodes that were requested.
     """
 
     prompt: list[int]
@@ -70,10 +70,10 @@ class Recording:
         return [*self.prompt, *self.answer]
 
     def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
-        """See `Script`.
+        """Return the likeliest tokens after the nodes with logits (`Script`).
 
         Raises:
-            NotRecordedError: Of a node nothing is known.
+            NotRecordedError: A node is not recorded, and there is no model to ask.
         """
         keys = {node: key for node, key in paths(tree, cached).items() if tree.needs_logits[node]}
         unknown = [node for node, key in keys.items() if key not in self.said]
@@ -96,16 +96,16 @@ def save(path: Path, arrays: Arrays) -> None:
 
 
 def load(path: Path) -> Arrays:
-    """Read what `save` has written."""
+    """Read the arrays of a file written by `save`."""
     with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
         return dict(arrays)
 
 
 def pack(recordings: Mapping[str, Recording]) -> Arrays:
-    """Recordings as arrays, with the nodes that were used alone.
+    """Convert recordings to arrays, with only the nodes in `used`.
 
-    Nodes are sorted by their paths; of each its depth behind the text and its last token are kept, so that the
-    paths of its children go on from it.
+    Nodes are sorted by their paths. For each node the arrays hold its depth after the text and its last token; its path
+    follows from the nodes before it.
     """
     arrays: Arrays = {}
     for name, recording in recordings.items():
@@ -132,7 +132,7 @@ def pack(recordings: Mapping[str, Recording]) -> Arrays:
 
 
 def unpack(arrays: Arrays) -> dict[str, Recording]:
-    """What `pack` was given."""
+    """Undo `pack`."""
     return {name: _unpacked(arrays, name) for name in dict.fromkeys(key.rpartition("/")[0] for key in arrays)}
 
 

@@ -2,10 +2,10 @@
 
     python tools/method_pictures.py docs/images
 
-A text is decoded greedily with the paper's method and a small window (W=5, N=4, G=3), and every step is kept. Of these
-steps the pictures show one whose candidates were accepted (its token tree, and the attention mask of that tree), and
-six in a row in which the window forms an n-gram that is accepted soon afterwards. Nothing in them is made up: tokens,
-parents and mask are those that the model was given. matplotlib is needed: `pip install '.[plot]'`.
+A text is decoded greedily with the paper's method and a small window (W=5, N=4, G=3), and every step is recorded. The
+pictures show the token tree and the attention mask of one step with accepted candidates. A third picture shows six
+consecutive steps: the window forms an n-gram, which is accepted soon afterwards. Tokens, parents and mask are the real
+inputs of the model. Needs matplotlib: `pip install '.[plot]'`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
 from lookahead.errors import InvalidArgumentError, extra_hint
 
 WINDOW_SIZE, NGRAM_SIZE, GUESS_SET_SIZE = 5, 4, 3
-"""W, N and G of the pictures: W and N are those of the paper's Fig. 2."""
+"""W, N and G of the pictures; W and N are the same as in the paper's Fig. 2."""
 
 SHOWN_STEPS = 6
 
-# Colours that are told apart by most colour-blind readers; those of the window's rows are Fig. 2's, oldest first.
+# Colours that most colour-blind readers can distinguish; the window's rows have the colours of Fig. 2, oldest first.
 ROOT, CANDIDATE, ACCEPTED, UNSEEN = "#56b4e9", "#cdb4db", "#1b7f3b", "#f2f2f2"
 ROWS = ("#f4b860", "#8fd3a8", "#ee8f7a", "#ffffff")
 PREDICTED = (ROWS[-1], "predicted by the model in this step")
@@ -45,7 +45,14 @@ PREDICTED = (ROWS[-1], "predicted by the model in this step")
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was: what was sent, what came of it, and the window before it; in warm-up no n-grams."""
+    """Record of one step.
+
+    Attributes:
+        tree: The token tree that was sent.
+        guesses: Candidates from the pool.
+        rows: The window before the step; during warm-up it has fewer rows, and forms no n-grams.
+        result: Predictions and accepted nodes.
+    """
 
     tree: TokenTree
     guesses: list[tuple[int, ...]]
@@ -59,19 +66,19 @@ class Step:
 
     @property
     def path(self) -> list[int]:
-        """Nodes that were accepted."""
+        """Accepted nodes."""
         return self.result.path
 
     @property
     def new_row(self) -> list[int]:
-        """What the model predicted at the end of each column."""
+        """Prediction of the model at the end of each column."""
         if len(self.rows) < NGRAM_SIZE - 1:
             return []
         return [int(self.result.predictions[node]) for node in self.window_rows()[-1]]
 
     @property
     def ngrams(self) -> list[tuple[int, ...]]:
-        """What the step put into the pool, one for each column."""
+        """N-grams added to the pool by the step, one for each column."""
         if not self.new_row:
             return []
         return list(zip([self.root, *self.rows[0]], *self.rows[1:], self.new_row, strict=True))
@@ -83,7 +90,7 @@ class Step:
 
 
 class WatchedDrafter(PaperDrafter):
-    """The paper's method, every step of which is kept."""
+    """Drafter of the paper's method that records every step."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -92,18 +99,18 @@ class WatchedDrafter(PaperDrafter):
         super().__init__(self._own_window, self._own_pool)
 
     def propose(self, tree: TokenTree) -> None:
-        """Draft, and note what was drafted."""
+        """Draft, and record the draft."""
         self._drafted = (tree, self._own_pool.lookup(tree.tokens[tree.root]), self._own_window.rows)
         super().propose(tree)
 
     def observe(self, result: StepResult) -> None:
-        """Learn, and note what came of it."""
+        """Record the result of the step, and learn."""
         self.steps.append(Step(*self._drafted, result))
         super().observe(result)
 
 
 def watch(model: Any, tokens: list[int], length: int) -> list[Step]:
-    """The steps of a greedy text of `length` new tokens."""
+    """Decode `length` new tokens greedily, and return the steps."""
     drafter = WatchedDrafter()
     end = len(tokens) + length
     sequence = TextSequence(
@@ -117,7 +124,7 @@ def watch(model: Any, tokens: list[int], length: int) -> list[Step]:
 
 
 def choose_step(steps: Sequence[Step]) -> Step:
-    """The step for tree and mask: most tokens accepted, then most candidates, then the earliest."""
+    """Choose the step for tree and mask: most tokens accepted, then most candidates, then the earliest."""
     full = [step for step in steps if step.new_row and step.path]
     if not full:
         raise InvalidArgumentError("no candidate was accepted in this text: choose another --prompt, or more --tokens")
@@ -134,7 +141,7 @@ class Life(NamedTuple):
 
 
 def choose_life(steps: Sequence[Step]) -> Life:
-    """The n-gram for the picture of the window: formed from its first token on and accepted in the six steps shown."""
+    """Choose the n-gram for the picture of the window: formed completely and accepted in the six steps shown."""
     lives = []
     for accepted, step in enumerate(steps):
         guess = tuple(step.tree.tokens[node] for node in step.path)
@@ -152,7 +159,7 @@ def choose_life(steps: Sequence[Step]) -> Life:
 
 
 def label(tokenizer: Any, token: int) -> str:
-    """A token as it may be drawn: blanks and line breaks visible, several blanks counted, long ones cut short."""
+    """Text of a token for a picture: blanks and line breaks visible, several blanks counted, long tokens shortened."""
     text = re.sub(" {2,}", lambda blanks: f"␣×{len(blanks[0])}", tokenizer.decode([token]))
     text = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "→")
     text = text if len(text) <= 8 else f"{text[:4]}…{text[-3:]}"
@@ -160,10 +167,10 @@ def label(tokenizer: Any, token: int) -> str:
 
 
 class Canvas:
-    """A figure on which tokens are boxes."""
+    """Figure with tokens as boxes."""
 
     def __init__(self, width: float, height: float, name: Callable[[int], str], token_size: float = 8.5) -> None:
-        # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
+        # Not pyplot, which keeps global state and may look for a screen.
         from matplotlib.figure import Figure
 
         self._figure = Figure(figsize=(width, height), layout="constrained")
@@ -173,7 +180,7 @@ class Canvas:
         self._token_size = token_size
 
     def box(self, x: float, y: float, token: int, colour: str, *, edge: str = "#777777", bold: bool = False) -> None:
-        """A token, with its middle at (x, y)."""
+        """Draw a token, with its centre at (x, y)."""
         from matplotlib.patches import FancyBboxPatch
 
         style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": colour, "edgecolor": edge}
@@ -183,16 +190,16 @@ class Canvas:
         self.text(x, y, self._name(token), zorder=4, family="monospace", size=self._token_size)
 
     def text(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Words at (x, y), centred unless said otherwise."""
+        """Write text at (x, y), centred by default."""
         self.axes.text(x, y, text, **{"ha": "center", "va": "center", "size": 9, **style})
 
     def line(self, start: tuple[float, float], end: tuple[float, float], *, bold: bool = False) -> None:
-        """From the right side of a box to the left side of another."""
+        """Draw a line from the right side of a box to the left side of another."""
         style = {"color": ACCEPTED, "linewidth": 2.2} if bold else {"color": "#999999", "linewidth": 0.9}
         self.axes.plot([start[0] + 0.44, end[0] - 0.44], [start[1], end[1]], zorder=1, **style)
 
     def save(self, path: Path, title: str, limits: tuple[float, float, float, float], **legend: Any) -> None:
-        """Write a PNG file; `limits` are left, right, bottom and top of what is drawn."""
+        """Write a PNG file; `limits` are the left, right, bottom and top of the drawn area."""
         self.axes.set_xlim(*limits[:2])
         self.axes.set_ylim(*limits[2:])
         self.axes.set_title(title, size=11, loc="left")
@@ -201,7 +208,7 @@ class Canvas:
 
 
 def patches(*more: tuple[str, str]) -> list[Any]:
-    """What colours mean, for a legend."""
+    """Entries of a legend that explains the colours."""
     from matplotlib.patches import Patch
 
     entries = [(ROOT, "root: last decided token"), (CANDIDATE, "candidate, from the pool")]
@@ -215,7 +222,7 @@ def patches(*more: tuple[str, str]) -> list[Any]:
 
 
 def colours_of(step: Step) -> dict[int, str]:
-    """The colour of each node from the root on."""
+    """Colour of each node, from the root."""
     colours = {step.tree.root: ROOT}
     colours |= {node: CANDIDATE for node, kind in enumerate(step.tree.kinds) if kind is NodeKind.CANDIDATE}
     for row, nodes in enumerate(step.window_rows()):
@@ -224,7 +231,7 @@ def colours_of(step: Step) -> dict[int, str]:
 
 
 def tree_places(step: Step) -> dict[int, tuple[float, float]]:
-    """Where each node stands: to the right by its depth, candidates above the trunk, columns of the window below."""
+    """Position of each node: x is its depth; candidates are above the trunk, columns of the window below."""
     tree = step.tree
     depth = {node: float(tree.depths[node] - tree.depths[tree.root]) for node in range(tree.root, len(tree))}
     places = {tree.root: (0.0, 0.0)}
@@ -241,7 +248,7 @@ def tree_places(step: Step) -> dict[int, tuple[float, float]]:
 
 
 def draw_tree(path: Path, step: Step, name: Callable[[int], str]) -> None:
-    """The token tree of a step."""
+    """Draw the token tree of a step."""
     canvas, tree, places, colours = Canvas(11, 6.2, name), step.tree, tree_places(step), colours_of(step)
     accepted = {tree.root, *step.path}
     for node, place in places.items():
@@ -271,7 +278,7 @@ def draw_tree(path: Path, step: Step, name: Callable[[int], str]) -> None:
 
 
 def draw_mask(path: Path, step: Step, name: Callable[[int], str]) -> None:
-    """The attention mask of the same step, in the order in which its nodes were sent."""
+    """Draw the attention mask of the same step, with its nodes in the order of sending."""
     from matplotlib.patches import Rectangle
 
     tree, colours, layout = step.tree, colours_of(step), lay_out(step.tree)
@@ -301,7 +308,7 @@ def draw_mask(path: Path, step: Step, name: Callable[[int], str]) -> None:
 
 
 def draw_window(path: Path, steps: Sequence[Step], life: Life, name: Callable[[int], str]) -> None:
-    """The window over six steps, and an n-gram in it."""
+    """Draw the window over six steps, and an n-gram in it."""
     first = life.found - NGRAM_SIZE + 1
     height = 0.8 * NGRAM_SIZE + 1.5
     canvas = Canvas(12, 13, name, token_size=7.5)
@@ -338,7 +345,7 @@ def draw_window(path: Path, steps: Sequence[Step], life: Life, name: Callable[[i
 
 
 def _story(step: int, life: Life, name: Callable[[int], str]) -> str:
-    """What happens to the n-gram in a step."""
+    """Caption of a step: the event in the life of the n-gram."""
     if step < life.found:
         number = step - life.found + NGRAM_SIZE - 1
         return f"column {life.column} gets token {number + 1}:  {name(life.tokens[number])}"
@@ -353,7 +360,7 @@ def draw(folder: Path, model: Path, prompt: str, length: int) -> None:
     """Decode a text of `length` new tokens, and draw into a folder.
 
     Raises:
-        InvalidArgumentError: There is nothing to draw in this text, or matplotlib is not installed.
+        InvalidArgumentError: The text has no suitable step, or matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
         raise InvalidArgumentError(f"drawing needs matplotlib; {extra_hint('plot')}")
@@ -372,7 +379,7 @@ def draw(folder: Path, model: Path, prompt: str, length: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--model", type=Path, default=demo_model_path(), help="folder of the model (the demo model)")

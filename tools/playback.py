@@ -1,7 +1,7 @@
-"""Decoding without a model: a backend that plays what models said, and a sampler that selects recorded tokens.
+"""Decoding without a model: a backend that plays recorded predictions, and a sampler that selects recorded tokens.
 
-Nothing here computes. What is listed after a node comes from a `Script`, so that drafters meet the same numbers on
-every processor. `VLLMLoop` plays the part of vLLM with a proposer, likewise.
+Predictions come from a `Script`, so that drafters read the same numbers on every processor. `VLLMLoop` replaces vLLM
+for its proposer in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lookahead.core.token_tree import TokenTree
 
 try:
     from lookahead.core.step import Batch, step
-except ModuleNotFoundError:  # the name that it had in 0.1, which `worth` compares with
+except ModuleNotFoundError:  # its name in version 0.1, which `worth` compares with
     from lookahead.core.decoder import Batch, step
 
 if TYPE_CHECKING:
@@ -31,32 +31,32 @@ Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 class Script(Protocol):
-    """What is said of the nodes of one text."""
+    """Source of predictions after the nodes of one text."""
 
     def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
-        """What follows the nodes of a tree that are read.
+        """Return the likeliest next tokens of nodes with logits, by node.
 
         Args:
-            cached: Tokens of the text before the tree.
+            cached: Number of tokens of the text before the tree.
             tree: The tree.
         """
 
 
 def paths(tree: TokenTree, cached: int) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """For each node of a tree how many tokens of the text lead to it, and the drafted tokens behind them, its own
-    among them."""
-    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    """For each node of a tree, return the number of text tokens before it, and the drafted tokens after them, its own
+    included."""
+    by_node: dict[int, tuple[int, tuple[int, ...]]] = {}
     for node, token in enumerate(tree.tokens):
         if node <= tree.root:
-            found[node] = cached + node + 1, ()
+            by_node[node] = cached + node + 1, ()
         else:
-            length, path = found[tree.parents[node]]
-            found[node] = length, (*path, token)
-    return found
+            length, path = by_node[tree.parents[node]]
+            by_node[node] = length, (*path, token)
+    return by_node
 
 
 class TextScript:
-    """Says the token of a recorded text on its path, with probability 1, and nothing elsewhere.
+    """Predict the next token of a recorded text on its path, with probability 1, and nothing on other paths.
 
     Args:
         text: Prompt and answer.
@@ -66,30 +66,30 @@ class TextScript:
         self._text = text
 
     def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
-        """See `Script`."""
-        found: dict[int, Listed] = {}
+        """Return the next token of the recorded text after nodes on its path."""
+        by_node: dict[int, Listed] = {}
         for node, (length, path) in paths(tree, cached).items():
             end = length + len(path)
             if end < len(self._text) and tuple(self._text[length:end]) == path:
-                found[node] = np.array([self._text[end]]), np.ones(1, dtype=np.float32)
-        return found
+                by_node[node] = np.array([self._text[end]]), np.ones(1, dtype=np.float32)
+        return by_node
 
 
 @dataclass(frozen=True)
 class PlayedOutputs:
-    """What a script says of the nodes of a tree (`NodeOutputs`)."""
+    """Predictions of a script after the nodes of a tree (`NodeOutputs`)."""
 
     predictions: NDArray[np.int64]
     top_ids: NDArray[np.int64]
     top_probabilities: NDArray[np.float32]
 
     def logits_after(self, node: int) -> Any:
-        """See `NodeOutputs`."""
+        """Raise an error, as recordings have no logits."""
         raise NotImplementedError("recordings have no logits")
 
 
 class PlayedPass(list[PlayedOutputs]):
-    """The outputs for all trees of a step; their arrays one behind another, as `ForestOutputs` has them."""
+    """Outputs for all trees of a step, with their arrays concatenated (`ForestOutputs`)."""
 
     @property
     def predictions(self) -> NDArray[np.int64]:
@@ -103,7 +103,7 @@ class PlayedPass(list[PlayedOutputs]):
 
     @property
     def top_probabilities(self) -> NDArray[np.float32]:
-        """Their probabilities."""
+        """Probabilities of the likeliest tokens after each node."""
         return np.concatenate([of_tree.top_probabilities for of_tree in self])
 
 
@@ -112,8 +112,8 @@ class PlayedRow:
     """A row of a backend.
 
     Attributes:
-        script: What is said of its nodes.
-        cached: Tokens of its text in the cache.
+        script: Source of its predictions.
+        cached: Number of tokens of its text in the cache.
     """
 
     script: Script
@@ -121,12 +121,11 @@ class PlayedRow:
 
 
 class PlayedBackend:
-    """Answers trees from scripts (`Backend`).
+    """Run trees with scripts instead of a model (`Backend`).
 
     Args:
-        rows: As many as there are sequences; between two steps they may change.
-        resends: Whether a step of which a part was rejected leaves nothing in the cache, as with models that keep a
-            running state.
+        rows: One row for each sequence; they may change between two steps.
+        resends: Whether a step with a rejected node adds nothing to the cache, as in models with a running state.
     """
 
     def __init__(self, rows: Sequence[PlayedRow] = (), resends: bool = False) -> None:
@@ -170,11 +169,11 @@ class PlayedBackend:
 
 @dataclass
 class RecordedTokens:
-    """Selects the tokens of a recorded text (`Sampler`).
+    """Select the tokens of a recorded text (`Sampler`).
 
     Attributes:
         text: Prompt and answer.
-        samples: Whether they were sampled.
+        samples: Whether the answer was sampled.
     """
 
     text: Sequence[int]
@@ -182,7 +181,7 @@ class RecordedTokens:
     needs_logits = True
 
     def foresee(self, tokens: int) -> None:
-        """Nothing: what they were sampled with is not recorded."""
+        """Do nothing, as no random numbers are recorded."""
 
     @classmethod
     def look_ahead_rows(cls, rows: Sequence[Any]) -> None:
@@ -199,7 +198,7 @@ class RecordedTokens:
 def played_sequence(
     prompt: Sequence[int], answer: Sequence[int], drafter: Any, samples: bool = False, **more: Any
 ) -> SequenceState:
-    """A sequence that is complete with the recorded answer, and takes it for a sampled one or not."""
+    """Make a sequence that ends with the recorded answer; `samples` marks it as sampled."""
     text = [*prompt, *answer]
     sampler = RecordedTokens(text, samples)
     return SequenceState(
@@ -208,7 +207,7 @@ def played_sequence(
 
 
 def play_text(prompt: Sequence[int], answer: Sequence[int], drafter: Any) -> Statistics:
-    """Draft for one recorded answer, of which alone the drafter learns; what it took."""
+    """Decode one recorded answer, which is all that the drafter learns from, and return the statistics."""
     text = [*prompt, *answer]
     batch = Batch([played_sequence(prompt, answer, drafter)])
     backend = PlayedBackend([PlayedRow(TextScript(text))])
@@ -219,7 +218,7 @@ def play_text(prompt: Sequence[int], answer: Sequence[int], drafter: Any) -> Sta
 
 
 def vllm_config(vocabulary: int, drafted: int, requests: int, room: int, **settings: Any) -> SimpleNamespace:
-    """What the proposer reads of vLLM's configuration; by default it sends all it may, whatever the clock says."""
+    """Stand-in for vLLM's configuration; by default the proposer drafts the most tokens, without using the clock."""
     model = SimpleNamespace(model="m", revision=None, max_model_len=room, get_vocab_size=lambda: vocabulary)
     return SimpleNamespace(
         model_config=model,
@@ -230,12 +229,12 @@ def vllm_config(vocabulary: int, drafted: int, requests: int, room: int, **setti
 
 
 class VLLMLoop:
-    """What vLLM does between two calls of a proposer: verify by the recorded text, and keep one token more.
+    """Stand-in for vLLM's loop: verify drafts by the recorded text, and add one more token.
 
     Args:
-        proposer: What drafts.
-        room: Tokens of a text at most.
-        read: Called before each step with the prefix of each row and its draft, where logits are to be read along.
+        proposer: The proposer of drafts.
+        room: Most tokens of a text.
+        read: Function called before each step with the texts and drafts of all rows, to compute logits.
     """
 
     def __init__(
@@ -243,30 +242,30 @@ class VLLMLoop:
     ) -> None:
         self._proposer, self._room, self._read = proposer, room, read
         self.steps: list[list[tuple[list[int], int]]] = []
-        """For each step and row the draft that was verified, and how many of its tokens were accepted."""
+        """For each step and row, the verified draft and the number of its accepted tokens."""
 
     def run(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-        """Serve requests that come at once until all of them are complete."""
-        wanted = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        """Serve requests that start together until all of them are complete."""
+        complete = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         texts = [list(prompt) for prompt in prompts]
         drafts: list[list[int]] = [[] for _ in prompts]
         while texts:
             if self._read is not None:
                 self._read(texts, drafts)
-            added = [self._verified(*row) for row in zip(texts, wanted, drafts, strict=True)]
+            added = [self._verified(*row) for row in zip(texts, complete, drafts, strict=True)]
             self.steps.append([(draft, len(new) - 1) for draft, new in zip(drafts, added, strict=True)])
             texts = [text + new for text, new in zip(texts, added, strict=True)]
             tokens = np.zeros((len(texts), self._room), dtype=np.int32)
             for row, text in enumerate(texts):
                 tokens[row, : len(text)] = text
             drafts = self._proposer.propose(added, np.array([len(text) for text in texts]), tokens)
-            left = [row for row, text in enumerate(texts) if len(text) < len(wanted[row])]
-            texts, wanted = [texts[row] for row in left], [wanted[row] for row in left]
+            left = [row for row, text in enumerate(texts) if len(text) < len(complete[row])]
+            texts, complete = [texts[row] for row in left], [complete[row] for row in left]
             drafts = [drafts[row] for row in left]
 
     @staticmethod
-    def _verified(text: list[int], wanted: list[int], draft: list[int]) -> list[int]:
-        ahead = wanted[len(text) :]
+    def _verified(text: list[int], complete: list[int], draft: list[int]) -> list[int]:
+        ahead = complete[len(text) :]
         pairs = enumerate(zip(draft, ahead, strict=False))
         agreed = next((at for at, (token, right) in pairs if token != right), min(len(draft), len(ahead)))
         return ahead[: agreed + 1]

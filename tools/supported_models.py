@@ -1,13 +1,13 @@
-"""Try every family of causal language models of transformers, and write a row for each: what it runs on, or why not.
+"""Try every family of causal language models of transformers, and write one row for each: trees, chains or refused.
 
     python tools/supported_models.py                    # all of them, a few minutes on one core
     python tools/supported_models.py qwen3 mamba2       # some of them; the other rows stay
     python tools/supported_models.py gemma3+image       # with an image in the prompt
     python tools/supported_models.py --output FILE      # into that file, beside the rows of benchmarks/results
 
-Of each family a tiny random model is built, as the fuzzer does it, and asked for a text by lookahead decoding and by
-its own `generate`; those of classes that see images once more, with an image of random pixels in the prompt. The tables
-of docs/models.md are made of the rows: `make tables RECORD=1`. Some need packages of the extra `towers`.
+For each family a tiny random model is built, as in the fuzzer. It generates texts by lookahead decoding and by its own
+`generate`; classes that take images are tried again, with an image of random pixels in the prompt. The tables of
+docs/models.md are made from the rows: `make tables RECORD=1`. Some families need packages of the extra `towers`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ ROWS = ROOT / "benchmarks" / "results" / "models.jsonl"
 TREES, CHAINS, REFUSED, NOT_TRIED, WRONG = "trees", "chains", "refused", "not tried", "WRONG"
 _NEW_TOKENS = 40
 IMAGE = "+image"
-"""Behind the name of a family: with an image in the prompt."""
+"""Suffix of a family's name: its prompt has an image."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a family.
+    """Result of a family.
 
     Attributes:
-        family: Its model type.
-        kind: How it runs.
-        reason: Why it does not, if so.
+        family: Model type, plus `IMAGE` for a prompt with an image.
+        kind: `TREES`, `CHAINS`, `REFUSED`, `NOT_TRIED` or `WRONG`.
+        reason: Reason why lookahead does not run it; empty if it does.
     """
 
     family: str
@@ -73,7 +73,7 @@ class Row:
         return self.family.endswith(IMAGE)
 
     def as_json(self) -> str:
-        """The row as a line of the file."""
+        """Row as a line of the file."""
         names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if self.image else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         family = self.family.removesuffix(IMAGE)
         row = {"kind": "family", "family": family, "image": self.image, "class": names.get(family, "")}
@@ -81,14 +81,14 @@ class Row:
 
 
 def read_rows(path: Path = ROWS) -> dict[str, Row]:
-    """The rows of a file, by family."""
+    """Read the rows of a file, by family."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     names = [row["family"] + IMAGE * row["image"] for row in found[1:]]
     return {name: Row(name, row["runs_on"], row["reason"]) for name, row in zip(names, found[1:], strict=True)}
 
 
 def try_family(family: str) -> Row:
-    """Build a tiny model of `family` and compare its texts."""
+    """Build a tiny model of `family`, and compare its texts with transformers' own."""
     kind = family.removesuffix(IMAGE)
     name = next((name for name in image_families() if name.partition("/")[0] == kind), "") if kind != family else kind
     ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
@@ -113,7 +113,7 @@ def try_family(family: str) -> Row:
 
 
 def _texts(model: PreTrainedModel, generate: Callable[..., Any], prompt: dict[str, Any]) -> list[torch.Tensor]:
-    """A greedy text of `model`, and a sampled one."""
+    """Generate a greedy and a sampled text with `model`."""
     texts = []
     for sampled in (False, True):
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
 
 
 def _in_words(error: str) -> str:
-    """An error in the cell of a table."""
+    """Shorten an error for the cell of a table."""
     text = re.sub(r"^model=\w+ (with attn_implementation='\w+' )?", "", " ".join(error.split()))
     text = re.sub(r"\.? (Use model\.generate|call model\.eval).*$", "", text)
     text = text[:200] + "…" if len(text) > 200 else text.rstrip(";")
@@ -137,8 +137,8 @@ def _in_words(error: str) -> str:
 
 
 def main() -> int:
-    """Try the families that the command line names, or all, and write their rows beside those of the others."""
-    compile_loops()  # no family is to go without drafts, as first ones might
+    """Try the families on the command line, by default all, and add their rows to the file."""
+    compile_loops()  # otherwise the first families might have no drafts
     parser = argparse.ArgumentParser(description="Try families of models, and write a row for each.")
     parser.add_argument("families", nargs="*", help="all if none is named")
     parser.add_argument("--output", type=Path, default=ROWS, help=f"JSON lines ({ROWS})")

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; the recipe's options are the fields of `TrainingSettings`."""
+    """Build the command line; the recipe's options are the fields of `TrainingSettings`."""
     description, _, notes = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=description, epilog=notes, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _train(
     settings: TrainingSettings, console: Console, work: Path, output: Path, checkpoint_minutes: float, resume: bool
 ) -> int:
-    # Imported here because they bring torch and transformers, and --help should not take seconds.
+    # Imported here so that --help need not import torch and transformers, which takes seconds.
     from demo_training.checkpoint import CHECKPOINT_NAME, read_checkpoint, restore_checkpoint, save_checkpoint
     from demo_training.model_folder import RECORD_NAME, write_model_folder
     from demo_training.token_data import open_token_data
@@ -125,7 +125,7 @@ def _train(
         )
     found = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if not (checkpoint.exists() or RECORD_NAME in found or found <= {f"{CHECKPOINT_NAME}.partial"}):
-        raise TrainingError(f"--output {output} holds something else than a model of this tool: choose another folder")
+        raise TrainingError(f"--output {output} holds files that are no model of this tool: choose another folder")
     data = open_token_data(settings, work, state["data_key"] if state else None, console)
     run = start_run(settings, device)
     if state:
@@ -154,7 +154,7 @@ def _train(
 
 
 def _settled(settings: TrainingSettings, console: Console) -> TrainingSettings:
-    """Replace each `auto` by what it stands for here, so that a checkpoint says what was really used."""
+    """Replace each `auto` by the chosen value, so that a checkpoint records the actual settings."""
     from demo_training.optimizers import ADAMW_ONLY, choose_optimizer
     from demo_training.trainer import choose_device
 

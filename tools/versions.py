@@ -6,9 +6,9 @@
     python tools/versions.py --output FILE            # rows into that file, for the table of docs/compatibility.md
 
 In each environment all modules are imported, the snippets of the README are run, and 40 random cases are compared with
-transformers' own `generate`. `oldest` and `newest` are those that pyproject.toml allows, tried with the Python that
-runs this file; other Pythons are tried with `newest` where pyenv, uv or the system has them. `latest` is the newest
-release even where the range ends before it: nothing fails, and a line says whether the range can be widened.
+transformers' own `generate`. `oldest` and `newest` are the ends of the range in pyproject.toml, tried with the Python
+that runs this file; other installed Pythons (of pyenv, uv or the system) are tried with `newest`. `latest` is the
+newest release, even outside the range: it cannot fail the command, and a line reports whether the range can be widened.
 
 Needs no package, so that any Python runs it. An environment is removed after its checks, unless one of them failed.
 """
@@ -44,11 +44,11 @@ print(json.dumps({"python": platform.python_version(), **libraries}))
 
 @dataclass(frozen=True)
 class Project:
-    """Ranges that pyproject.toml declares.
+    """Version ranges in pyproject.toml.
 
     Attributes:
-        pythons: Minor versions of its classifiers, such as `"3.10"`.
-        transformers: The range, as pip takes it.
+        pythons: Minor versions in its classifiers, `"3.10"` for example.
+        transformers: Requirement of transformers, in pip's notation.
     """
 
     pythons: tuple[str, ...]
@@ -56,13 +56,13 @@ class Project:
 
     @classmethod
     def read(cls) -> Project:
-        """Those of this checkout."""
+        """Read the ranges of this checkout."""
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         pythons = tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text))
         return cls(pythons, re.findall(r'"(transformers>=[^"]+)"', text)[0])
 
     def requirement(self, version: str) -> str:
-        """What pip is asked for: `version` is `OLDEST`, `NEWEST`, `LATEST`, or the beginning of a number."""
+        """Return pip's requirement; `version` is `OLDEST`, `NEWEST`, `LATEST`, or the beginning of a number."""
         if version == OLDEST:
             version = re.findall(r">=([\d.]+)", self.transformers)[0]
         names = {NEWEST: self.transformers, LATEST: "transformers"}
@@ -70,7 +70,7 @@ class Project:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try what the command line asks for, and return 1 if a version that is declared failed."""
+    """Try the versions on the command line; return 1 if a version in the declared range failed."""
     project = Project.read()
     asked = _parse(project, arguments)
     own = ".".join(platform.python_version_tuple()[:2])
@@ -112,7 +112,7 @@ def _parse(project: Project, arguments: Sequence[str] | None) -> argparse.Namesp
 
 
 def interpreter(name: str) -> str | None:
-    """Path of a Python of that version which can make environments, or `None` if there is none."""
+    """Path of a Python of that version that can make environments; `None` if there is none."""
     for path in _candidates(name):
         code = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"
         try:
@@ -166,7 +166,7 @@ def try_version(python: str, version: str, folder: Path, project: Project) -> di
 
 
 def _environment(python: str, version: str, folder: Path, project: Project) -> Path:
-    """A new environment; path of its interpreter."""
+    """Make a new environment, and return the path of its interpreter."""
     print(f"Installing {project.requirement(version)} for {python} into {folder.relative_to(ROOT)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", folder], check=True)
@@ -196,7 +196,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _count(cases: Path) -> dict[str, int]:
-    """Outcomes of the cases in a file of the fuzzer, and how many tokens were compared."""
+    """Count the outcomes of cases in a file of the fuzzer, and the compared tokens."""
     lines = cases.read_text(encoding="utf-8").splitlines() if cases.exists() else []
     rows = [row for row in map(json.loads, lines) if "seed" in row]
     kinds = Counter(row["kind"] for row in rows)
@@ -217,7 +217,7 @@ def _about_latest(row: dict[str, Any], project: Project) -> str:
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
-    """Write a row into a file, in place of the one of the same versions; the file is sorted by versions."""
+    """Write a row into a file, replacing a row of the same versions; the file is sorted by versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = {_versions(kept): kept for kept in [*map(json.loads, lines), row]}

@@ -263,7 +263,7 @@ def test_a_folder_of_something_else_is_left_alone(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("mine")
     assert train(fresh=fresh) == 2
-    assert "holds something else than a model of this tool" in capsys.readouterr().err
+    assert "holds files that are no model of this tool" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
