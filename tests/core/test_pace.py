@@ -133,7 +133,7 @@ def test_a_promising_draft_ends_a_rest_until_promises_are_broken() -> None:
     pace = Pace(StepCosts())
     text = Text(pace)
     text.decode(repeat((0, 1.0)), 1000)
-    while pace.credit.rest < 8 * REST:  # of many steps that are left
+    while pace.credit.cooldown < 8 * REST:  # of many steps that are left
         text.decode(repeat((0, 1.0)), 1, likely=0.01)
     begin = text.seconds
     text.decode(repeat((8, 1.0)), 200, likely=0.9)
@@ -189,7 +189,7 @@ def test_a_disturbed_step_ends_nothing() -> None:
     text = Text(Pace(StepCosts()))
     text.decode(repeat((3, 1.0)), 1000)
     text.decode(chain([(3, 1000.0)], repeat((3, 1.0))), 1)
-    assert not text.pace.credit.rest
+    assert not text.pace.credit.cooldown
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -223,7 +223,7 @@ def test_certain_tokens_say_nothing_of_whether_drafting_pays() -> None:
         pace.book(
             StepTime(nodes, 100, seconds_of("AVX-512", nodes), 5, 1, not rests, certain_nodes=4, certain_tokens=4)
         )
-    assert pace.credit.rest
+    assert pace.credit.cooldown
 
 
 def test_steps_fill_passes_of_fixed_sizes() -> None:
@@ -401,7 +401,7 @@ def test_a_time_that_no_step_can_have_teaches_nothing(seconds: float) -> None:
 
 def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
     pace = Pace(StepCosts())
-    pace.credit.rest = 1000
+    pace.credit.cooldown = 1000
 
     def looks(row: PacedRow, steps: int) -> list[int]:
         found = []
@@ -419,13 +419,13 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
 
 def test_plain_steps_are_timed_at_the_end_of_a_long_rest_alone() -> None:
     text = Text(Pace(StepCosts()))
-    while text.pace.credit.rest <= 3 * REST:
+    while text.pace.credit.cooldown <= 3 * REST:
         text.decode(repeat((0, 1.0)), 1)
-    timed, left = int(text.pace.costs.times[-1]), text.pace.credit.rest
+    timed, left = int(text.pace.costs.times[-1]), text.pace.credit.cooldown
     text.decode(repeat((0, 1.0)), left - REST)
-    assert (text.pace.credit.rest, text.pace.costs.times[-1]) == (REST, timed)
+    assert (text.pace.credit.cooldown, text.pace.costs.times[-1]) == (REST, timed)
     text.decode(repeat((0, 1.0)), REST)
-    assert (text.pace.credit.rest, text.pace.costs.times[-1]) == (0, timed + REST // PLAIN_STEPS)
+    assert (text.pace.credit.cooldown, text.pace.costs.times[-1]) == (0, timed + REST // PLAIN_STEPS)
 
 
 def test_looking_for_drafts_that_are_not_found_costs_what_drafts_may_lose() -> None:

@@ -54,6 +54,6 @@ def test_a_call_that_backs_off_gives_the_same_text() -> None:
 def generate_with(model: PreTrainedModel, prompt: torch.Tensor, rest: int, **options: Any) -> Any:
     """A call in a rest that has so many plain steps left."""
     for pace in state_of(model).paces.values():
-        pace.credit.rest = pace.credit.unseen = rest
+        pace.credit.cooldown = pace.credit.until_probe = rest
     config = LookaheadConfig()
     return lookahead.generate(model, prompt, lookahead_config=config, return_dict_in_generate=True, **options)

@@ -174,7 +174,7 @@ def test_forbidden_drafts_change_steps_alone() -> None:
 def test_invalid_permits_stop_the_drafts() -> None:
     source = Fixed()
     source.permits = lambda tokens, parents: [True]  # type: ignore[attr-defined]
-    with pytest.warns(LookaheadWarning, match="drafting stopped.*tell it of each"):
+    with pytest.warns(LookaheadWarning, match="drafting stopped.*returned shape"):
         steps_with(LookaheadConfig(step_budget=8, sources=(lambda: source,)))
 
 
@@ -313,7 +313,7 @@ def test_invalid_nodes_stop_the_drafts(fields: dict[str, Any], message: str) -> 
         ({"preset": "own"}, "not known"),
         ({"sources": (object,)}, "lacks name"),
         ({"sources": Fixed}, "must be a tuple"),
-        ({"sources": (Fixed, Fixed)}, "two called 'fixed'"),
+        ({"sources": (Fixed, Fixed)}, "two named 'fixed'"),
         ({"sources": (Fixed,), "preset": "paper"}, "sources=.* applies to preset 'auto'"),
     ],
 )

@@ -1,16 +1,15 @@
-"""Inner loops, compiled by numba; as plain Python (`NUMBA_DISABLE_JIT=1`) the same code gives the same results.
+"""Inner loops compiled by numba; as plain Python (`NUMBA_DISABLE_JIT=1`) the same code gives the same results.
 
-Records of numpy are read by name, `node["parent"]`, which both understand. A tuple of many arrays is many arguments to
-the compiler, an array of records is one.
+Numpy records are read by name, `node["parent"]`, in both cases. Many arrays in a tuple are many arguments for the
+compiler; an array of records is one.
 
-Compiled loops are kept between processes, in a folder for each state of the sources, and each numba. numba by itself
-compiles a loop anew when the file that it stands in has changed. But other files' loops become part of it: after a
-change of those, as by an upgrade, it would go on as it was. And it numbers the types that a loop was compiled for in an
-index: two processes that compile for different types at once give both the same number, and from then on arrays of one
-type are read as those of the other.
+Compiled loops are cached on disk, in one folder per state of the sources and version of numba. numba's own cache has
+two faults. It recompiles a loop only when its own file has changed, but loops of other files are inlined into it, so
+it would be stale after an upgrade. It also numbers argument types in an index: two processes that compile different
+types at the same time get the same number, and later read arrays of one type as the other.
 
-A folder is complete where it names the files of all loops that drafting needs: then these are read, also where nothing
-can be written.
+A folder is complete when it lists the files of all loops for drafting. The loops can then be read even from a
+read-only disk.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from lookahead.core.files import OWN_FOLDER, replaced, user_cache
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _VECTORIZED = frozenset({"nnan", "nsz", "reassoc", "contract"})
-"""What LLVM may suppose where loops over many numbers are to be vectorised."""
+"""Assumptions that LLVM may make to vectorise loops over many numbers."""
 
 
 def compiled(
     function: Function, releases_gil: bool = False, makes_arrays: bool = False, vectorizes: bool = False
 ) -> Function:
-    """Compile `function` at its first call. It keeps to loops over numpy arrays and numbers.
+    """Compile `function` at its first call. It must consist of loops over numpy arrays and numbers.
 
     Args:
         function: The loop.
-        releases_gil: Let other threads run meanwhile: only for loops over arrays that no other thread writes to.
-        makes_arrays: Whether it makes arrays, or calls what does. Those have to be counted, which takes time.
-        vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
+        releases_gil: Let other threads run during the loop; only if no other thread writes to its arrays.
+        makes_arrays: Whether the loop, or a function it calls, allocates arrays. Counting them takes time.
+        vectorizes: Take sums and maxima in any order, assuming that no number is NaN.
     """
     loop = _compile(function, vectorizes, makes_arrays, nogil=releases_gil)
     keep_compiled(loop)
@@ -57,10 +56,10 @@ def compiled(
 
 
 class Loops:
-    """The state of the loops of drafting in this process.
+    """State of the loops for drafting in this process.
 
     Attributes:
-        awaited: Whether another process compiles them, so that texts go on without.
+        awaited: Whether another process is compiling the loops, so that texts are decoded without drafts.
     """
 
     awaited = False
@@ -70,17 +69,16 @@ LOOPS = Loops()
 
 
 def at_once(loop: Function) -> Function:
-    """The loop; as plain Python as long as it is awaited. For loops over few numbers."""
+    """Return the loop, as plain Python while compilation is awaited. For loops over few numbers."""
     return cast(Function, cast(Any, loop).py_func) if LOOPS.awaited else loop
 
 
 FIRST = cast(int, np.int64(0))
-"""A zero for loops to begin with. numba compiles what is called with the literal twice: for 0, and for all numbers; and
-where a loop goes on with another number than its literal, it goes through all types once more."""
+"""Zero for the start of loops. numba would compile a function once for the literal 0 and again for other integers."""
 
 
 def inner(function: Function, vectorizes: bool = False) -> Function:
-    """Like `compiled`, for what only compiled loops call: it becomes part of them, and Python must not call it."""
+    """Compile a function that only compiled loops call: it is inlined into them and cannot be called from Python."""
     return _compile(function, vectorizes, no_cpython_wrapper=True, forceinline=True)
 
 
@@ -89,28 +87,28 @@ def _compile(function: Function, vectorizes: bool, makes_arrays: bool = False, *
     if vectorizes:
         options["fastmath"] = set(_VECTORIZED)
     if not makes_arrays and hasattr(CPUTargetOptions, "_nrt"):
-        options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
+        options["_nrt"] = False  # these loops allocate no arrays: no reference counts, which take a third of their time
     return cast(Function, numba.njit(**options)(function))
 
 
 class TypedLoop:
-    """A loop for arguments of the types that its first call has and no others, without a look at what types they have.
+    """Compiled loop for the argument types of its first call, without checking types afterwards.
 
-    With dozens of arrays that look takes longer than many a loop. Arguments of other types are misread, so this is for
-    arrays that are made in one place, and each object that makes some has its own.
+    With dozens of arrays the check takes longer than many a loop. Arguments of other types are misread, so use one
+    object for arrays that are allocated in one place.
 
     Args:
-        loop: What `compiled` gave.
+        loop: Loop returned by `compiled`.
     """
 
-    _entries: ClassVar[dict[Any, Callable[..., Any]]] = {}  # asking numba for the types of records takes milliseconds
+    _entries: ClassVar[dict[Any, Callable[..., Any]]] = {}  # numba takes milliseconds to find the types of records
 
     def __init__(self, loop: Callable[..., Any]) -> None:
         self._loop = loop
         self._entry: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it."""
+        """Run the loop."""
         if self._entry is not None:
             return self._entry(*arguments)
         key = self._loop, _kinds(arguments)
@@ -121,14 +119,14 @@ class TypedLoop:
         try:
             types = tuple(map(numba.typeof, arguments))
             self._entry = cast(Any, self._loop).overloads[types].entry_point
-        except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
+        except (AttributeError, KeyError):  # not compiled, or another version of numba
             self._entry = self._loop
         self._entries[key] = cast(Callable[..., Any], self._entry)
         return result
 
 
 def _kinds(argument: Any) -> Any:
-    """What the types that numba gives arguments depend on."""
+    """Return a hashable key that determines the numba types of arguments."""
     if isinstance(argument, np.ndarray):
         flags = argument.flags
         return argument.dtype, argument.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
@@ -139,7 +137,7 @@ def _kinds(argument: Any) -> Any:
 
 @contextmanager
 def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` when a loop is first compiled meanwhile, rather than read from what numba kept of it."""
+    """Call `announce` when a loop is first compiled inside the `with` block, rather than read from the cache."""
 
     class Announcer(event.Listener):  # type: ignore[misc]
         announced = False
@@ -150,7 +148,7 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
                 announce()
 
         def on_end(self, event: Any) -> None:
-            """It is said once."""
+            """Do nothing: one announcement is enough."""
 
     with event.install_listener("numba:compile", Announcer()):
         yield
@@ -159,12 +157,12 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
 _PACKAGE = Path(__file__).parents[1]
 
 _KEPT = 16
-"""States of the sources whose loops are kept, 1.3 MB each."""
+"""Number of states of the sources with cached loops, 1.3 MB each."""
 
 
 @cache
 def _stamp() -> str:
-    """What all sources of the package are known by."""
+    """Return a hash of all sources of the package."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())
@@ -174,10 +172,10 @@ def _stamp() -> str:
 
 @cache
 def loops_folder() -> Path | None:
-    """The folder of today's loops in the user's cache; `None` where it is neither complete nor can be written to.
+    """Return the cache folder of the current loops; `None` if it is neither complete nor writable.
 
-    Several states of the sources are in use at once where there are several environments or checkouts. Folders beyond
-    the `_KEPT` that were used last are removed.
+    Several environments or checkouts may be in use at once, so the `_KEPT` most recently used folders are kept, and
+    others are removed.
     """
     begin = f"loops-{sys.implementation.cache_tag}-numba-{numba.__version__}-"
     folder = user_cache() / OWN_FOLDER / f"{begin}{_stamp()}"
@@ -195,19 +193,19 @@ def loops_folder() -> Path | None:
 
 
 _held: set[str] = set()
-"""Names of the files of the loops that this process has read or kept."""
+"""Names of loop files that this process has read or written."""
 _lost: set[str] = set()
-"""Names of those that it could not keep."""
+"""Names of loop files that this process could not write."""
 
 
 def are_kept() -> bool:
-    """Whether all loops of drafting can be read, for this kind of processor."""
+    """Return whether all loops for drafting can be read from the cache, for this kind of processor."""
     folder = loops_folder()
     return bool(numba.config.DISABLE_JIT) or (folder is not None and _is_complete(folder))
 
 
 def note_all_kept() -> None:
-    """Write down the files of the loops of this process, once these are all loops that drafting needs."""
+    """Write the list of loop files, once this process has loaded all loops that drafting needs."""
     folder = loops_folder()
     if folder is None or not _held or _lost or LOOPS.awaited or are_kept():
         return
@@ -219,31 +217,31 @@ def _is_complete(folder: Path) -> bool:
     try:
         names = (folder / _list_name()).read_text("utf-8", "replace").split("\n")
         return all((folder / name).is_file() for name in names)
-    except (OSError, ValueError):  # none, or a damaged one
+    except (OSError, ValueError):  # no list, or a damaged one
         return False
 
 
 @cache
 def _list_name() -> str:
-    """Name of the file that names all others: one for each kind of processor, as machines may share a folder."""
+    """Return the name of the list of loop files: one per kind of processor, because machines may share a folder."""
     cpu = numba.config.CPU_NAME or binding.get_host_cpu_name()
     features = numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()
     return f"all-{hashlib.sha256(f'{cpu} {features}'.encode()).hexdigest()[:16]}"
 
 
 def keep_compiled(loop: Any) -> None:
-    """Let a loop (numba's dispatcher) be read from what it was compiled to before, and be kept when it is compiled."""
-    # Another numba may have no such class, and there may be no folder; numba's own choice is one beside the sources.
+    """Make a loop (numba's dispatcher) use our cache folder."""
+    # Without our folder, or with a numba that lacks the class, numba's own folder beside the sources is used.
     with suppress(AttributeError, RuntimeError):
         loop._cache = _cache_class()(loop.py_func)
 
 
 @cache
 def _cache_class() -> Any:
-    """numba's cache of compiled functions, in our folder.
+    """Return a subclass of numba's cache of compiled functions that uses our folder.
 
     Raises:
-        AttributeError: numba has no such classes.
+        AttributeError: This numba has no such classes.
         RuntimeError: There is no folder.
     """
     folder = loops_folder()
@@ -251,17 +249,17 @@ def _cache_class() -> Any:
         raise RuntimeError("no folder for compiled loops")
 
     class Locator(caching._CacheLocator):  # type: ignore[misc]
-        """Says where one function is kept."""
+        """Location of one function's files."""
 
         def __init__(self, function: Any) -> None:
             self._function = function
-            self._py_file = function.__code__.co_filename  # numba names it where it cannot keep a loop
+            self._py_file = function.__code__.co_filename  # named in numba's warnings
 
         def get_cache_path(self) -> str:
             return str(folder)
 
         def ensure_cache_path(self) -> None:
-            """It was there; see `_save` for one that is full, read-only or gone by now."""
+            """Do nothing: `loops_folder` made the folder, and `_save` handles one that is full or gone."""
 
         def get_source_stamp(self) -> str:
             return _stamp()
@@ -274,7 +272,7 @@ def _cache_class() -> Any:
             return cls(function)
 
     class Files(caching.IndexDataCacheFile):  # type: ignore[misc]
-        """A file for each loop and the types that it takes, instead of numbered files and an index of them."""
+        """One file for each loop and its argument types, instead of numbered files and an index."""
 
         def save(self, key: Any, data: Any) -> None:
             _save(self, self._name(key), (key, data))
@@ -299,19 +297,19 @@ def _cache_class() -> Any:
 
 
 def _save(files: Any, name: str, content: tuple[Any, Any]) -> None:
-    """Keep a loop, whose key comes first, in a file."""
+    """Write a loop to a file; `content` is its key and its data."""
     try:
         files._save_data(name, content)
         _held.add(name)
-    except OSError:  # a full disk, or a folder that an upgrade has removed: the loop runs all the same
+    except OSError:  # a full disk, or a folder that an upgrade has removed: the loop works without the file
         _lost.add(name)
 
 
 def _load(files: Any, name: str, key: Any) -> Any:
-    """What is kept of a loop; `None` if nothing is."""
+    """Read a loop from its file; return `None` if there is none."""
     try:
         kept, data = files._load_data(name)
-    except Exception:  # not there, or not whole, for which pickle has many errors
+    except Exception:  # missing or cut short: pickle raises many kinds of errors
         return None
     if kept != key:
         return None

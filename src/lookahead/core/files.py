@@ -1,4 +1,4 @@
-"""Files that programs keep: where a user's caches are, and how a file is replaced as a whole."""
+"""Files on disk: the user's cache folder, and atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import IO, Any
 from uuid import uuid4
 
 TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
-"""How text is written, with the same bytes on all systems: half of a surrogate pair, which UTF-8 does not have, becomes
-the escape that JSON has for it."""
+"""Options for writing text with the same bytes on all systems; half of a surrogate pair, which UTF-8 cannot encode,
+becomes its JSON escape."""
 
 
 OWN_FOLDER = "lookahead-decoding"
@@ -21,7 +21,7 @@ OWN_FOLDER = "lookahead-decoding"
 
 
 def user_cache() -> Path:
-    """Where the user's caches are: in `XDG_CACHE_HOME`, or else where the operating system has them."""
+    """Return the user's cache folder: `XDG_CACHE_HOME`, or the default of the operating system."""
     home, folder = Path(os.path.expanduser("~")), os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(folder):
         return Path(folder)
@@ -31,37 +31,37 @@ def user_cache() -> Path:
 
 
 def hidden_name(target: Path) -> str:
-    """What the names of files beside `target` begin with that are about it: short, however long its name is."""
+    """Return the prefix of hidden files that belong to `target`: short, whatever the length of its name."""
     return f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
 
 
 @contextmanager
 def replaced(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
-    """A file to write that takes the place of `path` once all of it is on the disk, or never.
+    """Open a file for writing that replaces `path` once all of it is on the disk, or not at all.
 
-    A symbolic link stays one, and permissions stay as they were. Text is written as `TEXT` says.
+    Symbolic links and permissions stay as they were. Text is written with the options of `TEXT`.
 
     Raises:
-        OSError: It cannot be written; what was there is as it was.
+        OSError: The file cannot be written; the old content is unchanged.
     """
-    target = Path(os.path.realpath(path))  # in its folder, as nothing could be moved there from another file system
-    # A name of its own for each writer, so that two at once cannot mix their halves.
+    target = Path(os.path.realpath(path))  # the part file is in the same folder: a move between disks is not atomic
+    # Each writer has its own name, so that two at once cannot mix their halves.
     part = target.with_name(f"{hidden_name(target)}-{uuid4().hex}.part")
     with part.open("xb") if binary else part.open("x", **TEXT) as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            with suppress(OSError):  # there was none, or the file system has no permissions
+            with suppress(OSError):  # `target` is new, or the file system has no permissions
                 part.chmod(target.stat().st_mode)
             file.close()
             part.replace(target)
         except BaseException:
-            with suppress(OSError):  # what is still to be written finds no room either
+            with suppress(OSError):  # on a full disk, closing fails as well
                 file.close()
             part.unlink()
             raise
-    with suppress(OSError):  # let the new entry of the folder outlast a power cut, where the system can
+    with suppress(OSError):  # make the new folder entry survive a power cut, if the system can
         descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while it would do harm."""
+"""Pause Python's garbage collector while it would do harm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _held = Lock()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While it lasts, nobody in this process collects garbage; one at a time, so that none ends it for another."""
+    """Disable garbage collection in this process inside the `with` block.
+
+    One block runs at a time, so that no block re-enables it for another.
+    """
     with _held:
         collects = gc.isenabled()
         gc.disable()

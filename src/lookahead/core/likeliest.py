@@ -1,8 +1,8 @@
-"""The likeliest tokens of rows of logits, and how probable they are: a compiled loop that reads each row once.
+"""Top-k tokens of rows of logits, with probabilities: a compiled loop that reads each row once.
 
-A softmax over a vocabulary of 128,000 reads and writes all of it several times over. Here a row stays in the
-processor's cache while its maximum, the sum of its exponentials and its largest elements are found; blocks of tokens
-that are too unlikely to count are left out of the sum.
+A softmax over a vocabulary of 128,000 reads and writes the whole row several times. Here a row stays in the processor's
+cache while the loop finds its maximum, the sum of its exponentials and its largest elements. Blocks of negligible
+probability are left out of the sum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, compiled, inner
 
 BLOCK = 128
-"""Tokens of a block; a row has to have at least as many of them as are listed."""
+"""Tokens per block; a row must have at least one whole block per listed token."""
 
 _NEGLIGIBLE = np.float32(20.0)
-"""By how much logits may lie below the largest one and still count. What is left out of a vocabulary of 128,000 is less
-than one in three thousand of the whole."""
+"""Distance below the largest logit beyond which a block is ignored; at most 1/3000 of the sum for 128,000 tokens."""
 
 _PER_LOG = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-126.0)
@@ -29,17 +28,17 @@ _P3, _P4, _P5 = np.float32(0.055826318), np.float32(0.0089893397), np.float32(0.
 """Polynomial for powers of two between 0 and 1 (minimax, relative error below one in a million)."""
 
 _EXPONENT = np.int32(0x7F800000)
-"""Bits of float32 that infinities and what is no number have all, and no number has."""
+"""Exponent bits of float32; all of them are set only in infinities and NaN."""
 
 _HALF = np.int32(16)
-"""Bits by which bfloat16 is shorter than float32."""
+"""Bits that float32 has more than bfloat16."""
 
 _compiled, _inner = partial(compiled, vectorizes=True), partial(inner, vectorizes=True)
 
 
 @_inner
 def _exponential(logit: np.float32, top: np.float32) -> np.float32:
-    """exp(logit - top), to six digits: whole powers of two by their bits, the rest by a polynomial."""
+    """Return exp(logit - top) to six digits: powers of two from bits, the fraction by a polynomial."""
     power = max((logit - top) * _PER_LOG, _LOWEST)
     whole = np.floor(power)
     rest = power - whole
@@ -50,7 +49,7 @@ def _exponential(logit: np.float32, top: np.float32) -> np.float32:
 
 @_inner
 def _sum_of_block(block: NDArray[np.float32], top: np.float32) -> float:
-    """Sum of exp(logit - top). The block is a slice of its own: indices that begin anywhere are not vectorised."""
+    """Return the sum of exp(logit - top). The block must be its own slice: loops with an offset are not vectorised."""
     total = np.float32(0.0)
     for index in range(BLOCK):
         total += _exponential(block[index], top)
@@ -59,7 +58,7 @@ def _sum_of_block(block: NDArray[np.float32], top: np.float32) -> float:
 
 @_inner
 def _largest(block: NDArray[np.float32]) -> np.float32:
-    """The largest of a block: four maxima side by side, as each comparison waits for the one before it."""
+    """Return the maximum of a block, as four interleaved maxima, because each comparison waits for the previous one."""
     first, second, third, fourth = block[0], block[1], block[2], block[3]
     for index in range(4, BLOCK, 4):
         first, second = max(first, block[index]), max(second, block[index + 1])
@@ -70,7 +69,7 @@ def _largest(block: NDArray[np.float32]) -> np.float32:
 
 @_inner
 def _insert(token: int, value: np.float32, count: int, tokens: NDArray[np.int64], values: NDArray[np.float32]) -> int:
-    """Insert into a list that descends, behind what is equal; the last one makes way. Returns how many there are."""
+    """Insert into a descending list, behind equal values, dropping the last if full; return the new length."""
     at = min(count, len(values) - 1)
     if count == len(values) and not value > values[at]:
         return count
@@ -108,7 +107,7 @@ def _list_row(
     for block in range(len(maxima)):
         if maxima[block] > top - _NEGLIGIBLE:
             total += _sum_of_block(row[block * BLOCK : (block + 1) * BLOCK], top)
-    least = values[len(values) - 1]  # as many blocks have one that is as large
+    least = values[len(values) - 1]  # smallest listed block maximum: a lower bound for the listed tokens
     count = FIRST
     for rank in range(len(blocks)):
         begin = blocks[rank] * BLOCK
@@ -134,11 +133,12 @@ def list_likeliest(
     """Write the likeliest tokens of each row, likeliest first, and their probabilities (softmax of the row).
 
     Args:
-        logits: `[rows, vocabulary]`.
-        maxima: Room for the maximum of each whole block, `[vocabulary // BLOCK]`, at least as many as are listed.
-        blocks, values: Room for the best of them, `[listed]`.
-        ids: Gets the tokens, `[rows, listed]`.
-        probabilities: Gets their probabilities, likewise.
+        logits: Logits, `[rows, vocabulary]`.
+        maxima: Buffer for the maximum of each whole block, `[vocabulary // BLOCK]`, at least `listed`.
+        blocks: Buffer for the blocks with the largest maxima, `[listed]`.
+        values: Buffer for their maxima, `[listed]`.
+        ids: Output for the tokens, `[rows, listed]`.
+        probabilities: Output for their probabilities, `[rows, listed]`.
     """
     for row in range(len(logits)):
         _list_row(logits[row], maxima, blocks, values, ids[row], probabilities[row])
@@ -154,7 +154,7 @@ def list_likeliest_bits(
     ids: NDArray[np.int64],
     probabilities: NDArray[np.float32],
 ) -> None:
-    """`list_likeliest` of logits in bfloat16, given as `bits`; `row` is room for one of them, `[vocabulary]`."""
+    """Run `list_likeliest` on logits in bfloat16, given as `bits`; `row` is a buffer, `[vocabulary]`."""
     for number in range(len(bits)):
         for index in range(bits.shape[1]):
             row[index] = np.int32(np.int32(bits[number, index]) << _HALF).view(np.float32)

@@ -1,4 +1,4 @@
-"""One sequence that is being decoded."""
+"""State of one sequence during decoding."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
 
 Stop = Callable[[Any], bool]
-"""Says whether a sequence, a `SequenceState`, is complete; called after every token."""
+"""Return whether a sequence, a `SequenceState`, is complete; called after every token."""
 
 
 class SequenceState:
-    """The text of one sequence, with its drafter, its sampler, its stop rule and its listeners.
+    """Text of one sequence, with its drafter, sampler, stop rule and listeners.
 
-    It belongs to no batch: between two steps it may join one or leave it.
+    It is independent of any batch: between two steps it may join one or leave it.
 
     Args:
         tokens: The token ids of the prompt that the model reads. At least one.
-        drafter: Proposes tokens for this sequence alone. If it raises, the text goes on without drafts.
+        drafter: Drafter of this sequence only. If it raises, the text continues without drafts.
         sampler: Selects the tokens.
-        stop: Ends the text.
-        listeners: Called with each step, after the backend has settled.
-        index: Which sequence of its call it is, for listeners.
-        most_tokens: Length of `tokens` at which the text is complete at the latest, if that is known; no draft reaches
-            further.
+        stop: Stop rule, called after every token.
+        listeners: Called with each step, after the backend has committed it.
+        index: Index of the sequence in its call, for listeners.
+        most_tokens: Maximum length of `tokens`, if known; no draft reaches beyond it.
 
     Raises:
-        LookaheadWarning: Its drafter did, and warnings are errors.
+        LookaheadWarning: The drafter failed, and warnings are errors.
 
     Attributes:
         tokens: Token ids of the text so far.
-        end_tokens: Token ids that complete the text, if `stop` looks at nothing but these and `most_tokens`; `None` to
-            ask `stop`.
-        finished: Whether the text is complete, or nothing is added to it any more.
-        error: What its sampler, its stop rule or a listener raised, if anything.
+        end_tokens: Token ids that complete the text, if `stop` depends on nothing but these and `most_tokens`; else
+            `None`, and `stop` is called.
+        finished: Whether the text is complete or has failed.
+        error: Error raised by the sampler, the stop rule or a listener, if any.
         steps: Steps this sequence has taken.
-        watcher: Called with each step and all that it showed, before the listeners, if anybody watches.
+        watcher: Called with each step and its outputs, before the listeners, if set.
     """
 
     def __init__(
@@ -80,20 +79,20 @@ class SequenceState:
 
     @property
     def is_last_token(self) -> bool:
-        """Whether the coming token certainly completes the text, so that there is nothing to draft."""
+        """Whether the coming token certainly completes the text, so that drafting is useless."""
         return len(self.tokens) + 1 >= self.most_tokens
 
     @property
     def remaining(self) -> int:
-        """Number of tokens with which the text is complete at the latest."""
+        """Maximum number of tokens still to be added."""
         return self.most_tokens - len(self.tokens)
 
     def fail(self, error: BaseException) -> None:
-        """Add nothing to the text any more, because of `error`."""
+        """End the text because of `error`."""
         self.error, self.finished = error, True
 
     def ask_drafter(self, ask: Callable[[Drafter], T], otherwise: T) -> T:
-        """What `ask` returns for the drafter; `otherwise` if it raises, and then drafting stops."""
+        """Return `ask(drafter)`; if it raises, stop drafting and return `otherwise`."""
         try:
             return ask(self.drafter)
         except Exception as error:
@@ -101,7 +100,7 @@ class SequenceState:
             return otherwise
 
     def stop_drafting(self, error: Exception) -> None:
-        """Go on without drafts, which change no text, and warn of it. Where the warning is an error, this text ends."""
+        """Continue without drafts, which changes no text, and warn. If warnings are errors, this text ends."""
         self.drafter = NoDrafter()
         place = extract_tb(error.__traceback__)[-1]
         try:
@@ -111,11 +110,11 @@ class SequenceState:
                 LookaheadWarning,
                 stacklevel=2,
             )
-        except LookaheadWarning as warning:  # of this text, and no other one in its step
+        except LookaheadWarning as warning:  # ends only this text, not the others of its step
             self.fail(warning)
 
     def append(self, token: int) -> bool:
-        """Add a token to the text; whether the text is complete with it."""
+        """Add a token to the text; return whether the text is complete."""
         self.tokens.append(token)
         return self.stop(self)
 
@@ -125,9 +124,9 @@ class SequenceState:
 
 
 def common_start(first: Tokens, second: Tokens) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the common prefix of two texts."""
     size = 0
-    for most in (16, None):  # most texts differ at once, and long ones take long to make arrays of
+    for most in (16, None):  # most texts differ early, and arrays of long ones take time
         size = min(len(first[:most]), len(second[:most]))
         differ = np.flatnonzero(np.asarray(first[:size]) != np.asarray(second[:size]))
         if len(differ):

@@ -1,4 +1,4 @@
-"""Which nodes a step sends whose rows are those of many requests: the likeliest of all rows, as many as pay."""
+"""Node budget of a step for many requests: send the likeliest candidates of all rows, as many as make it faster."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NO_CANDIDATES, _NO_ROWS = np.zeros(0), np.zeros(0, dtype=np.int64)
 
 
 class SharedPace:
-    """Has the candidates of all rows compete for the nodes of a step: one `StepBudget` for all of their drafters.
+    """Step budget (`StepBudget`) of all rows: their candidates compete for the nodes of one step.
 
-    They are put in one order, the likeliest first, whichever row they are of. So sure drafts of one row take the room
-    of another's guesses, and where steps are full nothing is sent. There is a `Pace` for each load and temperature:
-    what pays for two rows may not for fifty, and what pays for greedy rows may not for sampled ones.
+    Candidates of all rows are sorted together, likeliest first, so a confident draft displaces another row's guesses. A
+    full step gets no drafts. Each load and each temperature has its own `Pace`, because the best number for
+    two rows is wrong for fifty, and the best for greedy rows is wrong for sampled ones.
 
     Args:
-        first: Makes the pace of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
-        nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
+        first: Factory of the pace for a load (1, 2, 4, 8, ... rows) and a temperature (0, 0.5, 1, ...).
+        nodes: Fixed number of nodes of a step over all rows, roots included; by default the pace chooses.
 
     Attributes:
-        backs_off: Whether the coming step goes without a draft.
-        least: How likely a candidate must be for it to be looked for.
-        rows: How many it has.
+        backs_off: Whether the coming step has no draft.
+        least: Minimum probability of a candidate that is searched for.
+        rows: Number of rows of the step.
     """
 
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
@@ -43,10 +43,10 @@ class SharedPace:
         self._paces: dict[tuple[int, float], Pace] = {}
         self._pace: Pace | None = None
         self._offers: list[tuple[NDArray[np.float64], NDArray[np.int64], Callable[[NDArray[np.int64]], None]]] = []
-        self._teaching = 0  # rows of the step whose nodes teach
+        self._teaching = 0  # rows of the step that learn from the predictions after their nodes
 
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
-        """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
+        """Begin a step of `rows` rows with this mean sampling temperature."""
         self._offers.clear()
         self.rows, self._teaching = rows, 0
         if self._nodes is not None:
@@ -57,8 +57,10 @@ class SharedPace:
         self.backs_off, self.least = pace.rests, pace.least(rows) / 2
 
     def _of_load(self, load: int, temperature: float) -> Pace:
-        """The pace of a load. It begins with what is known of the nearest one: requests come and go, and a load that
-        had to find out everything by itself would be over before it has."""
+        """Return the pace of a load; a new one starts from the costs of the nearest known load.
+
+        Requests join and leave, so a load would often end before it had learned its own costs.
+        """
         key = load, temperature
         if key not in self._paces:
             calibrated = [
@@ -74,29 +76,29 @@ class SharedPace:
 
     @property
     def most(self) -> int:
-        """Most candidates of a row that may be sent."""
+        """Maximum number of candidates of a row."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
     def begin(self, teaches: bool = True) -> None:
-        """See `StepBudget`; `begin_step` has begun the step of all rows. What nodes teach counts as in the mean row."""
+        """Count a row of the step, begun by `begin_step`; the value of nodes for learning is the mean over rows."""
         self._teaching += teaches
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """See `StepBudget`: sent when all rows have offered theirs."""
+        """Offer a row's candidates; `send` is called once all rows have offered theirs."""
         offered = likely[: self.most]
         self.offer_rows(offered, np.array([len(offered)]), lambda counts: send(int(counts[0])))
 
     def offer_rows(
         self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]
     ) -> None:
-        """See `RowsBudget`."""
+        """Offer the candidates of several rows (`RowsBudget.offer_rows`)."""
         self._offers.append((likely, counts, send))
 
     def share_out(self, trees: Sequence[TokenTree]) -> None:
-        """Choose among all that was offered, and have it sent.
+        """Choose among all offered candidates, and call each offer's `send`.
 
         Args:
-            trees: Those of the step, with roots and pending tokens alone.
+            trees: Trees of the step, with roots and pending tokens only.
         """
         likely = np.concatenate([*(offered for offered, _, _ in self._offers), _NO_CANDIDATES])
         counts = np.concatenate([*(counts for _, counts, _ in self._offers), _NO_ROWS])
@@ -109,36 +111,36 @@ class SharedPace:
     def share(
         self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int, teaching: int
     ) -> NDArray[np.int64]:
-        """Number of candidates of each row that are sent, `[rows]`.
+        """Return the number of candidates of each row to send, `[rows]`.
 
         Args:
             likely: Probability that each candidate is accepted, row after row in the order of sending, `[candidates]`.
             counts: Candidates of each row, `[rows]`.
-            pending: Nodes of the step without them.
-            teaching: Rows of whose nodes it is learned what the model says after them.
+            pending: Nodes of the step besides the candidates.
+            teaching: Rows that learn from the predictions after their nodes.
         """
         if self.backs_off:
             return np.zeros_like(counts)
-        order = np.argsort(-likely, kind="stable")  # those of a row stay in their order
+        order = np.argsort(-likely, kind="stable")  # stable: candidates of one row keep their order
         if self._pace is None:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
         else:
             room = max(self._pace.room - self.rows, self.rows)
             sent = self._pace.choose(likely[order[:room]], pending, shared=True, taught=TAUGHT * teaching / self.rows)
-            self.backs_off = self._pace.in_rest  # it was but a look
+            self.backs_off = self._pace.in_rest  # the search was only a probe
         owners = np.repeat(np.arange(len(counts)), counts)
         return np.bincount(owners[order[:sent]], minlength=len(counts))
 
     @property
     def searches(self) -> bool:
-        """See `Pace`."""
+        """Whether the coming step searches for drafts."""
         return not self.backs_off
 
     def skip(self) -> bool:
-        """See `Pace.skip`."""
+        """Count a step of a long rest without timing it; return whether the step was part of one."""
         return self._pace is not None and self._pace.skip()
 
     def book(self, step: StepTime) -> None:
-        """Note what a step took and brought; see `Pace.book`."""
+        """Learn from the time and outcome of a step."""
         if self._pace is not None:
             self._pace.book(step)

@@ -1,4 +1,4 @@
-"""What one call of `generate` counted and timed."""
+"""Counts and times of one call of `generate`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass
 class StepRecord:
-    """One decoding step of one sequence, as it is handed to an `on_step` callback.
+    """One decoding step of one sequence, passed to an `on_step` callback.
 
     Attributes:
-        index: Which sequence of the batch.
+        index: Index of the sequence in the batch.
         step: Number of the step, from 1; the prefill is step 1.
         tokens: The token ids that the step added to the text, in order; at least one.
-        nodes: Nodes of the token tree that the step sent, prompt tokens not counted, the root counted.
+        nodes: Nodes of the token tree, including the root, without prompt tokens.
         finished: Whether the text is complete with this step.
     """
 
@@ -31,18 +31,17 @@ OnStep = Callable[[StepRecord], None]
 
 @dataclass
 class Seconds:
-    """Wall time by part, in seconds: of a call before its first step, and of its steps, summed over all of them.
+    """Wall time by part, in seconds: before the first step of a call, and summed over its steps.
 
-    On a GPU kernels run while Python goes on, so the wait for them falls to `verify`, the first part that
-    reads a result.
+    On a GPU kernels run asynchronously, so the wait for them counts as `verify`, the first part that reads a result.
 
     Attributes:
-        prepare: Before the first step: checking the model and making what runs it, which the first call does, reading
-            arguments, and passes that carry parts of a long prompt. Only `lookahead.generate` has it.
-        draft: Proposing tokens, and learning from what came of them.
+        prepare: Before the first step: model checks and set-up in the first call, reading arguments, and passes over
+            parts of a long prompt. Only `lookahead.generate` measures it.
+        draft: Proposing tokens, and learning from their outcome.
         forward: Forward passes of the model.
         verify: Selecting tokens.
-        commit: Keeping keys and values of what was accepted.
+        commit: Keeping keys and values of accepted tokens.
     """
 
     prepare: float = 0.0
@@ -57,7 +56,7 @@ class Seconds:
         return self.prepare + self.draft + self.forward + self.verify + self.commit
 
     def since(self, before: Seconds) -> Seconds:
-        """What was added since these were `before`."""
+        """Return the difference to an earlier copy, part by part."""
         return Seconds(*(getattr(self, part.name) - getattr(before, part.name) for part in fields(self)))
 
 
@@ -67,19 +66,19 @@ class Statistics:
 
     Attributes:
         steps: Forward passes of the model that decoded tokens, the prefill included.
-        prefill_passes: Forward passes before the first step that carried parts of a long prompt and decoded
-            nothing: with `prefill_chunk_size`, or for a long prompt in a batch.
+        prefill_passes: Forward passes before the first step that processed parts of a long prompt and decoded nothing:
+            with `prefill_chunk_size`, or for a long prompt in a batch.
         tokens: Tokens generated, over all sequences of the batch.
-        nodes_per_step: Nodes that each step sent for one sequence (prompt tokens not counted), one entry per
-            step and sequence, in the order of the steps.
+        nodes_per_step: Nodes of each step of one sequence (without prompt tokens), one entry per step and sequence, in
+            the order of the steps.
         accepted_lengths: Tokens that each step added to one sequence, in the same order.
         seconds: Wall time by part.
-        state_bytes: Bytes of running states copied so that rejected drafts could be undone; 0 for models without such
-            states.
-        invariant_rows: Least number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
-        engine: The engine that ran: "dynamic" or "static"; see `LookaheadConfig.engine`.
-        sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
-            (`NGramPool.statistics`) or memory (`DraftMemory.statistics`); counts go on over calls that share it.
+        state_bytes: Bytes of recurrent states copied to undo rejected drafts; 0 for models without recurrent states.
+        invariant_rows: Minimum number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
+        engine: The engine that ran, "dynamic" or "static"; see `LookaheadConfig.engine`.
+        sources: Statistics of each sequence's drafter at the end: entries, hit rates and more of the n-gram pool
+            (`NGramPool.statistics`) or memory (`DraftMemory.statistics`). A pool or memory shared by several calls
+            counts all of them.
     """
 
     steps: int = 0
@@ -110,5 +109,5 @@ class Statistics:
         return sum(self.nodes_per_step) / len(self.nodes_per_step) if self.nodes_per_step else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers and lists, ready for JSON."""
+        """Return all fields and derived values as plain numbers and lists, ready for JSON."""
         return {**asdict(self), "step_compression": self.step_compression, "mean_nodes": self.mean_nodes}

@@ -1,4 +1,4 @@
-"""What a step took and brought, for a pace to go by."""
+"""Time and outcome of a step, the input of a pace."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lookahead.core.step import Batch, Phase
 
 
 class StepTime(NamedTuple):
-    """Time and result of a step.
+    """Time and outcome of a step.
 
     Attributes:
-        nodes: Its nodes over all rows.
-        context: The longest text before it, in tokens.
-        seconds: How long it took.
-        tokens: Tokens that it added, over all rows.
-        rows: Rows that were not finished.
-        drafted: Whether a draft was looked for; without one it was a plain step.
-        tells: Whether it says what drafts cost and bring: not if it carried tokens of prompts as well, completed all
-            texts, so that there was nothing to draft, or added to none.
-        certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
-            the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
-            nothing of it.
+        nodes: Nodes of the step over all rows.
+        context: Longest text before the step, in tokens.
+        seconds: Duration of the step.
+        tokens: Tokens added to the texts, over all rows.
+        rows: Rows with an unfinished text.
+        drafted: Whether the step searched for a draft; otherwise it was a plain step.
+        tells: Whether the step is a fair sample of decoding. It is not if it processed prompt tokens, could only
+            complete texts, or added no token.
+        certain_nodes: Nodes sent because one path through them is accepted whatever the model predicts. They are sent
+            whether or not drafting rests, so they are left out of its balance.
+        certain_tokens: Tokens of the accepted path through these nodes.
     """
 
     nodes: int
@@ -39,12 +39,12 @@ class StepTime(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a batch: its `mark`.
+    """Timer of the steps of a batch; `mark` is the batch's `mark` callback.
 
     Args:
-        clock: What a pace goes by, in seconds.
-        wall: What is counted as time of each part of a step, likewise.
-        packed: Whether the backend sends the trees one after another, instead of padding them to the same size.
+        clock: Clock for the pace, in seconds.
+        wall: Clock for the time of each part of a step, in seconds.
+        packed: Whether the backend packs the trees one after another, instead of padding them to the same size.
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], packed: bool = False) -> None:
@@ -55,24 +55,24 @@ class StepTimer:
         self._completes = False
 
     def begin(self, batch: Batch) -> None:
-        """A step begins."""
+        """Start timing a step."""
         sequences, self._seconds = batch.sequences, batch.statistics.seconds
         self._context = max(len(sequence.tokens) for sequence in sequences)
         self._completes = all(sequence.finished or sequence.is_last_token for sequence in sequences)
         self._start, self._since = self._clock(), self._wall()
 
     def mark(self, phase: Phase) -> None:
-        """A part of it is over."""
+        """Add the time since the previous mark to the part `phase` of the step."""
         now = self._wall()
         if phase == "watch":
-            self._start += now - self._since  # no part of the step
+            self._start += now - self._since  # watching does not count as time of the step
         else:
             part = "draft" if phase == "learn" else phase
             setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
         self._since = now
 
     def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
-        """Time and tokens of the step; `drafted`: see `StepTime`."""
+        """Return the time and the outcome of the step; `drafted` is whether it searched for a draft."""
         forest = results.forest
         walks = [walk for walk in results.walks if walk is not None]
         prompts = bool(forest.roots.any()) and any(

@@ -1,6 +1,6 @@
-"""Watching the steps of a sequence: what was sent, where each node came from, and what became of it.
+"""Observation of the steps of a sequence: the nodes sent, the source of each node, and its outcome.
 
-Nothing here runs where nobody watches.
+Nothing here runs unless a watcher is set.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lookahead.core.token_tree import NodeKind, TokenTree
 WINDOW = "lookahead window"
 
 CERTAIN = "certain"
-"""Source of a node that is sent because what is accepted of its like does not depend on the model."""
+"""Source of a node that is sent because the accepted path does not depend on the model."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from.
+    """Source of a node.
 
     Attributes:
-        evidence: Everything that named its token; the first is its source, the one that knew the longest context. What
-            stands before a comma is the kind of source.
-        probability: How likely its drafter took the path to the node to be accepted, if it says so.
+        evidence: Sources that proposed the token; the first has the longest context. The text before a comma is the
+            kind of source.
+        probability: Probability that the path to the node is accepted, as the drafter estimates it; `None` if unknown.
     """
 
     evidence: tuple[str, ...]
@@ -35,11 +35,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a drafter says about what it proposed.
+    """Explanation of a drafter's proposals.
 
     Attributes:
-        origins: Of each node below the root, in the order of the nodes.
-        entries: Entries of what it draws on, a memory or a pool, when it proposed; `None` if it has none.
+        origins: Source of each node below the root, in the order of the nodes.
+        entries: Entries of the drafter's memory or pool at the time of the proposal; `None` if it has none.
     """
 
     origins: Sequence[Origin] = ()
@@ -47,13 +47,15 @@ class Explanation:
 
 
 StepWatcher = Callable[[StepResult, Explanation, Seconds, bool], None]
-"""Called after a step of a sequence: with what it showed, where each node below the root came from, the time of each
-part of the step, of all rows of the batch together and without watching, and whether the text is complete with it."""
+"""Called after a step of a sequence with four arguments: the result, the explanation of its nodes, the seconds of each
+part of the step (over all rows, without watching), and whether the text is complete."""
 
 
 def explain(drafter: Any, tree: TokenTree) -> Explanation:
-    """Where the nodes of a tree come from, as far as its drafter says: all of this library have a method `explain`,
-    called between `propose` and `observe`; one of a user's own need not."""
+    """Return the sources of a tree's nodes, from the drafter's method `explain` if it has one.
+
+    Every drafter of this library has this method, called between `propose` and `observe`; a user's drafter may lack it.
+    """
     explanation: Explanation = getattr(drafter, "explain", lambda _: Explanation())(tree)
     kinds = tree.kinds[tree.root + 1 :]
     if len(explanation.origins) == len(kinds):

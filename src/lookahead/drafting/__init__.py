@@ -1,4 +1,4 @@
-"""Drafting: the methods that propose tokens, and nothing that could change the text."""
+"""Drafting: methods that propose tokens, and cannot change the text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 FIXED_BUDGET = 64
-"""Nodes of a step, the root included, where neither a number nor costs are given."""
+"""Nodes of a step, the root included, without a step budget or a pace."""
 
 
 def build_drafter(  # noqa: PLR0913
@@ -52,21 +52,21 @@ def build_drafter(  # noqa: PLR0913
     predicted: PredictedText | None = None,
     chains: bool = False,
 ) -> Drafter:
-    """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
+    """Return the drafter for `config.preset`, with the sizes of `config`. A drafter serves one sequence.
 
     Args:
-        config: What to build.
-        pool: The n-gram pool that the paper's method uses; a new one if not given.
-        memory: The memory that `"auto"` drafts from and fills; a new one if not given.
-        pace: Chooses the nodes of `"auto"`: those of this text, without a `step_budget`, or of all texts of a step;
-            `FIXED_BUDGET` nodes a step if not given.
-        most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
-        vocabulary: Tokens that the model knows, which sources of a user's own are held to.
-        predicted: A text that is expected, which `"auto"` drafts from as well.
-        chains: Whether drafts are single paths, for a model that runs no trees.
+        config: Configuration of the drafter.
+        pool: N-gram pool of the paper's method; a new one by default.
+        memory: Memory of `"auto"`; a new one by default.
+        pace: Chooses the nodes of `"auto"`: a `Pace` for this text, without a `step_budget`, or a `SharedPace` for all
+            texts of a step. By default a step has `FIXED_BUDGET` nodes.
+        most: Maximum number of nodes of a step, the root included, above any other limit.
+        vocabulary: Vocabulary size of the model; user-defined sources must stay inside.
+        predicted: Predicted output, a further source of `"auto"`.
+        chains: Whether drafts are single paths, for a model that cannot run trees.
 
     Raises:
-        UnsupportedArgumentError: The method needs trees.
+        UnsupportedArgumentError: The preset needs trees.
     """
     fixed = min(config.step_budget or FIXED_BUDGET, most)
     if config.drafter is not None:
@@ -95,7 +95,7 @@ def build_drafter(  # noqa: PLR0913
 def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool) -> PaperDrafter:
     if chains:
         raise UnsupportedArgumentError(
-            "preset='paper' is not supported for a model that runs chains alone: its lookahead window is a tree; use "
+            "preset='paper' is not supported for a model that runs only chains: its lookahead window is a tree; use "
             "preset='auto'"
         )
     return PaperDrafter(
@@ -107,15 +107,15 @@ def _paper_drafter(config: LookaheadConfig, pool: NGramPool | None, chains: bool
 
 
 def _checked_sources(config: LookaheadConfig, vocabulary: int | None) -> list[Source]:
-    """New sources of the user's own.
+    """Create the user-defined sources.
 
     Raises:
-        InvalidArgumentError: One of them is no source, or has the name of another.
+        InvalidArgumentError: One of them is no source, or two have the same name.
     """
     sources: dict[str, Source] = {}
     for make in config.sources:
         source = CheckedSource(make(), vocabulary)
         if source.name in sources:
-            raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")
+            raise InvalidArgumentError(f"sources has two named {source.name!r}; give each source its own name")
         sources[source.name] = source
     return [*sources.values()]

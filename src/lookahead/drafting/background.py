@@ -1,9 +1,8 @@
-"""The loops of drafting, compiled by a process in the background while texts are decoded without drafts.
+"""Background compilation: a process compiles the loops for drafting while texts are decoded without drafts.
 
-Drafts change no text, so none has to wait for a compiler. The folder of kept loops is where the two meet: the other
-process compiles into it, and this one reads the loops when it finds the folder complete. Where that comes to nothing,
-because there is no such folder, the disk is full or the other process was killed, texts go on without drafts for a
-while, and then this process compiles.
+Drafts change no text, so no text has to wait for a compiler. The two processes meet in the cache folder of loops: the
+other process compiles into it, and this one reads the loops once the folder is complete. Without such a folder, or if
+the disk is full or the other process was killed, this process compiles after a number of steps without drafts.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.warm_up import compile_loops
 
 _PATIENCE = 256
-"""Steps without drafts before this process compiles by itself, if no other one does."""
+"""Steps without drafts before this process compiles, if no other process does."""
 
 _LONGEST = 600.0
-"""Seconds to wait for a process that compiles the same."""
+"""Maximum time to wait for another process that compiles the same loops, in seconds."""
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from lookahead.drafting.background import compile_once; "
@@ -39,7 +38,7 @@ _PROGRAM = (
 
 
 class BackgroundCompilation:
-    """The compilation of the loops of drafting by another process; threads may share it."""
+    """Compilation of the loops for drafting by another process; threads may share it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -47,11 +46,11 @@ class BackgroundCompilation:
         self._left = _PATIENCE
 
     def begin(self, config: LookaheadConfig, note: Callable[[], None] = lambda: None) -> None:
-        """Have the loops compiled, if any are to be: by another process, or at once if `config` has calls wait.
+        """Start compilation if needed: in another process, or here if `config` disables background compilation.
 
         Args:
-            config: How a call drafts.
-            note: Called if the call goes on without drafts meanwhile.
+            config: Configuration of a call.
+            note: Called if the call continues without drafts meanwhile.
         """
         if not config.compile_in_background:
             self._wait()
@@ -70,7 +69,7 @@ class BackgroundCompilation:
                 self._take_up()
 
     def are_there(self) -> bool:
-        """Whether the loops can be used; asked when a step begins. Reads them once they are there."""
+        """Return whether the loops are usable, at the start of a step; reads them once they are complete."""
         if not LOOPS.awaited:
             return True
         if not self._lock.acquire(blocking=False):  # another thread reads them
@@ -88,7 +87,7 @@ class BackgroundCompilation:
         return True
 
     def _take_up(self) -> None:
-        LOOPS.awaited = False  # before, as some loops are not called while they are awaited
+        LOOPS.awaited = False  # first, because some loops are not called while they are awaited
         compile_loops()
 
 
@@ -96,10 +95,10 @@ BACKGROUND = BackgroundCompilation()
 
 
 def _start() -> subprocess.Popen[bytes] | None:
-    """A process that compiles, and may outlive this one; `None` where it cannot be started or keep a loop."""
+    """Start a process that compiles and may outlive this one; return `None` if it cannot start or cache loops."""
     program = Path(sys.executable or "")
     if loops_folder() is None or getattr(sys, "frozen", False) or "python" not in program.name.lower():
-        return None  # it may be a program that Python is built into, which does not run other programs
+        return None  # perhaps a program with an embedded Python, which cannot run `-c`
     flags = ("BELOW_NORMAL_PRIORITY_CLASS", "CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")
     try:
         process = subprocess.Popen(
@@ -110,21 +109,21 @@ def _start() -> subprocess.Popen[bytes] | None:
             start_new_session=True,
             creationflags=sum(getattr(subprocess, flag, 0) for flag in flags),
         )
-        Thread(target=process.wait, daemon=True).start()  # so that nothing is left of it in a list of processes
+        Thread(target=process.wait, daemon=True).start()  # reap the process when it ends
     except (OSError, ValueError, RuntimeError):  # too many processes, too little memory, or a path with a zero byte
         return None
     return process
 
 
 def compile_once() -> int:
-    """Compile the loops, unless a process that has begun before does; the exit code, 1 if they could not be kept."""
-    with suppress(AttributeError, OSError):  # there are no priorities, or none that is lower
+    """Compile the loops, unless an earlier process does; return the exit code, 1 if loops could not be cached."""
+    with suppress(AttributeError, OSError):  # no priorities on this system, or none lower
         os.nice(5)
     folder = loops_folder()
     if folder is None:
         return 1
     lock = FileLock(folder / "compiling.lock", timeout=_LONGEST)
-    with suppress(OSError, Timeout, NotImplementedError):  # there are no locks: both compile
+    with suppress(OSError, Timeout, NotImplementedError):  # without locks both processes compile
         lock.acquire()
     try:
         if not are_kept():
@@ -135,10 +134,10 @@ def compile_once() -> int:
 
 
 class WaitingBudget:
-    """A `StepBudget` that backs off as long as the loops are awaited.
+    """Budget (`StepBudget`) that backs off while compilation is awaited.
 
     Args:
-        budget: The budget that decides from then on.
+        budget: The budget that decides afterwards.
     """
 
     def __init__(self, budget: StepBudget) -> None:
@@ -147,34 +146,34 @@ class WaitingBudget:
 
     @property
     def backs_off(self) -> bool:
-        """See `StepBudget`."""
+        """Whether this step has no draft."""
         return self._waits or self._budget.backs_off
 
     @property
     def least(self) -> float:
-        """See `StepBudget`."""
+        """Minimum probability of a candidate that is searched for."""
         return self._budget.least
 
     @property
     def most(self) -> int:
-        """See `StepBudget`."""
+        """Maximum number of candidates."""
         return self._budget.most
 
     def begin(self, teaches: bool = True) -> None:
-        """See `StepBudget`."""
+        """Begin a step (`StepBudget.begin`)."""
         self._waits = LOOPS.awaited
         if not self._waits:
             self._budget.begin(teaches)
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """See `StepBudget`."""
+        """Choose among the candidates of a step (`StepBudget.offer`)."""
         self._budget.offer(likely, send, pending)
 
 
 def once_compiled(drafter: AutoDrafter) -> AutoDrafter:
-    """The same drafter, which begins to draft when its loops are there."""
+    """Return the drafter, set to start drafting once its loops are compiled."""
     if LOOPS.awaited:
         drafter.budget = WaitingBudget(drafter.budget)
     else:
-        compile_loops()  # now: a step that compiled would say nothing of what steps cost
+        compile_loops()  # now, because compilation would distort the measured time of a step
     return drafter

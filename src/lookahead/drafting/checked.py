@@ -1,4 +1,4 @@
-"""What users add: drafters and sources of their own, whose trees and paths are checked before they are used."""
+"""User-defined drafters and sources, with checks of their trees and paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def _check_members(field: str, made: Any, members: Sequence[str]) -> None:
-    """Refuse what a factory in a field of `LookaheadConfig` made, if it lacks one of these."""
+    """Raise an error if an object from a factory in a field of `LookaheadConfig` lacks a required member."""
     missing = [member for member in members if not hasattr(made, member)]
     if missing:
         raise InvalidArgumentError(
@@ -29,16 +29,16 @@ def _check_members(field: str, made: Any, members: Sequence[str]) -> None:
 
 
 class CheckedDrafter:
-    """Passes everything on to a drafter.
+    """Wrapper of a user-defined drafter that checks its proposals.
 
     Args:
-        make: Makes the drafter, which serves one sequence.
-        most: Nodes of a step at most, the root included.
-        chain: For a model that runs chains alone: of the tree its likeliest path is sent, of the nodes after each the
-            one added first, up to so many nodes, the root included. `StepResult.tree` is what was sent.
+        make: Factory of the drafter, which serves one sequence.
+        most: Maximum number of nodes of a step, the root included.
+        chain: Maximum number of nodes of a chain, the root included, for a model that runs only chains. Of the tree one
+            path is sent, the first-added child of each node, and `StepResult.tree` has this path. `None` for trees.
 
     Raises:
-        InvalidArgumentError: What `make` made lacks a member of `Drafter`.
+        InvalidArgumentError: The drafter lacks a member of `Drafter`.
     """
 
     def __init__(self, make: Callable[[], Any], most: int, chain: int | None = None) -> None:
@@ -53,10 +53,10 @@ class CheckedDrafter:
 
     @property
     def top_k(self) -> int:
-        """See `Drafter`.
+        """Number of likeliest tokens that the drafter needs for each node.
 
         Raises:
-            InvalidArgumentError: It is no whole number, or negative. All sequences of a step go by the largest.
+            InvalidArgumentError: It is negative or no whole number. It would affect all sequences of a step.
         """
         top_k = self._drafter.top_k
         if not isinstance(top_k, Integral) or top_k < 0:
@@ -64,14 +64,14 @@ class CheckedDrafter:
         return int(top_k)
 
     def propose(self, tree: TokenTree) -> None:
-        """See `Drafter`.
+        """Add the drafter's proposal to the tree, and check it.
 
         Raises:
-            InvalidArgumentError: The tree has become too large, or has a token that the model does not know, or a
-                parent that does not come before its child.
+            InvalidArgumentError: The tree is too large, a token is outside of the vocabulary, or a parent does not
+                precede its child.
         """
         before, known = len(tree), tree.vocabulary
-        tree.vocabulary = sys.maxsize  # what is unknown is told below, not left out
+        tree.vocabulary = sys.maxsize  # so that unknown tokens raise an error below, instead of being left out
         self._drafter.propose(tree)
         tree.vocabulary = known
         if len(tree) - tree.root > self._most:
@@ -96,16 +96,16 @@ class CheckedDrafter:
             tree.keep_path(path[: self._chain - 1])
 
     def explain(self, tree: TokenTree) -> Explanation:
-        """What the drafter says, if it says anything."""
+        """Return the drafter's explanation, if it has one."""
         return explain(self._drafter, tree)
 
 
 class CheckedSource:
-    """A user-defined source, whose paths are checked before the search uses them.
+    """Wrapper of a user-defined source that checks its paths before the search.
 
     Args:
-        source: What a factory in `LookaheadConfig(sources=...)` made.
-        vocabulary: Tokens that the model knows; any are, if not given.
+        source: Source from a factory in `LookaheadConfig(sources=...)`.
+        vocabulary: Vocabulary size of the model; `None` allows any token.
 
     Raises:
         InvalidArgumentError: `source` lacks a member of `Source`, or its name is no text.
@@ -114,7 +114,9 @@ class CheckedSource:
     def __init__(self, source: Any, vocabulary: int | None = None) -> None:
         _check_members("sources", source, ("name", "start", "propose", "observe"))
         if not isinstance(source.name, str) or not source.name:
-            raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
+            raise InvalidArgumentError(
+                f"sources made {source!r} with name={source.name!r}; it must be a non-empty string"
+            )
         self._source: Source = source
         self._vocabulary = np.iinfo(np.int32).max if vocabulary is None else vocabulary
         self.name = source.name
@@ -126,10 +128,10 @@ class CheckedSource:
             self.certain = lambda: self._checked(source.certain())
 
     def propose(self) -> TokenPaths:
-        """See `Source`.
+        """Return the source's paths after checking them.
 
         Raises:
-            InvalidArgumentError: The paths are none.
+            InvalidArgumentError: The paths have wrong types, shapes, tokens, parents or probabilities.
         """
         paths = self._source.propose()
         try:
@@ -157,8 +159,10 @@ class CheckedSource:
 
 
 def shielded(config: LookaheadConfig, generators: Sequence[Any]) -> LookaheadConfig:
-    """`config` with drafters and sources that draw from a random state of their own, which begins as that of torch's
-    `generators`, which sample tokens."""
+    """Return `config` with drafters and sources that draw from their own random state.
+
+    It starts as a copy of the state of torch's `generators`, which sample the tokens.
+    """
     if config.drafter is None and not config.sources:
         return config
     states = {generator: generator.get_state() for generator in generators}
@@ -167,8 +171,11 @@ def shielded(config: LookaheadConfig, generators: Sequence[Any]) -> LookaheadCon
 
 
 class _Shielded:
-    """What `make` makes, a drafter or source, whose methods run with other states in torch's generators: these go on,
-    and all of a call share them. A swap takes microseconds."""
+    """Drafter or source from `make` that runs with its own states in torch's generators.
+
+    The states persist between calls, and all drafters and sources of a `generate` call share them. A swap takes
+    microseconds.
+    """
 
     def __init__(self, make: Callable[[], Any], states: dict[Any, Any]) -> None:
         self._states = states

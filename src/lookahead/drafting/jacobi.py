@@ -1,4 +1,4 @@
-"""Jacobi decoding (Algorithm 1): guess a block of tokens at once, and again until nothing changes."""
+"""Jacobi decoding (Algorithm 1): guess a block of tokens at once, and iterate until it is stable."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lookahead.core.watching import Explanation, Origin
 
 
 class JacobiBlockDrafter:
-    """Drafts one chain: the guesses for the positions of the block that are not confirmed yet.
+    """Drafter of one chain: the guesses for the unconfirmed positions of a block.
 
     Each step is one Jacobi iteration: the model predicts a new token for every position of the block, given the
-    guesses before it. The walk accepts the confirmed prefix at once; the rest is guessed again. The block
-    ends when all of it is confirmed, or after `max_iterations` steps; then a new one begins, guessed at random.
+    guesses before it. The walk accepts the confirmed prefix at once; the remaining positions are guessed again. A block
+    ends when it is fully confirmed, or after `max_iterations` steps; then a new one starts with random guesses.
 
     Args:
         block_size: m, positions guessed at once.
         max_iterations: Steps after which a block is given up.
-        seed: Seed of the random prompt tokens that a block begins with.
+        seed: Seed for choosing the initial prompt tokens of a block.
     """
 
     top_k = 0
@@ -48,16 +48,16 @@ class JacobiBlockDrafter:
         self._chain = [tree.root, *tree.add_candidates(self._guesses)]
 
     def explain(self, tree: TokenTree) -> Explanation:
-        """All nodes are of the block."""
+        """Return the block as the source of all nodes."""
         return Explanation([Origin(("Jacobi block",))] * (len(tree) - tree.root - 1))
 
     def observe(self, result: StepResult) -> None:
-        """Take the new guesses for the positions that are still open; begin a new block when there are none."""
+        """Update the guesses for open positions; start a new block when there are none."""
         if self._chain is None:
             return
         self._iterations += 1
-        # The prediction after a node is the new guess for the position behind it; confirmed positions are
-        # no longer open. The node behind the block predicts a token beyond it, which the walk may have accepted.
+        # The prediction after a node is the new guess for the next position; confirmed positions are no longer
+        # open. The last node predicts a token beyond the block, and the walk may have accepted it.
         new = [int(result.predictions[node]) for node in self._chain[:-1]]
         unsent = self._guesses[len(new) :]
         self._guesses = (new + unsent)[len(result.tokens) :]
@@ -66,7 +66,7 @@ class JacobiBlockDrafter:
             self._begin_block()
 
     def statistics(self) -> dict[str, Any]:
-        """Nothing is kept beyond a block."""
+        """Return nothing, because nothing is kept beyond a block."""
         return {}
 
     def _begin_block(self) -> None:

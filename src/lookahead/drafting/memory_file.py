@@ -1,4 +1,4 @@
-"""The file of a memory: complete at any time, and shared by several writers."""
+"""Memory file: complete at any time, and shared by several writers."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, WAYS
 from lookahead.errors import InvalidArgumentError
 
 _PATIENCE = 30.0
-"""Seconds to wait for others who write the same file."""
+"""Maximum time to wait for other writers of the file, in seconds."""
 
 _FORMAT = 2
 _NO_MEMORY = "is no saved memory"
 
 
 class _DamagedFileError(ValueError):
-    """A file is of no use; the message says what it is, but not which file that is."""
+    """Error for an unusable file; the message describes the fault without the file's name."""
 
 
 class MemoryFile:
     """A memory and its file, for one model object.
 
-    Threads may save at the same time, and so may other objects and processes with files of the same name: what others
-    wrote meanwhile is merged in, so that what any of them learned is there afterwards. The file is replaced as a whole,
-    after its content has reached the disk. A symbolic link stays one.
+    Several threads, objects and processes may save to files of the same name at once: the entries of other writers are
+    merged in, so nothing learned is lost. The file is replaced as a whole, after its content has reached the disk. A
+    symbolic link stays one.
 
     Args:
-        path: The file, which need not be there yet.
-        model: Which model the memory belongs to; see `save_memory`.
-        new: Makes a memory where there is no file yet.
+        path: The file; it may not exist yet.
+        model: Identifier of the model that the memory belongs to; see `save_memory`.
+        new: Factory of the memory if there is no file yet.
 
     Attributes:
-        path: As given.
-        memory: What the file held, and what was learned since.
+        path: The file.
+        memory: Content of the file, and entries learned since.
 
     Raises:
-        InvalidArgumentError: There cannot be a file of that name, or it is no memory of this model.
+        InvalidArgumentError: The file cannot be written, or is no memory of this model.
         OSError: The file cannot be read.
     """
 
@@ -56,19 +56,19 @@ class MemoryFile:
         _check_place(path)
         self.path = path
         self._saving = Lock()
-        self._read_version = _version(path)  # before it is read, so that what comes in between is read again
+        self._read_version = _version(path)  # before reading, so that a write in between is noticed
         self.memory = new() if self._read_version is None else load_memory(path, model)
         self._saved_clock = -1 if self._read_version is None else self.memory.clock
 
     def save(self, model: str) -> None:
-        """Bring all that was learned so far to the file.
+        """Write everything learned so far to the file.
 
         Args:
-            model: As above.
+            model: Identifier of the model.
 
         Raises:
-            OSError: The file cannot be written; it is as it was.
-            InvalidArgumentError: The file has become something else, and was left alone.
+            OSError: The file cannot be written; it is unchanged.
+            InvalidArgumentError: The path is no longer a memory file, and was left alone.
         """
         learned = self.memory.clock
         with self._saving:
@@ -78,10 +78,10 @@ class MemoryFile:
             target = Path(os.path.realpath(self.path))
             name = hidden_name(target)
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
-                if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile
+                if (version := _version(target)) not in (None, self._read_version):  # another writer replaced it
                     merge(self.memory, load_memory(target, model))
                     self._read_version = version
-                for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
+                for part in target.parent.glob(f"{name}-*.part"):  # left by a writer that was killed
                     with suppress(OSError):
                         part.unlink()
                 self._saved_clock = save_memory(self.memory, target, model)
@@ -89,7 +89,7 @@ class MemoryFile:
 
 
 def _version(path: Path) -> tuple[int, int, int, int] | None:
-    """What identifies the content of `path`, as each is written to a new file; `None` if there is nothing in it."""
+    """Return an identifier of the content, which is a new file each time; `None` if the file is missing or empty."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _version(path: Path) -> tuple[int, int, int, int] | None:
 
 
 def _check_place(path: Path) -> None:
-    """Make the folder of a memory: before anything is generated, not after."""
+    """Create the folder of a memory file, before any text is generated."""
     try:
         _check_kind(path)
         folder = Path(os.path.realpath(path)).parent
@@ -114,11 +114,11 @@ def _check_place(path: Path) -> None:
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse what is there but is no file: a folder, a pipe, a socket, a device.
+    """Refuse a path that is no regular file, such as a folder, a pipe, a socket or a device.
 
     Raises:
-        InvalidArgumentError: It is something else.
-        OSError: It cannot be found out.
+        InvalidArgumentError: The path is no regular file.
+        OSError: The path cannot be inspected.
     """
     try:
         is_file = stat.S_ISREG(os.stat(path).st_mode)
@@ -129,9 +129,9 @@ def _check_kind(path: Path) -> None:
 
 
 def merge(memory: DraftMemory, other: DraftMemory) -> None:
-    """Take the entries of another memory of the same model, which stays as it is, into `memory`.
+    """Merge the entries of another memory of the same model into `memory`.
 
-    Of one context the newest entry stays, and in a full set the newest ones.
+    The newest entry of a context is kept, and in a full set the newest entries. `other` is unchanged.
 
     Raises:
         InvalidArgumentError: The sizes differ.
@@ -147,7 +147,7 @@ def merge(memory: DraftMemory, other: DraftMemory) -> None:
         heads, followers = (
             np.concatenate([one.reshape(-1, WAYS, *one.shape[2:]), two.reshape(-1, WAYS, *two.shape[2:])], axis=1)
             for one, two in zip(mine[:2], theirs[:2], strict=True)
-        )  # of each set both sides, `[sets, 2 * ways, ...]`
+        )  # both memories' entries of each set, `[sets, 2 * ways, ...]`
         tags, stamps = heads["tag"], np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
         same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
         newer = stamps[:, None, WAYS:] > stamps[:, :WAYS, None]
@@ -165,24 +165,24 @@ def merge(memory: DraftMemory, other: DraftMemory) -> None:
 
 
 def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
-    """Write all of a memory to a file, as numpy arrays without pickled objects; it is on the disk on return.
+    """Write a memory to a file, as numpy arrays without pickled objects; on return it is on the disk.
 
     Args:
-        memory: What is written.
+        memory: The memory.
         path: The file, which is replaced as a whole.
-        model: Which model it was learned from: any string that says so.
+        model: Identifier of the model that filled the memory: any string.
 
     Returns:
-        The memory's `clock` when it was written.
+        The memory's `clock` at the time of writing.
 
     Raises:
-        OSError: The file cannot be written; it is as it was.
+        OSError: The file cannot be written; it is unchanged.
     """
     with memory.lock:
         arrays, clock = memory_arrays(memory), memory.clock
         vocabulary = np.array(memory.vocabulary, dtype=np.int64)
     with replaced(Path(path), binary=True) as file:
-        np.savez(  # compressing it takes far longer than writing it
+        np.savez(  # uncompressed: compression takes far longer than writing
             file,
             allow_pickle=False,
             format=np.array(_FORMAT, dtype=np.int64),
@@ -194,14 +194,14 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
 
 
 def load_memory(path: str | Path, model: str) -> DraftMemory:
-    """Read a file that `save_memory` wrote.
+    """Read a file written by `save_memory`.
 
     Args:
         path: The file.
-        model: The model that is to be drafted for.
+        model: Identifier of the model.
 
     Raises:
-        InvalidArgumentError: It is no such file, damaged, of another version, or of another model.
+        InvalidArgumentError: The file is no saved memory, damaged, or from another version or model.
         OSError: The file cannot be read.
     """
     content = BytesIO(Path(path).read_bytes())
@@ -220,14 +220,14 @@ def load_memory(path: str | Path, model: str) -> DraftMemory:
                 )
             return memory_of(arrays)
     except Exception as error:  # zipfile, zlib and numpy raise all kinds for damaged files
-        what = f"{_NO_MEMORY}: it is cut short, or something else"
+        what = f"{_NO_MEMORY}: it is cut short or has another format"
         if isinstance(error, _DamagedFileError):
             what = str(error)
         raise InvalidArgumentError(f"memory={str(path)!r} {what}; delete the file or choose another") from error
 
 
 def memory_arrays(memory: DraftMemory) -> dict[str, NDArray[np.generic]]:
-    """All that a memory holds, as arrays by name."""
+    """Return the content of a memory as arrays by name."""
     heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, memory.top_k)
     used = np.flatnonzero(heads["tag"])
     return {
@@ -244,11 +244,11 @@ def memory_arrays(memory: DraftMemory) -> dict[str, NDArray[np.generic]]:
 
 
 def memory_of(arrays: Mapping[str, NDArray[Any]]) -> DraftMemory:
-    """The memory that `memory_arrays` gave.
+    """Return the memory with the content from `memory_arrays`.
 
     Raises:
-        _DamagedFileError: An array is missing, or they cannot be from there.
-        Exception: There cannot be a memory of these sizes.
+        _DamagedFileError: An array is missing or inconsistent.
+        Exception: The sizes are out of range.
     """
     orders, capacity, top_k, clock = _expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
     memory = DraftMemory(orders, capacity, top_k, float(_expect(arrays, "ngram_old_share", np.float64, ())))
@@ -272,16 +272,16 @@ def memory_of(arrays: Mapping[str, NDArray[Any]]) -> DraftMemory:
 def _expect(
     arrays: Mapping[str, NDArray[Any]], name: str, dtype: DTypeLike, shape: tuple[int | None, ...]
 ) -> NDArray[Any]:
-    """The array called `name`.
+    """Return the array called `name`, after checking it.
 
     Args:
-        arrays: Where it is.
-        name: What it is called.
-        dtype: Its type; numbers of a floating one must be finite.
-        shape: Its shape; `None` stands for any size.
+        arrays: Arrays by name.
+        name: Name of the array.
+        dtype: Its type; floating-point numbers must be finite.
+        shape: Its shape; `None` allows any size.
 
     Raises:
-        _DamagedFileError: It is not there, or another one.
+        _DamagedFileError: The array is missing, or has another type or shape.
     """
     if name not in arrays:
         raise _DamagedFileError(f"{_NO_MEMORY}: it lacks the array {name!r}")

@@ -1,4 +1,4 @@
-"""Lookahead decoding as published: the window finds n-grams, the pool keeps them, the tree verifies them."""
+"""Lookahead decoding as published: the window generates n-grams, the pool stores them, the tree verifies them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lookahead.drafting.window import JacobiWindow
 
 
 class PaperDrafter:
-    """Algorithm 2 of the paper.
+    """Drafter of Algorithm 2 of the paper.
 
     Each step verifies the pool's n-grams that begin with the last decided token (the verification branch)
-    and advances the window (the lookahead branch), whose finished n-grams go to the pool.
+    and advances the window (the lookahead branch). Its finished n-grams go to the pool.
 
     Args:
         window: The lookahead branch.
-        pool: Where the n-grams are kept.
+        pool: N-gram pool.
         pool_from_prompt: Fill the pool with the n-grams of the prompt first.
         pool_from_output: Fill the pool with the n-grams of the generated text as well.
     """
@@ -34,7 +34,7 @@ class PaperDrafter:
         self.pool = pool
         self._pool_from_prompt = pool_from_prompt
         self._pool_from_output = pool_from_output
-        self._text_end: list[int] = []  # the last N-1 tokens, which new n-grams of the text begin in
+        self._text_end: list[int] = []  # the last N-1 tokens, the start of the next n-grams of the text
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence: a new window, and the pool filled from the prompt if so configured."""
@@ -50,7 +50,7 @@ class PaperDrafter:
         self.window.propose(tree)
 
     def explain(self, tree: TokenTree) -> Explanation:
-        """Candidates are of the pool, all other nodes of the window."""
+        """Return the pool as the source of candidates, and the window as the source of other nodes."""
         kinds = tree.kinds[tree.root + 1 :]
         origins = [Origin(("n-gram pool" if kind is NodeKind.CANDIDATE else WINDOW,)) for kind in kinds]
         return Explanation(origins, len(self.pool))
@@ -65,7 +65,7 @@ class PaperDrafter:
             self._keep_text_end(text)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the pool; see `NGramPool.statistics`."""
+        """Return statistics of the pool; see `NGramPool.statistics`."""
         return self.pool.statistics()
 
     def _keep_text_end(self, text: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The n-gram pool of lookahead decoding (section 3.2): what the window found, kept by first token."""
+"""N-gram pool of lookahead decoding (section 3.2): n-grams from the window, by first token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lookahead.values import require, whole_number
 
 
 class NGramPool:
-    """At most `guess_set_size` n-grams for each first token; the least recently used one makes room.
+    """Pool of at most `guess_set_size` n-grams per first token; the least recently used one is replaced.
 
-    An n-gram is used when it is found again, by the window or in the text. For a vocabulary of V tokens the
-    pool never holds more than V * G n-grams of N-1 tokens each.
+    An n-gram is used when the window or the text contains it again. For a vocabulary of V tokens the pool never holds
+    more than V * G n-grams of N-1 tokens each.
 
     Args:
         ngram_size: N, tokens in an n-gram, its first token included.
@@ -36,7 +36,7 @@ class NGramPool:
         return sum(len(guesses) for guesses in self._guesses.values())
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Keep `ngram`, `ngram_size` token ids, as the most recently used one of its first token."""
+        """Add `ngram`, `ngram_size` token ids, as the most recently used one of its first token."""
         guesses = self._guesses.setdefault(ngram[0], {})
         guess = tuple(ngram[1:])
         guesses.pop(guess, None)
@@ -45,19 +45,19 @@ class NGramPool:
             del guesses[next(iter(guesses))]
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Keep every n-gram of a text, from its beginning to its end."""
+        """Add every n-gram of a text, from its beginning to its end."""
         for start in range(len(tokens) - self.ngram_size + 1):
             self.add(tokens[start : start + self.ngram_size])
 
     def lookup(self, first: int) -> list[tuple[int, ...]]:
-        """The continuations kept for the token `first`, `ngram_size - 1` token ids each, most recently used first."""
+        """Return the continuations of the token `first`, `ngram_size - 1` token ids each, most recently used first."""
         guesses = self._guesses.get(first, {})
         self._lookups += 1
         self._hits += bool(guesses)
         return list(reversed(guesses))
 
     def statistics(self) -> dict[str, Any]:
-        """N-grams and first tokens kept, n-grams for each first token, and the share of lookups that found any."""
+        """Return the numbers of n-grams and first tokens, n-grams per first token, lookups, and the hit rate."""
         entries, keys = len(self), len(self._guesses)
         return {
             "entries": entries,
@@ -69,17 +69,19 @@ class NGramPool:
 
 
 def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
-    """Refuse a pool that does not go with the configuration.
+    """Raise an error if a pool does not match the configuration.
 
     Raises:
-        InvalidArgumentError: It is no pool, or was made for n-grams of another size.
+        InvalidArgumentError: The pool has another type, preset or n-gram size.
     """
     if pool is None:
         return
     is_pool = isinstance(pool, NGramPool)
     require(is_pool, "ngram_pool", pool, "must be a lookahead.NGramPool, or None for a new one")
     if config.preset != "paper":
-        raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
+        raise InvalidArgumentError(
+            f"ngram_pool has no effect with preset={config.preset!r}; use it with preset='paper'"
+        )
     if pool.ngram_size != config.ngram_size:
         raise InvalidArgumentError(
             f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"

@@ -1,4 +1,4 @@
-"""Token recycling (arXiv 2408.08696): draft from what the model last predicted after the same token."""
+"""Token recycling (arXiv 2408.08696): draft the model's latest predictions after the same token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lookahead.core.watching import Explanation, Origin
 
 
 class TokenRecyclingDrafter:
-    """Keeps the model's last `top_k` predictions after each token and drafts the likeliest tree through them.
+    """Drafter of the likeliest tree through the model's last `top_k` predictions after each token.
 
-    The published method uses one fixed tree for every step; here the tree grows best-first by the product of the
-    probabilities along the path, which needs no tree to be designed for each budget and drafts at least as well.
+    The published method uses one fixed tree for every step. Here the tree grows best-first by the product of the
+    probabilities along the path: no tree has to be designed for each budget, and drafts are at least as good.
 
     Args:
         budget: Nodes of a step, the root included. At least 1.
-        chains: Draft the likeliest token after each token alone, for models that run no trees.
+        chains: Draft only the likeliest token after each token, for models that cannot run trees.
     """
 
     top_k = 8
@@ -31,7 +31,7 @@ class TokenRecyclingDrafter:
         self._kept = 1 if chains else self.top_k
 
     def start(self, prompt: Sequence[int]) -> None:
-        """Nothing to begin: what is known is good for any text."""
+        """Do nothing: predictions hold for any text."""
 
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first."""
@@ -49,7 +49,7 @@ class TokenRecyclingDrafter:
             probability = -negative
 
     def explain(self, tree: TokenTree) -> Explanation:
-        """All nodes are predictions that the model made last after the same token."""
+        """Return the probability of each node, and the last prediction after the same token as its source."""
         likely = {tree.root: 1.0}
         for node in range(tree.root + 1, len(tree)):
             followers = dict(self._followers.get(tree.tokens[tree.parents[node]], ()))
@@ -59,12 +59,12 @@ class TokenRecyclingDrafter:
         return Explanation(origins, len(self._followers))
 
     def observe(self, result: StepResult) -> None:
-        """Keep the predictions after every node; of equal tokens the one that was added last counts."""
+        """Store the predictions after every node; for equal tokens the last node in the tree counts."""
         listed = zip(result.top_ids.tolist(), result.top_probabilities.tolist(), strict=True)
         for token, (ids, shares) in zip(result.tree.tokens, listed, strict=True):
             if ids and ids[0] >= 0:
                 self._followers[token] = list(zip(ids, shares, strict=True))[: self._kept]
 
     def statistics(self) -> dict[str, Any]:
-        """How many tokens are known."""
+        """Return the number of tokens with stored predictions."""
         return {"entries": len(self._followers)}

@@ -1,4 +1,4 @@
-"""Compiling the inner loops of drafting before they are needed, so that no step has to wait for it."""
+"""Compilation of the loops for drafting before the first step that needs them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 
 @cache
 def compile_loops() -> None:
-    """Run each compiled loop of `preset="auto"` once, on arrays of the types that decoding has.
+    """Run each compiled loop of `preset="auto"` once, on arrays of the types used in decoding.
 
-    Takes seconds where numba finds no cache of what it compiled before. Later calls return at once.
+    Takes seconds if numba's cache is empty. Later calls return at once.
     """
     room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
     listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
-    # numba makes many objects, and each search for garbage goes through all of torch's: a fifth of the time.
+    # numba makes many objects, and each garbage collection visits all of torch's objects: a fifth of the time.
     with uncollected():
         list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
         list_likeliest_bits(np.zeros((1, BLOCK), dtype=np.int16), np.empty(BLOCK, dtype=np.float32), *room, *listed)
@@ -41,7 +41,7 @@ def compile_loops() -> None:
 
 
 def _draft() -> None:
-    """One step, after which another token is forced."""
+    """Run one step, followed by a forced token."""
     drafter = AutoDrafter(DraftMemory(16, 2, 4), 8)
     drafter.start([0, 1, 2])
     tree = TokenTree([2])

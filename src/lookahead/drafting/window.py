@@ -1,4 +1,4 @@
-"""The 2-D Jacobi window of lookahead decoding (section 3.1): where new n-grams come from."""
+"""2-D Jacobi window of lookahead decoding (section 3.1), the generator of n-grams."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lookahead.core.token_tree import TokenTree
 
 
 class JacobiWindow:
-    """W columns and N-1 rows of guesses about the text to come, one row for each past Jacobi iteration.
+    """Window of W columns and N-1 rows of guesses for future tokens, one row for each past Jacobi iteration.
 
-    Row 0 is the oldest. Its first token is the root itself; the other W-1 form a chain from the root, the
-    *trunk*. Column i hangs from trunk token i: the token in row j, column i follows the one in row j-1 above
-    it, and stands i+j places after the root. Each step the model predicts the token after the last row of each
-    column; column and new token together are one n-gram. Then row 0 is dropped, the new tokens become the
-    last row, and the window stands one position further on.
+    Row 0 is the oldest. Its first token is the root; the other W-1 form a chain from the root, the *trunk*. Column i
+    hangs from trunk token i: the token in row j follows the token in row j-1 of the same column, and is i+j positions
+    after the root. Each step the model predicts the token after the last row of each column; the column and the new
+    token are one n-gram. Then row 0 is dropped, the new tokens become the last row, and the window moves on by one
+    position.
 
-    The window starts with row 0 alone, W+N-3 random tokens of the prompt, and probabilities a row in each of N-2
-    warm-up steps, each row one token shorter than it was as it slides.
+    The window starts with row 0 only, W+N-3 random tokens of the prompt, and gains a row in each of the N-2 warm-up
+    steps. Each warm-up step also shortens every row by one token, as the window slides.
 
     Args:
         window_size: W, columns.
@@ -32,9 +32,9 @@ class JacobiWindow:
         self.window_size = window_size
         self.ngram_size = ngram_size
         self._seed = seed
-        self._trunk: list[int] = []  # row 0 without the root: places 1, 2, ... after it
-        self._rows: list[list[int]] = []  # rows 1, 2, ...: row j holds places j, j+1, ...
-        self._last_row: list[int] = []  # this step's nodes of the last row, one a column
+        self._trunk: list[int] = []  # row 0 without the root: positions 1, 2, ... after it
+        self._rows: list[list[int]] = []  # rows 1, 2, ...: row j holds positions j, j+1, ...
+        self._last_row: list[int] = []  # this step's nodes of the last row, one per column
 
     @property
     def rows(self) -> list[list[int]]:
@@ -50,7 +50,7 @@ class JacobiWindow:
         self._last_row = []
 
     def propose(self, tree: TokenTree) -> None:
-        """Add the window to `tree`, unless it reaches beyond the room that is left (the end of the context)."""
+        """Add the window to `tree`, unless it would exceed the remaining context."""
         self._last_row = []
         columns = len(self._rows[-1]) if self._rows else len(self._trunk) + 1
         if columns - 1 + len(self._rows) > tree.room:
@@ -67,9 +67,9 @@ class JacobiWindow:
         self._last_row = nodes
 
     def observe(self, result: StepResult) -> list[tuple[int, ...]]:
-        """Take the new row, slide by one position, and return the n-grams that are finished (none in warm-up).
+        """Add the new row, slide by one position, and return the finished n-grams (none in warm-up).
 
-        A window that was not sent stays as it is.
+        A window that was not sent is unchanged.
         """
         if not self._last_row:
             return []
@@ -78,12 +78,12 @@ class JacobiWindow:
         self._last_row = []
         root = result.tree.tokens[result.tree.root]
         if len(self._rows) < self.ngram_size - 2:
-            # Warm-up: every row loses the token whose place the next root takes.
+            # Warm-up: the next root replaces the first token of every row.
             self._trunk = self._trunk[1:]
             self._rows = [row[1:] for row in self._rows] + [new_row[1:]]
             return []
         ngrams = list(zip([root, *self._trunk], *self._rows, new_row, strict=True))
         rows = [*self._rows, new_row]
-        # The first token of row 1 stands where the next root will, and makes way for it.
+        # The next root replaces the first token of row 1.
         self._trunk, self._rows = rows[0][1:], rows[1:]
         return ngrams

@@ -1,1 +1,1 @@
-"""`preset="auto"`: a search over sources of drafts."""
+"""`preset="auto"`: one search over all sources of drafts."""

@@ -1,4 +1,4 @@
-"""Places for texts that share a memory: one call drafts after all of them, and one learns from all of them."""
+"""Texts that share a memory: one call drafts for all of them, and one call learns from all of them."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ if TYPE_CHECKING:
     from lookahead.drafting.auto.drafter import AutoDrafter
 
 Shown = tuple[tuple[int, int, int, int], list[int], NDArray[np.int64], NDArray[np.float32]]
-"""What a step showed of a text: a `SHOWN`, the tokens added, and what was predicted after each node; see `Step`."""
+"""Outcome of a step for one text: a `SHOWN`, the tokens added, and the predictions after each node; see `Step`.
+"""
 
 _NONE = np.zeros(0, dtype=np.int64)
 
 
 class DraftBatch:
-    """Texts, and the drafts after them.
+    """Texts that share a memory, and their drafts.
 
     Args:
-        memory: What is known about the model.
-        nodes: Most nodes of a draft, the root not counted.
-        chains: Whether drafts are single paths, else trees.
-        explores: Whether nodes of a tree that are left try recent predictions, where these are known.
-        sources: How many sources list paths. If there are any, the batch has one place.
-        places: How many texts there is room for at first.
-        reach: Tokens of each text that are searched, at least.
+        memory: N-gram memory of the model.
+        nodes: Maximum number of nodes of a draft, without the root.
+        chains: Whether drafts are single paths instead of trees.
+        explores: Whether leftover nodes of a tree try recent predictions, if predictions are known.
+        sources: Number of sources that list paths. With any, the batch holds one text.
+        places: Initial capacity in texts.
+        reach: Minimum number of tokens of each text that are searched.
 
     Attributes:
-        memory: See above.
-        reads: Whether steps have to tell what the model predicts; else what was selected stands for it.
-        state: The texts, the drafts after them, and what these come from.
-        room: That of the last search; learning writes over its queue.
+        memory: N-gram memory of the model.
+        reads: Whether predictions of the model are learned; otherwise selected tokens replace them.
+        state: Arrays of the texts, their drafts, and the evidence for these.
+        room: Buffers of the search; learning overwrites its queue.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class DraftBatch:
         )
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
-        self._free = 0  # tokens that any text may be extended by before there is a look whether it has room
+        self._free = 0  # tokens that fit into every text before capacity must be checked
 
     def take_place(self, owner: Any) -> int:
-        """A place that is `owner`'s as long as it lives."""
+        """Reserve a slot for a text until `owner` is garbage-collected, and return its index."""
         with self.memory.lock:
             for place, reference in enumerate(self._owners):
                 if reference is None or reference() is None:
@@ -108,7 +109,7 @@ class DraftBatch:
             return self.take_place(owner)
 
     def begin(self, place: int, tokens: Sequence[int] | NDArray[np.integer], before: Sequence[int] = ()) -> None:
-        """Begin a text in a place; the tokens `before` are searched as if they stood before it."""
+        """Begin a text in a slot; the tokens `before` are searched as if they preceded it."""
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             of_text, recent = self.state.heard[place], self.state.recent[place]
@@ -118,13 +119,13 @@ class DraftBatch:
             if self.state.settings["explores"]:
                 latest = [*dict.fromkeys(new[len(before) :][::-1].tolist())][: len(recent)]
             of_text["count"], recent[: len(latest)] = len(latest), latest
-            self.state.listed.record[:] = PRIOR  # each source is believed as it says
+            self.state.listed.record[:] = PRIOR  # trust the probabilities of each source at first
             self._begin(place, new, -len(before))
             if not self.reads:
                 self._learn_text(place, len(new))
 
     def _begin(self, place: int, tokens: NDArray[np.int64], dropped: int) -> None:
-        """Index the text in a place anew: it is these tokens, behind so many that were dropped."""
+        """Index a text anew, given its tokens; `dropped` is the number of earlier tokens that are no longer stored."""
         texts = self.state.texts
         surplus = len(tokens) - texts.reach if len(tokens) > 2 * texts.reach else 0
         texts.newest[place] = -1
@@ -132,7 +133,7 @@ class DraftBatch:
         self.extend(place, tokens[surplus:])
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Extend the text in a place by tokens without predictions."""
+        """Extend a text by tokens without predictions."""
         new, texts = np.array(tokens, dtype=np.int64), self.state.texts
         with self.memory.lock:
             if len(new) > 2 * texts.reach:
@@ -141,7 +142,7 @@ class DraftBatch:
                 self.learn(Step.of_text(place, new, _NONE))
 
     def _learn_text(self, place: int, most: int) -> None:
-        """Have the memory learn what followed the last tokens of a text, so many, which stands for predictions."""
+        """Add the last tokens of a text, at most `most`, to the memory as if the model had predicted them."""
         texts = self.state.texts
         length = int(texts.lengths[place])
         taught = min(most, length - max(-int(texts.dropped[place]), 0))
@@ -149,97 +150,99 @@ class DraftBatch:
         self.learn(Step.of_text(place, _NONE, selected[:taught]))
 
     def list_paths(self, paths: Sequence[TokenPaths]) -> None:
-        """Search what the sources of the text list now."""
+        """Set the paths that sources propose for the coming step."""
         self.state = self.state._replace(listed=with_paths(self.state.listed, paths))
 
     def propose_rows(self, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
-        """See `RowsDrafter`."""
+        """Draft for several texts (`RowsDrafter.propose_rows`)."""
         self.draft([(drafter, tree) for drafter, tree in zip(drafters, trees, strict=True) if drafter.begins(tree)])
 
-    def draft(self, asked: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
-        """Draft for some texts, and have their budgets choose what is added to their trees."""
-        if not asked:
+    def draft(self, requests: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
+        """Search drafts for some texts, and let their budgets choose the nodes that are added to the trees."""
+        if not requests:
             return
         with self.memory.lock:
-            wanted = np.array([drafter.wanted(self, tree) for drafter, tree in asked], dtype=WANTED)
-            self.search(asked, wanted)
-            for drafter, tree in asked:
+            wanted = np.array([drafter.wanted(self, tree) for drafter, tree in requests], dtype=WANTED)
+            self.search(requests, wanted)
+            for drafter, tree in requests:
                 drafter.forbid(self, tree)
             places = wanted["place"]
             rows, nodes = _spread(self.state.counts[places])
             found = self.state.trees[places[rows], nodes + 1]
-        self._offer(asked, places, found["token"], found["offered"].copy())
+        self._offer(requests, places, found["token"], found["offered"].copy())
 
     def _offer(
         self,
-        asked: Sequence[tuple[AutoDrafter, TokenTree]],
+        requests: Sequence[tuple[AutoDrafter, TokenTree]],
         places: NDArray[np.int64],
         tokens: NDArray[np.int64],
         likely: NDArray[np.float64],
     ) -> None:
-        """Have the budgets of some texts choose among the nodes found, and add these to the trees.
+        """Let the budgets choose among the nodes of the search, and add the chosen ones to the trees.
 
         Args:
-            asked: The texts.
-            places: The place of each.
-            tokens: Tokens of the nodes found, text after text.
-            likely: Their probabilities.
+            requests: Drafters and their trees.
+            places: Slot of each text.
+            tokens: Tokens of the nodes, text after text.
+            likely: Probabilities of the nodes, text after text.
         """
         found = self.state.counts[places]
-        most = np.minimum(found, [drafter.most for drafter, _ in asked])
+        most = np.minimum(found, [drafter.most for drafter, _ in requests])
 
         def send(counts: NDArray[np.int64]) -> None:
             rows, nodes = _spread(counts)
             sent = self.state.trees[places[rows], nodes + 1]
-            firsts = np.array([drafter.first_node(tree) for drafter, tree in asked])
+            firsts = np.array([drafter.first_node(tree) for drafter, tree in requests])
             tokens, parents = sent["token"].tolist(), (sent["parent"] + firsts[rows]).tolist()
             end = 0
-            for (drafter, tree), count in zip(asked, counts.tolist(), strict=True):
+            for (drafter, tree), count in zip(requests, counts.tolist(), strict=True):
                 begin, end = end, end + count
                 drafter.send(tree, tokens[begin:end], parents[begin:end])
 
-        vocabulary = min([tree.vocabulary for _, tree in asked])
-        if int(tokens.max(initial=0)) >= vocabulary:  # what was learned of another one
-            most = np.minimum(most, [self._known(place, tree) for place, (_, tree) in zip(places, asked, strict=True)])
+        vocabulary = min([tree.vocabulary for _, tree in requests])
+        if int(tokens.max(initial=0)) >= vocabulary:  # learned from a model with a larger vocabulary
+            most = np.minimum(
+                most, [self._known(place, tree) for place, (_, tree) in zip(places, requests, strict=True)]
+            )
         if (most < found).any():
             rows, nodes = _spread(found)
             likely = likely[nodes < most[rows]]
-        budget = asked[0][0].budget
-        if len({id(drafter.budget) for drafter, _ in asked}) == 1 < len(asked) and isinstance(budget, RowsBudget):
+        budget = requests[0][0].budget
+        if len({id(drafter.budget) for drafter, _ in requests}) == 1 < len(requests) and isinstance(budget, RowsBudget):
             budget.offer_rows(likely, most, send)
             return
         ends = most.cumsum().tolist()
-        for row, (drafter, tree) in enumerate(asked):
+        for row, (drafter, tree) in enumerate(requests):
             offered = likely[ends[row] - int(most[row]) : ends[row]]
             one = partial(self._send_one, drafter, tree, int(places[row]))
             drafter.budget.offer(offered.copy(), one, drafter.pending(tree))
 
     def _known(self, place: np.int64, tree: TokenTree) -> int:
-        """Number of the first nodes found whose tokens the model knows."""
+        """Return the number of leading nodes with tokens inside the vocabulary."""
         tokens = self.state.trees["token"][place, 1 : self.state.counts[place] + 1]
         unknown = np.flatnonzero(tokens >= tree.vocabulary)
         return int(unknown[0]) if len(unknown) else len(tokens)
 
     def _send_one(self, drafter: AutoDrafter, tree: TokenTree, place: int, count: int) -> None:
-        """Add the first nodes found after a text to its tree."""
+        """Add the first `count` nodes of a text's draft to its tree."""
         sent = self.state.trees[place, 1 : count + 1]
         drafter.send(tree, sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
 
-    def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
-        """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
-        sampled = [row for row, (_, tree) in enumerate(asked) if tree.foresee is not None]
-        noises = {row: noise for row in sampled if (noise := asked[row][0].foresee(asked[row][1])) is not None}
+    def search(self, requests: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
+        """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
+        sampled = [row for row, (_, tree) in enumerate(requests) if tree.foresee is not None]
+        noises = {row: noise for row in sampled if (noise := requests[row][0].foresee(requests[row][1])) is not None}
         for row, noise in noises.items():
             self.find(wanted[row : row + 1], noise)
         if len(noises) < len(wanted):
             self.find(np.delete(wanted, [*noises]) if noises else wanted)
 
     def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
-        """Draft after some texts, into the state; see `search.find`."""
+        """Search drafts for some texts and write them to the state; see `search.find`."""
         self._find(wanted, noise, self.state, self.room)
 
     def observe_rows(self, drafters: Sequence[AutoDrafter], rows: Sequence[int], step: StepResults) -> None:
-        """See `RowsDrafter`."""
+        """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""
         outputs, added, shown, firsts = step.outputs, list[int](), list[tuple[int, int, int, int]](), list[int]()
         listed = outputs.top_ids.shape[1]
         with self.memory.lock:
@@ -255,35 +258,40 @@ class DraftBatch:
             of_row, nodes = _spread(of_rows["nodes"])
             nodes += step.forest.firsts[firsts][of_row]
             if self.reads and listed:
-                said = outputs.top_ids[nodes], outputs.top_probabilities[nodes]  # copies: they are written over
+                predictions = (
+                    outputs.top_ids[nodes],
+                    outputs.top_probabilities[nodes],
+                )  # copies, because learning overwrites them
             else:
                 ids = (
                     outputs.predictions[nodes][:, None] if self.reads else np.full((len(nodes), 1), -1, dtype=np.int64)
                 )
-                said = ids, np.ones(ids.shape, dtype=np.float32)
+                predictions = ids, np.ones(ids.shape, dtype=np.float32)
             tokens = np.array(added, dtype=np.int64)
-            self.learn(Step(of_rows, tokens, *said, np.empty(len(nodes), dtype=np.int64)))
+            self.learn(Step(of_rows, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
 
-    def learn_rows(self, asked: Sequence[tuple[AutoDrafter, StepResult]]) -> None:
-        """Learn what a step showed of some texts."""
-        if not asked:
+    def learn_rows(self, requests: Sequence[tuple[AutoDrafter, StepResult]]) -> None:
+        """Learn the outcome of a step for some texts."""
+        if not requests:
             return
         with self.memory.lock:
-            rows, tokens, ids, likely = zip(*(drafter.shown(self, result) for drafter, result in asked), strict=True)
-            said = np.concatenate(ids), np.concatenate(likely)  # copied: they are written over
+            rows, tokens, ids, likely = zip(*(drafter.shown(self, result) for drafter, result in requests), strict=True)
+            predictions = np.concatenate(ids), np.concatenate(likely)  # copies, because learning overwrites them
             added = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
-            self.learn(Step(np.array([*rows], dtype=SHOWN), added, *said, np.empty(len(said[0]), dtype=np.int64)))
+            self.learn(
+                Step(np.array([*rows], dtype=SHOWN), added, *predictions, np.empty(len(predictions[0]), dtype=np.int64))
+            )
 
     def learn(self, step: Step) -> int:
-        """Learn from a step: its tokens are of the texts then, and their drafts are done with.
+        """Learn from a step: append its tokens to the texts, and discard their drafts.
 
         Returns:
-            How many drafted tokens were accepted.
+            Number of accepted draft tokens.
         """
         self._make_room(step)
         self.memory.clock += len(step.ids) > 0
         accepted, lost = self._learn(step, self.memory.clock, self.state, self.memory.writing, self.room.queue)
-        if lost:  # what is predicted in these texts is not what is selected
+        if lost:  # in these texts predictions rarely match the selected tokens
             for place in step.rows["place"].tolist():
                 of_text = self.state.heard[place]
                 if place >= 0 and of_text["share"] < UNTRUSTED and not of_text["recalled"]:
@@ -292,7 +300,7 @@ class DraftBatch:
         return int(accepted)
 
     def _make_room(self, step: Step) -> None:
-        """Make room for what a step adds to each text; one that is too long by then keeps its last tokens."""
+        """Grow the arrays for the tokens of a step; a text beyond the limit keeps its last tokens."""
         self._free -= len(step.tokens)
         if self._free >= 0:
             return
@@ -312,7 +320,7 @@ class DraftBatch:
 
 
 def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:
-    """The batch of all drafters without sources that have this memory and these settings."""
+    """Return the batch that all drafters without sources share for this memory and these settings."""
     with memory.lock:
         batch: DraftBatch | None = memory.batches.get(settings)
         if batch is None:
@@ -321,11 +329,11 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
 
 
 def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The number of each row as often as it counts, and 0, 1, ... for each of its entries."""
+    """Return the row of each entry, and its index in the row, given the number of entries of each row."""
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 def _doubled(array: NDArray[Any]) -> NDArray[Any]:
-    """The same array with twice as many places."""
+    """Return a copy of the array with twice its capacity; the new half is 0."""
     return np.concatenate([array, np.zeros_like(array)])

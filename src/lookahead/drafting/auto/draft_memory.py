@@ -1,4 +1,4 @@
-"""What drafting learns about a model: its predictions after short contexts."""
+"""Memory of a model's predictions after short contexts."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from lookahead.values import finite_number, require, whole_number, yes_or_no
 class DraftMemory:
     """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
 
-    A set-associative hash table for each context length, in arrays of fixed size: a context belongs to one set, which
-    keeps `WAYS` contexts, identified by a 62-bit hash. A context that comes again takes the new prediction
-    (that of a single token keeps `old_share` of the old one); in a full set the one that was written longest ago makes
-    room. An entry takes 16 + 8 * top_k bytes (80 for the usual eight), so the whole memory takes
-    `orders * capacity * 80` bytes, allocated at the beginning; an operating system that fills pages on first use,
-    as Linux does, charges less until then.
+    Each context length has a set-associative hash table in arrays of fixed size: a context belongs to one set of `WAYS`
+    entries, and is identified by a 62-bit hash. A repeated context takes the new prediction; after a single token the
+    entry keeps `old_share` of the old one. In a full set the entry with the oldest write is replaced. An entry takes
+    16 + 8 * top_k bytes (80 by default), so the memory takes `orders * capacity * 80` bytes, allocated at the start. A
+    system that maps pages at first use, like Linux, counts less until then.
 
     Attributes:
-        entries: The arrays, as compiled loops take them.
-        writing: How they write them.
-        lock: Held by whoever reads or changes the arrays, if several threads may. A drafter holds it for one proposal
-            or one observation at a time, the methods here as long as they need it.
-        batches: The `DraftBatch` of those who draft from it, by their settings.
-        clock: How often something was inserted, here or in what this memory came from; it dates the entries.
-        vocabulary: How many tokens the model has that it is about.
+        entries: The arrays, in the form for compiled loops.
+        writing: Options and buffers for writing to them.
+        lock: Lock for reading or changing the arrays from several threads. A drafter holds it for one proposal or one
+            observation at a time, and a method of this class while it runs.
+        batches: The `DraftBatch` objects that use this memory, by their settings.
+        clock: Number of insertions, also before a memory was saved and loaded; it dates the entries.
+        vocabulary: Vocabulary size of the model.
 
     Args:
         orders: Longest context, in tokens. At least 1.
         capacity: Contexts kept for each context length; rounded up to a power of two, at least `WAYS`.
         top_k: Next tokens kept for each context. At least 1.
-        old_share: How far the prediction after a single token keeps what it was before, from 0 to below 1: so short a
-            context comes again in other surroundings.
-        observed: What is inserted are tokens of texts that were seen to follow, not predictions of a model. Contexts
-            of all lengths keep `old_share` of what they were then, and a token that followed once counts `1 -
-            old_share`: so tokens that come often count most, and lately more than long ago.
+        old_share: Weight of the old prediction after a single token in its update, from 0 to below 1: such short
+            contexts recur in different surroundings.
+        observed: Whether the memory learns from tokens that followed in texts, instead of predictions of a model. Then
+            contexts of all lengths keep `old_share` of their old prediction, and a first token counts `1 - old_share`,
+            so frequent and recent tokens count most.
 
     Raises:
         InvalidArgumentError: A size is out of range.
@@ -77,20 +76,22 @@ class DraftMemory:
 
     @classmethod
     def of_texts(cls, capacity: int = 1 << 15) -> DraftMemory:
-        """A memory of what followed in prompts and outputs, for engines that show no logits."""
+        """Return a memory of tokens that followed in prompts and outputs, for engines without access to logits."""
         return cls(len(TEXT_WEIGHTS["nothing"]) - 1, capacity, old_share=OLD_SHARE, observed=True)
 
     def clear(self) -> None:
-        """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
+        """Forget everything. Much faster than a new memory, because the pages are mapped already."""
         self.batches.clear()
         if self.clock:
-            self.entries.heads.view(np.uint8).fill(0)  # numpy fills records one by one
+            self.entries.heads.view(np.uint8).fill(0)  # as bytes, because numpy fills records one by one
             self.clock = 0
         self.entries.evidence.fill(EVIDENCE_PRIOR)
 
     def fit(self, vocabulary: int) -> None:
-        """Forget the contexts that were followed by tokens which a vocabulary of this size does not have: a model may
-        have had more when they were learned."""
+        """Set the vocabulary size, and forget contexts with a next token beyond it.
+
+        The memory may have been filled by a model with a larger vocabulary.
+        """
         with self.lock:
             if vocabulary < self.vocabulary and self.clock:
                 unknown = (self.entries.followers["token"] >= vocabulary).any(axis=-1)
@@ -98,13 +99,13 @@ class DraftMemory:
             self.vocabulary = vocabulary
 
     def occupy(self) -> None:
-        """Have the system fill all pages now, rather than one by one when they are first written to."""
+        """Map all pages of the arrays now, instead of one by one at their first use."""
         if not self.clock:
             self.entries.heads.view(np.uint8).fill(0)
             self.entries.followers.view(np.uint8).fill(0)
 
     def statistics(self) -> dict[str, Any]:
-        """How many contexts of each length are kept, how many fit, and the size of the arrays in bytes."""
+        """Return the number of contexts of each length, the capacity, and the size of the arrays in bytes."""
         heads, followers, _ = self.entries
         with self.lock:
             entries = [int(np.count_nonzero(tags)) for tags in heads["tag"]]

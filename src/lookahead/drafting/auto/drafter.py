@@ -1,4 +1,4 @@
-"""All sources of drafts in one tree, the likeliest continuation first."""
+"""Drafter of `preset="auto"`: all sources in one tree, the likeliest continuation first."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.values import require, whole_number
 
 _SEARCHED_WHERE_FORBIDDEN = 4
-"""How many times as many nodes are searched, at most, where a source may forbid some of them."""
+"""Maximum number of nodes searched if a source may forbid some, as a multiple of the nodes sent."""
 
 
 class AutoDrafter:
-    """Drafts from the n-gram memory and from earlier occurrences in the text, by one best-first search.
+    """Drafter with one best-first search over the n-gram memory and earlier occurrences in the text.
 
-    From the root on, all sources propose what may follow a node; weights turn what they say into one probability for
-    each proposal; and the continuation whose path is most probable is added next, until the budget is spent. When
-    the sources have little to say, as at the beginning of a text, the nodes that are left try tokens that the model
-    lately thought of, those first whose continuation is unknown: what it predicts after them fills the memory.
+    From the root on, all sources propose continuations of a node. Weights combine their evidence into one probability
+    for each candidate. The candidate with the most probable path is added next, until the budget is spent. If sources
+    propose little, as at the start of a text, the remaining nodes try recent predictions of the model: its predictions
+    after them fill the memory.
 
-    From the first step that drafts the text has a place in a `DraftBatch`, which drafters with the same memory and
-    settings share, unless they have sources.
+    At its first draft the text gets a slot in a `DraftBatch`. Drafters with the same memory and settings share this
+    batch, unless they have sources.
 
     Args:
-        memory: What is known about the model. It may be shared by the sequences of a process and kept from one to the
-            next; each sequence has a drafter of its own. If not given, nothing is remembered.
-        budget: Nodes of a step, the root included, or what chooses them.
-        most: Nodes of a step at most, the root included, whatever the budget would choose.
-        explore: Try recent predictions with the nodes that are left. Not where predictions are not known.
-        sources: What else lists paths before each step; each serves this sequence alone.
-        predicted: A text that is expected: a source, whose tokens are searched as if they stood before the prompt.
-        chains: Draft one path: the likeliest token, and the likeliest after that; for models that run no trees.
+        memory: N-gram memory of the model. Sequences of a process may share it, at once or one after another; each has
+            its own drafter. `None` to remember nothing.
+        budget: Nodes of a step, the root included, or a `StepBudget` that chooses them.
+        most: Maximum number of nodes of a step, the root included, whatever the budget would choose.
+        explore: Try recent predictions with leftover nodes. Has no effect if predictions are not known.
+        sources: Further sources that list paths before each step; each serves only this sequence.
+        predicted: Predicted output: a source, and tokens that are searched as if they preceded the prompt.
+        chains: Draft one path instead of a tree, for models that cannot run trees.
 
     Raises:
-        InvalidArgumentError: The budget is less than one node, or an argument is of another kind.
+        InvalidArgumentError: The budget is less than one node, or an argument has the wrong type.
     """
 
     def __init__(
@@ -74,36 +74,40 @@ class AutoDrafter:
         self._knowing: list[Any] = [source for source in self._sources if getattr(source, "certain", None) is not None]
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
-        # Of a tree some path is permitted where the likeliest one is not.
+        # With `permits`, search a tree even for chains: another path may be permitted if the likeliest one is not.
         self._settings = searched, chains and not self._permitting, explore and self._learns and not chains
         self._batch: DraftBatch | None = None
         self._place = -1
-        self._late: list[int] = []  # tokens of the text that are not in its place yet
+        self._late: list[int] = []  # tokens of the text that the batch does not have yet
         self._certain = 0  # tokens of this step's tree that are part of the text already
-        self._tree: TokenTree | None = None  # this step's, if something was found for it
-        self._sent = 0  # how many of the nodes found it has: the first ones
+        self._tree: TokenTree | None = None  # tree of this step, if it was searched for
+        self._sent = 0  # number of nodes of the search that were sent: the first ones
 
     @property
     def together(self) -> DraftBatch | None:
-        """What drafts for it and others in one call, if anything does: what a source raises is a matter of its own
-        text."""
+        """Batch that drafts for several texts in one call; `None` before the first draft, and with sources.
+
+        An error of a source must end only the drafts of its own text.
+        """
         return None if self._sources else self._batch
 
     @property
     def top_k(self) -> int:
-        """How many of the likeliest next tokens `observe` wants of each node; none before a first draft,
-        while drafting backs off, and while what the model says is not what is selected."""
+        """Number of likeliest next tokens that `observe` needs for each node.
+
+        It is 0 before the first draft, while drafting backs off, and while selected tokens rarely match predictions.
+        """
         listens = self._batch is not None and self._listens and not self.budget.backs_off
         return self.memory.top_k if listens else 0
 
     @property
     def _listens(self) -> bool:
-        """Whether what the model says after a node is learned."""
+        """Whether predictions after nodes are learned."""
         return self._learns and not self._is_lost and not self.memory.observed
 
     @property
     def _is_lost(self) -> bool:
-        """Whether predictions have nothing to say."""
+        """Whether predictions are useless, because they rarely match the selected tokens."""
         return self._batch is not None and bool(self._batch.state.heard["share"][self._place] < UNTRUSTED)
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -120,7 +124,7 @@ class AutoDrafter:
             self._join().draft([(self, tree)])
 
     def begins(self, tree: TokenTree) -> bool:
-        """Begin a step, and add what is certain; whether there is something to search behind it."""
+        """Begin a step, and add the certain tokens; return whether drafts are to be searched after them."""
         self.budget.begin(self._listens)
         certain: list[int] = self._knowing[0].certain() if self._knowing else []
         if certain:
@@ -134,7 +138,7 @@ class AutoDrafter:
         return True
 
     def _join(self) -> DraftBatch:
-        """The batch in which the text has a place."""
+        """Return the batch of the text; at the first call, reserve a slot in it."""
         if self._batch is None:
             if self._sources:
                 self._batch = DraftBatch(self.memory, *self._settings, len(self._sources))
@@ -145,12 +149,12 @@ class AutoDrafter:
         return self._batch
 
     def _begin(self, batch: DraftBatch) -> None:
-        """Begin the text in its place."""
+        """Begin the text in its slot of the batch."""
         text, self._late = self._late, []
         batch.begin(self._place, text, self._before)
 
     def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
-        """Make ready for a search, and say what is looked for: a `WANTED`."""
+        """Update the batch before a search, and return a `WANTED`: the limits of the search."""
         self._catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
@@ -160,8 +164,10 @@ class AutoDrafter:
         return self._place, nodes, tree.room - self._certain, self.budget.least
 
     def foresee(self, tree: TokenTree) -> Noise | None:
-        """What the tokens below the root are sampled with, if that is known, and says something: it says which of the
-        model's predictions is selected."""
+        """Return the noise that the next tokens will be sampled with, if it is known and predictions are trusted.
+
+        With it the search knows which prediction of the model is selected.
+        """
         if tree.foresee is None or self._is_lost:
             return None
         noise = tree.foresee(min(self._certain + FORESEEN, tree.room))
@@ -170,7 +176,7 @@ class AutoDrafter:
         return Noise((*noise.places[self._certain :], *NO_NOISE.places)[:FORESEEN], noise.temperature)
 
     def forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
-        """Leave the nodes found that can come true, if sources know; more are searched where they are too few."""
+        """Remove nodes that sources do not permit; search for more nodes if too few are left."""
         if not self._permitting:
             return
         most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
@@ -191,25 +197,25 @@ class AutoDrafter:
 
     @property
     def most(self) -> int:
-        """Most candidates that are sent in this step."""
+        """Maximum number of candidates of this step."""
         return min(self.budget.most, self._most - self._certain)
 
     def send(self, tree: TokenTree, tokens: list[int], parents: list[int]) -> None:
-        """Add the first nodes found to the tree, each after its parent, a node of the tree."""
+        """Add the first nodes of the search to the tree; `parents` are nodes of the tree."""
         self._tree, self._sent = tree, len(tokens)
         if tokens:
             tree.add_new_candidates(tokens, parents)
 
     def first_node(self, tree: TokenTree) -> int:
-        """The node of the tree that drafts follow: the root, or the last certain token."""
+        """Return the node that drafts follow: the root, or the last certain token."""
         return tree.root + self._certain
 
     def pending(self, tree: TokenTree) -> int:
-        """Nodes of the tree that count for a budget beside candidates."""
+        """Return the number of nodes besides the candidates that the budget counts."""
         return tree.root + 1 if self._chains else 1
 
     def explain(self, tree: TokenTree) -> Explanation:
-        """Which sources named each node, and how likely it was taken to be."""
+        """Return the sources of each node, and its estimated probability."""
         with self.memory.lock:
             entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self._learns else None
             found: list[Origin] = []
@@ -226,7 +232,7 @@ class AutoDrafter:
             self._batch.learn_rows([(self, result)])
 
     def ends(self, tree: TokenTree, tokens: list[int], listed: int) -> bool:
-        """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later.
+        """Finish a step; return whether there is something to learn. If not, its tokens are added to the batch later.
 
         Args:
             tree: The tree that was sent.
@@ -236,7 +242,7 @@ class AutoDrafter:
         if tree is not self._tree:
             self._sent = 0
         self._tree = None
-        # Nothing is done that can wait: not in a rest, and before a first draft, which many short texts never have.
+        # Defer all work during a rest and before the first draft, which many short texts never have.
         is_searched = self._batch is not None and not self.budget.backs_off and tree.certain <= self._certain
         if is_searched and self._learns and (listed or self.memory.observed or self._is_lost):
             self._certain = tree.certain
@@ -245,12 +251,12 @@ class AutoDrafter:
         return False
 
     def shown_nodes(self, batch: DraftBatch, tree: TokenTree, added: int) -> tuple[int, int, int, int]:
-        """A `SHOWN` of a step without certain tokens, which added so many tokens."""
+        """Return the `SHOWN` of a step without certain tokens that added `added` tokens."""
         self._catch_up(batch)
         return self._place, tree.root, tree.root + 1 + self._sent, added
 
     def shown(self, batch: DraftBatch, result: StepResult) -> Shown:
-        """What a step showed."""
+        """Return the outcome of a step for this text."""
         self._catch_up(batch)
         if self._certain:
             result = result.beyond(self._certain)
@@ -264,19 +270,23 @@ class AutoDrafter:
         return (self._place, root, count, len(result.tokens)), result.tokens, ids, probabilities
 
     def statistics(self) -> dict[str, Any]:
-        """Of the n-gram memory; see `DraftMemory.statistics`."""
+        """Return statistics of the n-gram memory; see `DraftMemory.statistics`."""
         return self.memory.statistics()
 
     def _catch_up(self, batch: DraftBatch) -> None:
-        """Add the tokens to the text that were not added yet."""
+        """Add deferred tokens to the text in the batch."""
         if self._late:
             batch.extend(self._place, self._late)
             self._late = []
 
 
 def _origin_of(node: np.void, names: Sequence[str]) -> Origin:
-    """What named the token of a `NODE`, what knew the longest context first; `names` are those of the sources that list
-    paths."""
+    """Return the sources of a `NODE`, the one with the longest context first.
+
+    Args:
+        node: The node.
+        names: Names of the sources that list paths.
+    """
     order, match, source = int(node["order"]), int(node["match"]), int(node["source"])
     found: list[tuple[float, str]] = []
     if order:

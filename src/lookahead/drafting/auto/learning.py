@@ -1,7 +1,7 @@
-"""What a step teaches about the texts that it was for: one loop over all of them.
+"""Learning from the outcome of a step: one loop over all of its texts.
 
-What the model said after each node goes to the n-gram memory, and what it thought of lately is kept to be tried. That
-counts as far as its predictions are what is selected: not where processors or a grammar decide otherwise.
+Predictions after each node are written to the n-gram memory, and recent ones are kept as guesses. They count only while
+they match the selected tokens, which they may not under logits processors or a grammar.
 """
 
 from __future__ import annotations
@@ -17,48 +17,47 @@ from lookahead.drafting.auto.sources import KEPT, MOST_LISTED, PRIOR, ListedArra
 from lookahead.drafting.auto.texts import TextArrays, append, read_context
 
 UNTRUSTED = 0.35
-"""Share of selected tokens among the likeliest below which predictions that are not on the path teach nothing."""
+"""Minimum share of selected tokens among the listed predictions; below it, predictions off the path are not learned."""
 
 _EVIDENCE_KEPT = 0.995
-"""What is left of the record of a kind of evidence after each step of a text."""
+"""Fraction of the record of a kind of evidence that is kept after each step of a text."""
 
 HEARD = np.dtype(
     [
-        ("seen", np.float64),  # selected tokens lately
-        ("agreed", np.float64),  # how many of them were among those that the model thought likely
-        ("share", np.float64),  # the one over the other
-        ("count", np.int64),  # of its recent predictions, see `BatchState`
-        ("guessed", np.int64),  # of `guesses`
-        ("guesses", np.int64, (MOST_LISTED,)),  # what it said after the likeliest token rejected in the root's place
-        ("likely", np.float64, (MOST_LISTED,)),  # how likely these are
+        ("seen", np.float64),  # recent selected tokens, a decayed count
+        ("agreed", np.float64),  # of these, the tokens among the listed predictions
+        ("share", np.float64),  # agreed / seen
+        ("count", np.int64),  # number of recent predictions, see `BatchState`
+        ("guessed", np.int64),  # number of `guesses`
+        ("guesses", np.int64, (MOST_LISTED,)),  # predictions after the best rejected sibling of the root
+        ("likely", np.float64, (MOST_LISTED,)),  # their probabilities
         ("recalled", np.int64),  # whether the memory has learned the text itself
     ]
 )
-"""What the model said lately about a text."""
+"""Recent predictions of the model for a text."""
 
 SETTINGS = np.dtype(
     [
-        ("chains", np.int64),  # whether a draft is one path: the likeliest token, and the likeliest after that
-        ("explores", np.int64),  # whether recent predictions are tried after the root, where nothing better is left
-        ("observes", np.int64),  # whether what was selected stands for what the model predicts, which is not known
+        ("chains", np.int64),  # whether a draft is one path instead of a tree
+        ("explores", np.int64),  # whether leftover nodes try recent predictions after the root
+        ("observes", np.int64),  # whether selected tokens replace unknown predictions
     ]
 )
-"""How the texts of a batch are drafted for and learned from."""
+"""Options of all texts of a batch."""
 
 
 class BatchState(NamedTuple):
-    """What drafts come from.
+    """Arrays that drafts are searched in.
 
     Attributes:
         entries: The n-gram memory.
         texts: The texts.
-        heard: What the model said lately of each, `HEARD`s, `[places]`.
-        recent: The end of its prompt and what the model predicted since, each token once, the latest first, `[places,
-            nodes]`: no more can be tried.
-        listed: What the sources of a text list.
-        trees: The draft after each, `NODE`s, `[places, nodes]`.
-        counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
-        weights: Weigh what the memory and matches say; see `all_weights`.
+        heard: Recent predictions of the model for each text, `HEARD`s, `[places]`.
+        recent: Distinct tokens at the end of the prompt and of later predictions, latest first, `[places, nodes]`.
+        listed: Paths listed by the sources of a text.
+        trees: Draft of each text, `NODE`s, `[places, nodes]`.
+        counts: Nodes of each draft, `[places]`; -1 if none was searched since the text was extended.
+        weights: Weights of the memory's and the matches' evidence; see `all_weights`.
         settings: A `SETTINGS`.
     """
 
@@ -75,30 +74,30 @@ class BatchState(NamedTuple):
 
 SHOWN = np.dtype(
     [
-        ("place", np.int64),  # of the text; -1 where the step added nothing
-        ("root", np.int64),  # how many nodes are tokens of the text before its last one
-        ("nodes", np.int64),  # how many there are: these, the last one, which is the root, and the first of its draft
-        ("added", np.int64),  # how many tokens the step added to the text
+        ("place", np.int64),  # slot of the text; -1 if the step added nothing
+        ("root", np.int64),  # index of the root: the number of earlier tokens of the text among the nodes
+        ("nodes", np.int64),  # number of nodes: earlier tokens, the root, and the sent nodes of the draft
+        ("added", np.int64),  # number of tokens that the step added to the text
     ]
 )
-"""What a step showed of one text.
+"""Outcome of a step for one text.
 
-One without nodes is a text that goes on without predictions. One that adds no tokens has the text itself learned: its
-nodes are the last tokens of the text, the root the very last.
+Without nodes, the text is extended without predictions. Without added tokens, the text itself is learned: its nodes are
+the last tokens of the text, the root the very last.
 """
 
 
 class Step(NamedTuple):
-    """What a step showed.
+    """Outcome of a step for all of its texts.
 
     Attributes:
         rows: `SHOWN`s, `[rows]`.
-        tokens: The tokens that were added, row after row.
-        ids: The likeliest tokens after each node, row after row, likeliest first, `[nodes, listed]`; -1 where nothing
-            was read. They are written over.
-        probabilities: Their probabilities, likewise.
-        selected: Gets the token that was selected after each node, -1 for those that are not of the text now,
-            `[nodes]`. Where the text itself is learned it says so.
+        tokens: The added tokens, row after row.
+        ids: The likeliest tokens after each node, row after row, likeliest first, `[nodes, listed]`; -1 where the
+            prediction was not read. Learning overwrites them.
+        probabilities: Their probabilities, `[nodes, listed]`. Learning overwrites them.
+        selected: Output for the token selected after each node, -1 for nodes off the path, `[nodes]`. If the text
+            itself is learned, it is an input.
     """
 
     rows: NDArray[Any]
@@ -109,8 +108,10 @@ class Step(NamedTuple):
 
     @classmethod
     def of_text(cls, place: int, tokens: NDArray[np.int64], selected: NDArray[np.int64]) -> Step:
-        """The text in a place goes on with these tokens; if there are none, what was `selected` after each of its last
-        ones is learned."""
+        """Return the step that extends a text by `tokens`.
+
+        Without tokens it is the step that learns the text itself: the `selected` token after each of its last tokens.
+        """
         taught = len(selected)
         rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=SHOWN)
         ids, probabilities = np.full((taught, 1), -1, dtype=np.int64), np.zeros((taught, 1), dtype=np.float32)
@@ -119,17 +120,17 @@ class Step(NamedTuple):
 
 @compiled
 def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: NDArray[np.int64]) -> tuple[int, int]:
-    """Learn from a step, and let the texts go on.
+    """Learn from a step, and extend the texts.
 
     Args:
-        step: What it showed.
-        clock: Dates what is written to the memory.
-        state: Gets what was learned. No draft counts any more.
-        writing: How entries are written.
-        fresh: Room for recent predictions while they are put in order, `[nodes]`.
+        step: Outcome of the step.
+        clock: Date of the entries that are written to the memory.
+        state: Arrays to update; all drafts in it become invalid.
+        writing: Options and buffers for writing entries.
+        fresh: Buffer for sorting recent predictions, `[nodes]`.
 
     Returns:
-        How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
+        Number of accepted draft tokens, and number of texts that the memory has yet to learn as texts.
     """
     entries, texts, heard, recent, listed, trees, counts, _, settings = state
     accepted = lost = begin = first = FIRST
@@ -151,7 +152,7 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
             _keep_guesses(root, nodes, said, likely, selected, of_text)
             if settings["explores"] and last > first:
                 of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], fresh)
-            for is_text in (False, True):  # what is text now comes last, so that it counts
+            for is_text in (False, True):  # nodes on the path come last, so that they win
                 for at in range(len(selected)):
                     if said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
                         size = read_context(place, at - root, nodes, texts, writing.context)
@@ -167,16 +168,16 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
 def _follow(
     root: int, tokens: NDArray[np.int64], nodes: NDArray[Any], said: NDArray[np.int64], selected: NDArray[np.int64]
 ) -> int:
-    """Note the token that was selected after each node: the selected tokens are a path below the root.
+    """Write the token selected after each node, along the path of selected tokens below the root.
 
     Returns:
-        How many of them were drafted. If they are no path of this draft, none, and nothing is known of its nodes.
+        Number of selected tokens that were drafted; 0 if the path leaves the draft early, and then nothing is learned.
     """
     at, count = root, FIRST
     for index in range(len(selected)):
         selected[index] = -1
     for token in tokens:
-        if at < 0:  # the one before was not drafted
+        if at < 0:  # the token before it was not drafted
             for index in range(len(selected)):
                 selected[index] = said[index, 0] = -1
             return 0
@@ -193,7 +194,7 @@ def _follow(
 
 @inner
 def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64], evidence: NDArray[np.float64]) -> None:
-    """Note how often drafted tokens came true, by kind of evidence; of those before, a little is forgotten."""
+    """Update the acceptance record of each kind of evidence, with exponential decay."""
     for records in evidence:
         for record in records:
             for count in range(2):
@@ -210,7 +211,7 @@ def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64],
 
 @inner
 def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
-    """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
+    """Follow the selected tokens along the paths of each source, and update its record of hits."""
     for source in range(len(listed.record)):
         at, accepted, expected = source, 0.0, 0.0
         for token in tokens:
@@ -230,7 +231,7 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
 
 @inner
 def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
-    """Compare the selected tokens with those that the model thought likely."""
+    """Update the share of selected tokens that are among the listed predictions."""
     seen, agreed = of_text["seen"], of_text["agreed"]
     for at in range(len(selected)):
         token, listed = selected[at], said[at]
@@ -245,8 +246,10 @@ def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any)
 
 @inner
 def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], share: float) -> None:
-    """Write what was selected over predictions that account for too little of it, or are not known; then nothing is
-    known about nodes that are not on the path."""
+    """Replace predictions by the selected tokens, where predictions are unknown or rarely selected.
+
+    Nodes off the path are then not learned.
+    """
     for at in range(len(selected)):
         said[at, 0], likely[at, 0] = selected[at], share
         if said.shape[1] > 1:
@@ -262,8 +265,10 @@ def _keep_guesses(
     selected: NDArray[np.int64],
     of_text: Any,
 ) -> None:
-    """Keep what the model says after the likeliest of the nodes in whose place another token was selected last. Often
-    it says the same after that one."""
+    """Keep the predictions after the best rejected sibling of the last selected node as guesses.
+
+    The model often predicts the same tokens after the selected one.
+    """
     last, of_text["guessed"] = root, 0
     for at in range(root, len(selected)):
         last = at if selected[at] >= 0 else last
@@ -286,8 +291,10 @@ def _note_recent(
     before: int,
     fresh: NDArray[np.int64],
 ) -> int:
-    """Put the two likeliest tokens after each node before the recent predictions, those after what is text now last;
-    there were `before` of them. Returns how many there are."""
+    """Put the two likeliest tokens after each node in front of the recent predictions, and return their new number.
+
+    Tokens after nodes on the path come behind the others. `before` is the old number of recent predictions.
+    """
     count = FIRST
     for rank in range(min(said.shape[1], 2)):
         for is_text in (False, True):
@@ -303,7 +310,7 @@ def _note_recent(
 
 @inner
 def _add_recent(token: int, count: int, recent: NDArray[np.int64]) -> int:
-    """Add a token to the first `count`, unless it is one of them or there are enough; returns how many there are."""
+    """Add a token to the first `count`, unless it is among them or the array is full; return the new number."""
     if count == len(recent):
         return count
     for index in range(count):

@@ -1,8 +1,7 @@
-"""A memory of what the model predicts after short contexts: every node of every step is a lesson.
+"""N-gram memory: the model's predictions after short contexts, learned from every node of every step.
 
-A step runs the model on dozens of short paths, and its prediction after each of them is an answer to the question
-"what comes after these tokens?", whether the path was accepted or not. The answers are kept by the last one, two, ...
-tokens of the path. Token recycling (arXiv 2408.08696) keeps them by the last token alone.
+A step runs the model on dozens of short paths. Its prediction after each path is stored under the last one, two, ...
+tokens of the path, whether the path was accepted or not. Token recycling (arXiv 2408.08696) uses only the last token.
 """
 
 from __future__ import annotations
@@ -16,49 +15,47 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, inner
 
 WAYS = 4
-"""Entries in a set: the places where one context may be kept."""
+"""Entries per set: the number of slots that one context may be stored in."""
 
 LEAST_PROBABILITY = 1e-4
-"""Smallest probability that is distinguished from zero."""
+"""Minimum stored probability; smaller ones are rounded up to it."""
 
 _UNLISTED = 0.3
-"""What a token that is not listed is taken to have of the probability of the last one that is."""
+"""Estimated probability of an unlisted token, as a fraction of the last listed one."""
 
 OLD_SHARE = 0.7
-"""What the frequency of a token that was seen to follow keeps of itself each time; one that followed once counts the
-rest: another may follow the next time."""
+"""Weight of the old frequency of a following token in each update; a first occurrence counts 1 - `OLD_SHARE`."""
 
 EVIDENCE_PRIOR = 20.0
-"""Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be. Played with 5
-and 10, fixed prices: HumanEval 0.98, 1.00, GSM8K 0.98, 0.99, forced edits 0.99, 1.00 of the speed with 20."""
+"""Prior count of each kind of evidence, in tokens; the prior has no correction of probabilities."""
 
 FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
-"""Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
+"""Moduli and factors of two 31-bit polynomial hashes; products below 2^62 are equal in compiled and plain code."""
 
 ENTRY = np.dtype(
     [
-        ("tag", np.int64),  # hash of the context; 0 where nothing is kept
-        ("stamp", np.uint32),  # when it was written
-        ("floor", np.float32),  # natural logarithm of the probability of a token that is not listed: an estimate
+        ("tag", np.int64),  # hash of the context; 0 for an empty slot
+        ("stamp", np.uint32),  # date of the last write
+        ("floor", np.float32),  # estimated natural logarithm of the probability of an unlisted token
     ]
 )
 FOLLOWER = np.dtype([("token", np.int32), ("log", np.float32)])
-"""A token that may come next, -1 where there are no more, and the natural logarithm of its probability."""
+"""A possible next token (-1 after the last one), and the natural logarithm of its probability."""
 
 WRITTEN = np.dtype([("token", np.int64), ("share", np.float64), ("log", np.float32)])
-"""Room for a token of an entry that is written: its probability, and the logarithm of what the model said."""
+"""Buffer for a token of the entry being written: its probability, and the logarithm of the model's prediction."""
 
 
 class Entries(NamedTuple):
-    """The arrays of `DraftMemory`: each context length has its own sets of `WAYS` places.
+    """Arrays of `DraftMemory`: each context length has its own sets of `WAYS` slots.
 
     Attributes:
         heads: `ENTRY`s, `[orders, sets * WAYS]`.
-        followers: The next tokens of each, likeliest first, `FOLLOWER`s, `[orders, sets * WAYS, top_k]`.
-        evidence: How many drafted tokens were accepted lately, and how many should have been by their probabilities, by
-            kind of evidence: the class of the match that they followed, from 1, and the length of the longest context
-            after which the memory named them; 0 for none, `[9, orders + 1, 2]`.
+        followers: Next tokens of each entry, likeliest first, `FOLLOWER`s, `[orders, sets * WAYS, top_k]`.
+        evidence: Decayed numbers of accepted drafted tokens: actual, and expected by their probabilities,
+            `[9, orders + 1, 2]`. The first index is the class of the context match, from 1; the second is the length
+            of the longest context in the memory. Both are 0 for none.
     """
 
     heads: NDArray[Any]
@@ -67,16 +64,16 @@ class Entries(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """How entries are written, and room for one of them.
+    """Options and buffers for writing entries.
 
     Attributes:
-        old_share: What a blended entry keeps of what it was.
-        blended: Entries of contexts of up to so many tokens are blended with what was there.
-        first_log: Added to the logarithms of a new entry.
-        room: `WRITTEN`s, those of both predictions while they are blended, `[2 * top_k]`.
-        context: Room for the last tokens of a path, `[orders]`.
-        tags: The hash of each context of a path, `[orders]`.
-        slots: Where each is kept, `[orders]`.
+        old_share: Weight of the old prediction in a blended entry.
+        blended: Longest context with blending of new and old predictions, in tokens.
+        first_log: Offset added to the logarithms of a new entry.
+        room: Buffer for both predictions of a blend, `WRITTEN`s, `[2 * top_k]`.
+        context: Buffer for the last tokens of a path, `[orders]`.
+        tags: Buffer for the hashes of a path's contexts, `[orders]`.
+        slots: Buffer for their slots, `[orders]`.
     """
 
     old_share: float
@@ -90,16 +87,16 @@ class Writing(NamedTuple):
 
 @inner
 def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDArray[np.int64]) -> int:
-    """Find the contexts of the last 1, 2, ... tokens of a path, up to one that is not kept.
+    """Find the contexts of the last 1, 2, ... tokens of a path, up to the first one that is not stored.
 
     Args:
-        context: The last tokens of the path, the very last one first; `size` of them count.
-        size: See there.
+        context: The last tokens of the path, the very last one first.
+        size: Number of valid tokens in `context`.
         entries: The memory.
-        slots: Gets where each is kept.
+        slots: Output for the slot of each context.
 
     Returns:
-        How many are.
+        Number of contexts found.
     """
     sets, first, second = entries.heads.shape[1] // WAYS, FIRST + 1, FIRST + 1
     for order in range(min(len(slots), size)):
@@ -158,15 +155,15 @@ def write_entry(
     entries: Entries,
     writing: Writing,
 ) -> None:
-    """Keep what is predicted after a context, for each length of it.
+    """Write a prediction to the memory under each length of its context.
 
     Args:
-        context: Its last tokens, the very last one first, `[tokens]`.
-        ids: The likeliest next tokens, likeliest first, `[listed]`; -1 where there are no more.
+        context: Last tokens of the path, the very last one first, `[tokens]`.
+        ids: The likeliest next tokens, likeliest first, `[listed]`; -1 after the last one.
         probabilities: Their probabilities, `[listed]`.
-        clock: Dates the entries.
+        clock: Date of the entries.
         entries: The memory.
-        writing: See there.
+        writing: Options and buffers.
     """
     sets, top_k = entries.heads.shape[1] // WAYS, entries.followers.shape[2]
     wide, last, total = FIRST, 0.0, 0.0
@@ -179,12 +176,12 @@ def write_entry(
         return
     floor = np.float32(log(max(min(last, 1 - total) * _UNLISTED, LEAST_PROBABILITY)))
     first = second = FIRST + 1
-    for order in range(len(context)):  # all places first: so the processor waits for memory once, not for each
+    for order in range(len(context)):  # find all slots first, so that the processor waits for memory once
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
         tag, begin = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS
         slot, oldest = begin, FIRST + (1 << 32)
-        for place in range(begin, begin + WAYS):  # its old one, else an empty one, else the oldest
+        for place in range(begin, begin + WAYS):  # the slot of this context, else an empty one, else the oldest
             head = entries.heads[order, place]
             stamp = -2 if head["tag"] == tag else -1 if head["tag"] == 0 else np.int64(head["stamp"])
             if stamp < oldest:

@@ -1,4 +1,4 @@
-"""Predicted text: drafts from a text that the user expects, such as a file that is to be edited."""
+"""Predicted output: drafts from a text that the user expects, for example a file before an edit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 
 NEARBY = 64
-"""Tokens that are proposed of the predicted text, and how far ahead a place is looked for where the text goes on after
-a change."""
+"""Tokens proposed at each index of the predicted text, and tokens searched for the index after a change."""
 
 PLACES = 4
-"""Most places where the text may go on."""
+"""Maximum number of indices where the text may continue."""
 
 
 class PredictedText:
-    """A source (`Source`) of what follows in a text that is expected.
+    """Source (`Source`) of the continuation of a predicted output.
 
-    While the output follows the predicted text there is one place where it goes on. After another token there are
-    several: the token stands for one of the predicted text, or between two of them, or some were left out. The first
-    of these places that comes true is the one to go on from.
+    While the output follows the predicted text, there is one index where it continues. After a deviating token there
+    are several: the token was replaced, was inserted, or tokens were deleted. The first index that matches is the next
+    one.
 
     Args:
         tokens: Token ids of the predicted text.
 
     Attributes:
-        tokens: As given.
-        accepted: Tokens of the output that were where the predicted text had them.
+        tokens: Token ids of the predicted text.
+        accepted: Output tokens that matched the predicted text.
     """
 
     name = "predicted text"
@@ -35,15 +34,15 @@ class PredictedText:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self._places = [0]
-        self._changed = 0  # tokens since the output left the predicted text
+        self._changed = 0  # tokens since the output deviated from the predicted text
         self.accepted = 0
 
     def start(self, prompt: Sequence[int]) -> None:
-        """Begin a sequence: its output is expected to be the predicted text."""
+        """Begin a sequence at the start of the predicted text."""
         self._places, self._changed, self.accepted = [0], 0, 0
 
     def propose(self) -> TokenPaths:
-        """See `Source`."""
+        """Return the continuations at each index where the text may continue."""
         tokens: list[int] = []
         parents: list[int] = []
         children: dict[tuple[int, int], int] = {}
@@ -58,7 +57,7 @@ class PredictedText:
         return TokenPaths(tokens, parents, [1.0] * len(tokens))
 
     def observe(self, result: StepResult) -> None:
-        """Follow the text."""
+        """Follow the new tokens in the predicted text."""
         for token in result.tokens:
             self._follow(token)
 
@@ -69,7 +68,7 @@ class PredictedText:
                 self.accepted += 1
                 return
         self._changed += 1
-        left = self._places[-1]  # where the output left the predicted text
+        left = self._places[-1]  # index where the output deviated from the predicted text
         behind = [
             place + 1
             for place in range(left, min(left + NEARBY, len(self.tokens)))

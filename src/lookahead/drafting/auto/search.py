@@ -1,6 +1,6 @@
-"""The search of `preset="auto"`: all sources propose, and the most probable continuation is added next.
+"""Search of `preset="auto"`: all sources propose, and the most probable continuation is added next.
 
-Rows of several numbers are numpy records: compiled loops take each array of them as one argument, whatever it holds.
+Rows of several numbers are numpy records, because compiled loops take each array of records as one argument.
 """
 
 from __future__ import annotations
@@ -21,57 +21,58 @@ from lookahead.drafting.auto.texts import MATCH_CLASSES, find_matches, read_cont
 NODE = np.dtype(
     [
         ("token", np.int64),
-        ("parent", np.int64),  # the node that it follows
+        ("parent", np.int64),  # parent node
         ("depth", np.int64),  # levels below the root
-        ("order", np.int64),  # length of the longest context after which the memory names it; 0 if it does not
-        ("match", np.int64),  # class of the longest context match that it follows, -1 if it follows none
-        ("weighed", np.int64),  # 1 where its probability came of weighed evidence, which it is a test of
-        ("matches", np.int64),  # how many earlier occurrences the path to it follows
-        ("listed", np.float64),  # how likely it is after its parent at least, as what lists it has it
-        ("source", np.int64),  # which source has it so; -1 if none does
+        ("order", np.int64),  # length of the longest context in the memory that predicts it; 0 for none
+        ("match", np.int64),  # class of its longest context match, -1 for none
+        ("weighed", np.int64),  # 1 if its probability is from weighted evidence, which its outcome then corrects
+        ("matches", np.int64),  # number of earlier occurrences of its path
+        ("listed", np.float64),  # minimum probability after its parent, from guesses or a source
+        ("source", np.int64),  # index of this source; -1 for none
         ("probability", np.float64),  # estimated probability that the path to it is accepted
-        ("offered", np.float64),  # the same to a pace: recent predictions come last, but not for being the least likely
+        ("offered", np.float64),  # probability used for pacing; recent predictions sort last whatever theirs is
     ]
 )
-"""A node of the tree found after a text, the most probable one first; node 0 is the last token of the text, the root.
-The trees of all texts are `[places, nodes]`."""
+"""A node of a draft, the most probable first; node 0 is the root, the last token of the text.
+
+The trees of all texts are `[places, nodes]`.
+"""
 
 _GUESSES_COUNT = 0.25
-"""What a prediction after a rejected token counts after the selected one, at least."""
+"""Minimum probability of a guess, as a fraction of its probability after the rejected sibling."""
 
 _RECENT_SHARE = 0.2
-"""How likely the recent prediction of rank r is where nothing else is, times r + 4: greedy, 20 had the next token in
-0.2 to 0.6 of such steps. Before, they were not sent: 0.95 of the speed with AMX, by prices of the demo model."""
+"""Probability of the recent prediction of rank r, times r + 4, as a fraction of the remaining probability."""
 
 FORESEEN = 8
-"""Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
+"""Maximum number of tokens with known sampling noise ahead of the text."""
 
 _LEAST_NOISE = 1e-30
-"""Noise of 16 bits may be rounded to 0."""
+"""Lower limit of noise, because 16-bit noise may be rounded to 0."""
 
 NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
-"""Of tokens that are not sampled, or with what nobody knows."""
+"""Noise of tokens that are not sampled, or of unknown noise."""
 
 WANTED = np.dtype(
     [
-        ("place", np.int64),  # of the text; -1 where nothing is wanted
-        ("nodes", np.int64),  # most nodes below its last token
-        ("levels", np.int64),  # most levels of them
-        ("least", np.float64),  # how probable the path to a node must be
+        ("place", np.int64),  # slot of the text; -1 for no search
+        ("nodes", np.int64),  # maximum number of nodes below the root
+        ("levels", np.int64),  # maximum depth
+        ("least", np.float64),  # minimum probability of a path
     ]
 )
-"""Which nodes are wanted after a text."""
+"""Limits of the search after a text."""
 
 
 class Room(NamedTuple):
-    """Room for the search of one tree.
+    """Buffers for the search of one tree.
 
     Attributes:
-        candidates: `NODE`s that may be added; those after one node stand together.
-        queue: Numbers of the likeliest of them, likeliest first, `[nodes]`. Those that were added are in front.
-        followed: `OCCURRENCE`s in the text that each node follows, `[nodes, SEARCHED]`.
+        candidates: `NODE`s that may be added; children of one node are adjacent.
+        queue: Indices of the likeliest candidates, likeliest first, added ones in front, `[nodes]`.
+        followed: `OCCURRENCE`s in the text of each node's path, `[nodes, SEARCHED]`.
         context: The last tokens of a path, `[LONGEST]`.
-        slots: Where the memory keeps what follows the last 1, 2, ... of them, `[orders]`.
+        slots: Slots in the memory of the last 1, 2, ... tokens of a path, `[orders]`.
     """
 
     candidates: NDArray[Any]
@@ -83,13 +84,13 @@ class Room(NamedTuple):
 
 @compiled
 def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> None:
-    """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
+    """Draft after some texts: repeatedly add the most probable candidate, up to the limit of nodes.
 
     Args:
         wanted: `WANTED`s, `[rows]`.
-        noise: What tokens on each of `FORESEEN` levels are sampled with; arrays may be empty.
-        state: See there. Gets the trees, and their numbers of nodes below the root.
-        room: See there.
+        noise: Sampling noise of tokens on each of `FORESEEN` levels; arrays may be empty.
+        state: Texts and evidence; receives the trees and their numbers of nodes below the root.
+        room: Buffers.
     """
     chains, explores = state.settings["chains"], state.settings["explores"]
     for row in range(len(wanted)):
@@ -102,7 +103,7 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
         node = waiting = end = FIRST
         while node < most:
             begin = end
-            if chains:  # one node is added at each level
+            if chains:  # a chain adds one node at each level
                 waiting = node
             if nodes[node]["depth"] < asked["levels"]:
                 end = _propose(place, node, begin, noise, state, room, nodes)
@@ -122,15 +123,17 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
 def _propose(
     place: int, node: int, begin: int, noise: Noise, state: BatchState, room: Room, nodes: NDArray[Any]
 ) -> int:
-    """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
-    where they end. All sources propose: a new one is a loop here."""
+    """Write the candidates after a node from index `begin` on, with the probabilities of their paths; return their end.
+
+    All sources propose here; a new source is a new loop.
+    """
     entries, texts, heard, _, listed, _, _, weights, settings = state
     candidates, _, followed, context, slots = room
     of_text, end = heard[place], begin
     size = read_context(place, node, nodes, texts, context)
     longest = look_up(context, size, entries, slots)
     coefficients = weights[1 if settings["observes"] or of_text["share"] < UNTRUSTED else 0, longest]
-    floors = 0.0  # what the memory says for a token that it does not name
+    floors = 0.0  # score of a token that is not listed in the memory
     for order in range(longest):
         floors += coefficients[1 + order] * float(entries.heads[order, slots[order]]["floor"])
     for order in range(longest):
@@ -173,7 +176,7 @@ def _propose(
 
 @inner
 def _candidate_of(token: int, begin: int, end: int, score: float, candidates: NDArray[Any]) -> int:
-    """Number of the candidate with this token among those from `begin` to `end`; else of a new one behind them."""
+    """Return the index of the candidate with this token between `begin` and `end`; without one, add it at `end`."""
     for row in range(begin, end):
         if candidates[row]["token"] == token:
             return row
@@ -192,13 +195,13 @@ def _weigh(
     evidence: NDArray[np.float64],
     candidates: NDArray[Any],
 ) -> None:
-    """Make probabilities of the scores of what may follow a node, and make it a node of each candidate.
+    """Turn scores of the candidates after a node into probabilities, and set their parent and depth.
 
-    What neither memory nor matches name has no score: it is as likely as what lists it has it, and so is at least any
-    other that is listed. `evidence` corrects the others; see `Entries`.
+    Candidates from neither memory nor matches have no score: their probability is `listed`, which is also the minimum
+    of others. `evidence` corrects the probabilities from scores; see `Entries`.
     """
     mass, parent = exp(weights[0]), nodes[node]
-    classes = evidence.shape[1]  # the weights of matches stand behind those of contexts
+    classes = evidence.shape[1]  # the weights of matches follow the weights of contexts
     for row in range(len(candidates)):
         candidate = candidates[row]
         score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], noise)
@@ -218,8 +221,10 @@ def _weigh(
 
 @inner
 def _foreseen(token: int, level: int, noise: Noise) -> float:
-    """What speaks for a token on a level in the noise: selected is the largest log p - temperature * log q, and scores
-    are estimates of log p."""
+    """Return the noise term of a token's score on a level.
+
+    The sampler selects the largest log p - temperature * log q, and scores estimate log p.
+    """
     if level >= FORESEEN or token >= len(noise.places[level]):
         return 0.0
     return -noise.temperature * log(max(float(noise.places[level][token]), _LEAST_NOISE))
@@ -227,7 +232,7 @@ def _foreseen(token: int, level: int, noise: Noise) -> float:
 
 @inner
 def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
-    """Put a candidate into the queue, if it is likely enough and one of the likeliest `most`; returns how many wait."""
+    """Queue a candidate if it is likely enough and among the likeliest `most`; return the length of the queue."""
     candidates, queue = room.candidates, room.queue
     probability, at = candidates[row]["probability"], min(waiting, most - 1)
     if probability < least or (at < waiting and probability <= candidates[queue[at]]["probability"]):
@@ -241,8 +246,13 @@ def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
 
 @inner
 def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchState, room: Room) -> tuple[int, int]:
-    """Queue recent predictions after the root of a text, behind all that is better; returns where candidates end, and
-    how many wait. In greedy texts they are listed as likely as what others leave, for the pace to know."""
+    """Queue recent predictions after the root, behind better candidates.
+
+    In greedy texts their `listed` is a share of the remaining probability, for the pace.
+
+    Returns:
+        End of the candidates, and length of the queue.
+    """
     place, record, rest = wanted["place"], state.entries.evidence[0, 0], 1.0
     for row in range(end):
         rest -= room.candidates[row]["probability"]
@@ -258,5 +268,5 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
             before, end = waiting, end + 1
             waiting = _wait(at, wanted["least"], waiting, wanted["nodes"], room)
             if waiting == before and noise.temperature == 0.0:
-                break  # there are enough that are better
+                break  # the queue is full of better ones
     return end, waiting

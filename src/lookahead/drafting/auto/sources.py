@@ -1,6 +1,6 @@
-"""Sources of `preset="auto"`: before each step they list tokens that may follow the text, with probabilities.
+"""Sources of `preset="auto"`: before each step they list possible next tokens, with probabilities.
 
-A predicted text is one, and a user may add others. What a source lists counts as often as it has come true lately.
+Predicted output is one source, and users may add others. The weight of a source follows its recent hit rate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lookahead.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """Tokens that may follow the text, as a tree.
+    """Possible continuations of the text, as a tree.
 
     Attributes:
-        tokens: Token ids, `[tokens]`, the likeliest first among those with the same parent, which differ.
-        parents: For each token the place in `tokens` of the one that it follows, which comes before it; -1 where it
-            follows the text.
-        probabilities: How likely each token is after its parent, `[tokens]`, above 0 and at most 1. What they are
-            worth is seen from what comes true, so an estimate will do.
+        tokens: Token ids, `[tokens]`, likeliest first among siblings, which must differ.
+        parents: Index in `tokens` of each token's parent, which must be smaller than its own; -1 for the end of the
+            text.
+        probabilities: Probability of each token after its parent, `[tokens]`, above 0 and at most 1. An estimate is
+            enough, because it is corrected by the source's hit rate.
     """
 
     tokens: ArrayLike
@@ -35,49 +35,50 @@ class TokenPaths:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], probability: float = 0.9) -> TokenPaths:
-        """One path, each token of which is as likely as the others."""
+        """Return one path with the same probability for each token."""
         return cls(tokens, range(-1, len(tokens) - 1), [probability] * len(tokens))
 
 
 class Source(Protocol):
-    """Proposes tokens that may follow one text. It cannot change the text, and counts as far as it comes true.
+    """Source of possible next tokens of one text. It cannot change the text, and counts by its hit rate.
 
-    A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
-    true, as a grammar would know; see `permitted`. And it may have a method `certain()`, which gives the tokens that
-    will be selected next whatever the model says. They are sent whether or not drafting pays. It is called first in
-    each step; `propose` and `permits` are about what follows its tokens.
+    A source may have a method `permits(tokens, parents)`, which returns for each node of a draft whether it is
+    possible, as a grammar knows; see `permitted`. It may also have a method `certain()`, which returns the tokens that
+    will be selected next whatever the model predicts. They are sent whether or not drafting rests. `certain` is called
+    first in each step; `propose` and `permits` are about the text after its tokens.
     """
 
     @property
     def name(self) -> str:
-        """What traces call it: one word or a few, different from those of other sources."""
+        """Name in traces: a word or a few, different from other sources."""
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence that follows `prompt`, the token ids of the text so far."""
 
     def propose(self) -> TokenPaths:
-        """What may follow the text now. Called before each step that has a draft."""
+        """Return possible continuations of the text. Called before each step with a draft."""
 
     def observe(self, result: StepResult) -> None:
-        """The text goes on with `result.tokens`. Called after every step."""
+        """Learn from a step, which extended the text by `result.tokens`. Called after every step."""
 
 
 def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The nodes of a draft that can come true, for all that sources with a method `permits` know.
+    """Return the nodes of a draft that are possible according to all sources with a method `permits`.
 
-    It takes the tokens of a draft, `[nodes]`, and their parents, `[nodes]`: 0 for the text itself, 1 for the first
-    node, and so on; a parent comes before its children. It returns for each node whether it can come true after its
-    parent, `[nodes]` bool. What it says of nodes below one that cannot is of no account.
+    `permits` accepts the tokens of a draft, `[nodes]`, and their parents, `[nodes]`: 0 for the end of the text, 1 for
+    the first node, and so on; a parent precedes its children. It returns whether each node is possible after its
+    parent, `[nodes]` bool. Values below an impossible node are ignored.
 
     Args:
-        sources: Those that have the method.
-        tokens, parents: As they get them.
+        sources: Sources with the method.
+        tokens: Tokens of the draft.
+        parents: Their parents.
 
     Returns:
-        Numbers of nodes, like `parents`, with 0 before them.
+        Node numbers in the same form as `parents`, starting with 0.
 
     Raises:
-        InvalidArgumentError: A source does not tell it of each node.
+        InvalidArgumentError: `permits` of a source returned another shape than `[nodes]`.
     """
     if not sources or not len(tokens):
         return np.arange(len(tokens) + 1)
@@ -86,7 +87,7 @@ def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArra
         allowed = np.asarray(source.permits(tokens.tolist(), parents.tolist()), dtype=bool)
         if allowed.shape != tokens.shape:
             raise InvalidArgumentError(
-                f"source {source.name!r}: permits told {allowed.shape} of {len(tokens)} nodes; tell it of each"
+                f"source {source.name!r}: permits() returned shape {allowed.shape}, expected {tokens.shape}"
             )
         can[1:] &= allowed
     for node, parent in enumerate(parents.tolist(), 1):
@@ -95,32 +96,31 @@ def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArra
 
 
 MOST_LISTED = 16
-"""Most tokens that a source proposes after a node, and that are kept of what the model said after a rejected one."""
+"""Maximum number of tokens that a source proposes after a node, and of guesses kept after a rejected token."""
 
 PRIOR = 4.0
-"""Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
+"""Prior count of a source's hits, in tokens; the prior trusts its probabilities."""
 
 KEPT = 0.95
-"""What the record of a source, and that of the model's predictions in a text, keep of their weight with each step."""
+"""Fraction of the hit records of sources and of predictions that is kept with each step or token."""
 
 LISTED = np.dtype(
     [
         ("token", np.int64),
-        ("parent", np.int64),  # the token that it follows; for the first ones that of their source
-        ("probability", np.float64),  # after its parent
+        ("parent", np.int64),  # index of the parent; the root of the source for its first tokens
+        ("probability", np.float64),  # probability after its parent
     ]
 )
-"""A token of the paths that the sources of a text list."""
+"""A token of the paths that a text's sources list."""
 
 
 class ListedArrays(NamedTuple):
-    """The proposals of a text's sources, and their outcomes.
+    """Proposals of a text's sources, and their hit records.
 
     Attributes:
-        tokens: The paths of all of them, `LISTED`s, a source's after another's. In front, a token for each source
-            stands for the text.
-        reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
-        record: How many selected tokens each source did list lately, and how many by its probabilities, `[sources, 2]`.
+        tokens: Roots, one per source, then the paths of all sources, one after another, `LISTED`s.
+        reached: Index in `tokens` of each node of the search, -1 for none, `[sources, nodes]`.
+        record: Decayed number of selected tokens that each source listed, and their expected number, `[sources, 2]`.
     """
 
     tokens: NDArray[Any]
@@ -129,9 +129,9 @@ class ListedArrays(NamedTuple):
 
 
 def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArrays:
-    """The same with the paths of each source instead of those before."""
+    """Return the arrays with new paths of each source."""
     roots = np.zeros(len(paths), dtype=LISTED)
-    roots["parent"] = -1  # they follow nothing
+    roots["parent"] = -1  # roots have no parent
     parts, begin = [roots], len(paths)
     for source, one in enumerate(paths):
         parents = np.asarray(one.parents)
@@ -145,7 +145,7 @@ def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArray
 
 @inner
 def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArrays) -> int:
-    """The token of a source's paths that a node is, the one that stands for the text for the root; -1 if it is none."""
+    """Return the index of a node in a source's paths, or the source's root for the root of the tree; -1 for none."""
     tokens, reached, _ = listed
     place = source
     if node > 0:

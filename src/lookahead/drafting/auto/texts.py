@@ -1,7 +1,7 @@
-"""Texts, and where they have been before: earlier occurrences of their last tokens, and what followed them.
+"""Texts with an index of earlier occurrences of their last tokens, and of the tokens that followed.
 
-Prompt lookup and the paper's "prompt as reference" draft from this. Text that copies (code, quotations, answers about
-a given text) is accepted many tokens at a time.
+Prompt lookup and the paper's "prompt as reference" use the same idea. Text that copies (code, quotations, answers
+about a given text) is accepted many tokens at a time.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, inner
 
 RUNS = (8, 4, 2)
-"""Lengths of the runs of tokens that are indexed, the longest first."""
+"""Lengths of the indexed runs of tokens, the longest first."""
 
 LONGEST = 32
-"""Longest match that is distinguished, in tokens."""
+"""Maximum counted length of a match, in tokens."""
 
 SEARCHED = 8
-"""Most occurrences that a search returns."""
+"""Maximum number of occurrences per search."""
 
 MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
-"""Fewest agreeing tokens of each class of matches."""
+"""Minimum number of matching tokens of each class of matches."""
 
 BUCKETS = 1 << 15
-"""Places of a text are looked for by the hash of what they follow, which is one of so many. Texts are usually kept for
-twice as many tokens, at least, and at most for four times as many: buckets stay short."""
+"""Number of hash buckets per run length.
+
+Texts are usually kept for 2 to 4 times this number of tokens, so buckets stay short.
+"""
 
 _PRIME = 2147483647
 _FACTOR = 1103515245
 LEAST_ROOM = 4096
-"""Tokens that there is room for when a text first has any."""
+"""Initial capacity of a text, in tokens."""
 
 
 class TextArrays(NamedTuple):
-    """One text in each place.
+    """Texts with their hash chains, one text per slot.
 
-    The places that follow each run of 8, 4 and 2 tokens are chained, the newest first, as compressors do (LZ77). Adding
-    a token takes constant time, amortised; a search visits the places of a bucket until it has 8. Each token
-    that is kept takes 20 bytes, and each text 393 kB besides: 3 MB for the usual 65,536. The operating system fills
-    pages when they are first written to.
+    Indices after runs of 8, 4 and 2 tokens with the same hash are chained, the newest first, as in LZ77 compressors.
+    Adding a token takes constant time, amortised; a search walks a chain until it has 8 matches. Each token takes 20
+    bytes, and each text 393 kB: 3 MB for the usual 65,536 tokens. The system maps pages at their first use.
 
     Attributes:
-        tokens: The tokens that are kept, `[places, room]`.
-        lengths: How many these are, `[places]`.
-        dropped: How many stood before them, `[places]`; below 0, so many of those kept are no part of the text, but
-            stand before it to be searched.
-        newest: For each run length and bucket the last place that follows a run of it, -1 if there is none, `[places,
-            runs, buckets]`.
-        earlier: For each run length and place the one before it in its bucket, `[places, runs, room]`.
-        reach: Tokens of each that are kept, at least.
+        tokens: Stored tokens, `[places, room]`.
+        lengths: Number of stored tokens, `[places]`.
+        dropped: Number of earlier tokens that are no longer stored, `[places]`. If negative, this number of tokens at
+            the start of the stored ones precedes the text and is only searched.
+        newest: Last index after a run, for each run length and bucket, -1 for none, `[places, runs, buckets]`.
+        earlier: Previous index in the same bucket, for each run length and index, `[places, runs, room]`.
+        reach: Minimum number of stored tokens of a long text.
     """
 
     tokens: NDArray[np.int64]
@@ -63,20 +63,20 @@ class TextArrays(NamedTuple):
 
 
 OCCURRENCE = np.dtype([("place", np.int64), ("length", np.int64)])
-"""An earlier occurrence of the end of a path: the place in the text of the token that followed, and how many tokens
-agree. Those of a node stand the newest first; `NODE` says how many there are."""
+"""An earlier occurrence of the end of a path: the index in the text of the next token, and the number of matching
+tokens. A node's occurrences are sorted from the newest; `NODE` has their number."""
 
 
 @inner
 def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, context: NDArray[np.int64]) -> int:
-    """Write the last tokens of the path to a node to `context`, the very last one first; returns how many.
+    """Write the last tokens of the path to a node to `context`, the very last one first; return their number.
 
     Args:
-        place: That of the text.
-        node: One of the tree after it; 0 is the last token of the text, -1 the one before it, and so on.
+        place: Slot of the text.
+        node: Node of its tree; 0 is the last token of the text, -1 the one before it, and so on.
         nodes: The tree.
         texts: The texts.
-        context: Gets as many tokens as it has room for.
+        context: Output; its length is the maximum number of tokens.
     """
     tokens, lengths, dropped, _, _, _ = texts
     size, most = FIRST, len(context)
@@ -102,20 +102,19 @@ def find_matches(
     texts: TextArrays,
     followed: NDArray[Any],
 ) -> int:
-    """Find where the text has been at the end of a path before: where it has been at the end of the path to its parent,
-    and went on with its token; if nowhere, after the longest indexed run that ends the path.
+    """Find earlier occurrences of the path's suffix: extend the parent's matches, else look up the longest n-gram.
 
     Args:
-        place: That of the text.
+        place: Slot of the text.
         node: The node at the end of the path.
-        context: Its last tokens, the very last one first; `size` of them count.
-        size: See there.
+        context: Its last tokens, the very last one first.
+        size: Number of valid tokens in `context`.
         nodes: The tree.
         texts: The texts.
-        followed: Gets the `OCCURRENCE`s of the node, `[nodes, SEARCHED]`.
+        followed: Output for the `OCCURRENCE`s of the node, `[nodes, SEARCHED]`.
 
     Returns:
-        How many there are.
+        Number of occurrences.
     """
     tokens, lengths, _, newest, earlier, _ = texts
     text, length, one, found = tokens[place], lengths[place], nodes[node], followed[node]
@@ -151,8 +150,7 @@ def find_matches(
 
 @inner
 def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
-    """A text goes on with these tokens, for which there is room. Their places are chained, each of which follows a run
-    of each length."""
+    """Extend a text by tokens, and add their indices to the hash chains. There must be enough capacity."""
     text, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
     end = texts.lengths[place]
     for token in tokens:
@@ -169,7 +167,7 @@ def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
-    """Room for texts of so many tokens, of which `reach` to twice as many are kept, at least 16."""
+    """Allocate arrays for `places` texts of `room` tokens; long texts keep `reach` (>= 16) to `2 * reach` tokens."""
     newest = np.empty((places, len(RUNS), BUCKETS), dtype=np.int32)
     lengths, dropped = np.zeros((2, places), dtype=np.int64)
     tokens, earlier = np.empty((places, room), dtype=np.int64), np.empty((places, len(RUNS), room), dtype=np.int32)
@@ -177,7 +175,7 @@ def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
 
 
 def with_room(old: TextArrays, places: int, room: int) -> TextArrays:
-    """The same texts with room for so many of them, of so many tokens each: as much as there was, or more."""
+    """Return copies of the texts with new capacities, which must not be smaller."""
     new, count = allocate_texts(places, room, old.reach), len(old.lengths)
     new.newest[:count], new.lengths[:count], new.dropped[:count] = old.newest, old.lengths, old.dropped
     for place in np.flatnonzero(old.lengths).tolist():

@@ -5,7 +5,7 @@ The features x(t) are the log-probability that the memory gives t after the last
 longest context match that t follows (one of eight is 1, the others 0). There is one set of w and b for each length of
 the longest context that the memory knows, so the lengths are blended, not just backed off from.
 
-Both tables were fitted by `tools/fit_weights.py`, whose module docstring has the commands.
+Both tables were fitted by `tools/fit_weights.py`; its module docstring has the commands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 
 NOTHING = "nothing"
-"""All tokens that no source proposed; its weight b is in column 0."""
+"""Feature of all tokens that no source proposed; its weight b is in column 0."""
 
 MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
@@ -37,7 +37,7 @@ MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.14),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.54),
 }
-"""Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
+"""Weights for a memory of model predictions: by feature, for each length of the longest known context, 0 to 4."""
 
 TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
     "nothing": (2.49, 0.42, -0.47, -1.34, -1.57, -1.98, -2.44),
@@ -56,19 +56,19 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 24 tokens": (4.91, 4.85, 4.88, 4.81, 4.90, 4.90, 3.52),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 6.66, 6.66, 3.71),
 }
-"""Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
+"""Weights for a memory of observed texts without predictions: by feature, for lengths 0 to 6."""
 
 
 def feature_names(orders: int) -> list[str]:
-    """The feature of each column, for a memory of contexts of up to `orders` tokens."""
+    """Return the feature of each column, for a memory of contexts of up to `orders` tokens."""
     contexts = [f"after {length} token{'s' if length > 1 else ''}" for length in range(1, orders + 1)]
     return [NOTHING, *contexts, *MATCHES]
 
 
 def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIGHTS) -> NDArray[np.float64]:
-    """The weights of a table for a memory of contexts of up to `orders` tokens.
+    """Return the weights of a table for a memory of contexts of up to `orders` tokens.
 
-    Where contexts are longer than those of the table, the longest one counts as the longest of the table does.
+    Contexts longer than the table's get the weights of its longest one.
 
     Returns:
         b in column 0, then w for contexts of 1, 2, ... tokens, and the classes of matches, for each length of the
@@ -85,5 +85,5 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
 
 @cache
 def all_weights(orders: int) -> NDArray[np.float64]:
-    """Those of both tables, of models and of texts, `[2, orders + 1, columns]`: made once, as each call reads them."""
+    """Return the weights of both tables, model and text, `[2, orders + 1, columns]`; cached."""
     return np.stack([build_weights(orders, table) for table in (MODEL_WEIGHTS, TEXT_WEIGHTS)])
