@@ -143,12 +143,12 @@ def test_the_server_answers_requests_side_by_side(demo_file: str, expected: str)
     [
         (["generate", PROMPT, "--dtype", "bfloat16"], "--dtype bfloat16 .* GGUF"),
         (["generate", PROMPT, "--parallel", "2"], "--parallel 2 .* GGUF"),
-        (["generate", PROMPT, "--pack-weights"], "pack_weights=True .* GGUF"),
-        (["generate", PROMPT, "--invariant"], "invariant=True .* GGUF"),
+        (["generate", PROMPT, "--pack-weights"], "--pack-weights .* GGUF"),
+        (["generate", PROMPT, "--invariant"], "--invariant .* GGUF"),
         (["tune", "--no-store"], "tune measures models of transformers"),
         (["chat"], "no chat template"),
         (["serve", "--dtype", "bfloat16", "--port", "0"], "--dtype bfloat16 .* GGUF"),
-        (["serve", "--pack-weights", "--port", "0"], "pack_weights=True .* GGUF"),
+        (["serve", "--pack-weights", "--port", "0"], "--pack-weights .* GGUF"),
     ],
 )
 def test_options_for_transformers_models_are_refused(

@@ -307,7 +307,7 @@ def test_invalid_nodes_stop_the_drafts(fields: dict[str, Any], message: str) -> 
     ("fields", "message"),
     [
         ({"drafter": object}, "lacks top_k, start"),
-        ({"drafter": TooMany()}, "must be callable"),
+        ({"drafter": TooMany()}, "must be a class or function"),
         ({"drafter": TooMany, "preset": "auto"}, "drafter=.* applies to preset 'own'"),
         ({"drafter": TooMany, "window_size": 3}, "window_size"),
         ({"preset": "own"}, "not known"),
