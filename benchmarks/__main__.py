@@ -1,4 +1,4 @@
-"""`python benchmarks PROBE`: see command.py."""
+"""`python benchmarks PROBE`, implemented in command.py."""
 
 import sys
 

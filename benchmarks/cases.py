@@ -1,6 +1,6 @@
 """Prompts and recorded answers in tokens, and one call of `generate` on them, counted and timed.
 
-`worth.py` measures commits of the library with this file, so it asks for nothing that they lack.
+`worth.py` measures older commits of the library with this file, so it uses only functions that they have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEKKEN = "tekken_240911.json"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and, where the text is recorded, its answer and what could be expected beforehand, in tokens."""
+    """Prompt in tokens and, for recorded texts, the answer and the predicted output (`expected`)."""
 
     id: str
     prompt: list[int]
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counts:
-    """What decoding came to: the new tokens, steps, nodes sent, and seconds of CPU time (on a GPU, of wall time)."""
+    """Result of decoding: new tokens, numbers of steps and nodes, and CPU time in seconds (on a GPU wall time)."""
 
     tokens: Sequence[int]
     steps: int
@@ -47,15 +47,15 @@ class Counts:
 
 
 class Forced(LogitsProcessor):
-    """Leaves only the recorded token at each place after the prompt."""
+    """Logits processor that allows only the recorded token at each position after the prompt."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """See transformers; input_ids: `[1, S]`, scores: `[1, vocabulary]`."""
+        """Mask all scores but the recorded token's; input_ids: `[1, S]`, scores: `[1, vocabulary]`."""
         place = input_ids.shape[1] - len(self._case.prompt)
-        if place >= len(self._case.answer):  # prompt lookup asks for more than it may send
+        if place >= len(self._case.answer):  # prompt lookup drafts past the end
             return scores
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self._case.answer[place]] = 0
@@ -63,7 +63,7 @@ class Forced(LogitsProcessor):
 
 
 def forced(case: Case) -> dict[str, Any]:
-    """Arguments with which a model writes the answer of a case; none for a case without one."""
+    """Arguments that force a model to write the answer of a case; none for a case without one."""
     if not case.answer:
         return {}
     return {"max_new_tokens": len(case.answer), "logits_processor": LogitsProcessorList([Forced(case)])}
@@ -73,9 +73,9 @@ def generate(model: Any, case: Case, config: LookaheadConfig | None, **more: Any
     """Continue a case: forced if it has an answer, else greedily unless `more` says otherwise.
 
     Args:
-        model: The model.
-        case: The case.
-        config: How to draft; `None` for transformers' own `generate`, whose steps are taken to bring one token each.
+        model: Model to run.
+        case: Case to continue.
+        config: Configuration of drafting; `None` for transformers' own `generate`, counted as one token per step.
         **more: Further arguments of `generate`.
     """
     ids = torch.tensor([case.prompt], device=model.device)
@@ -90,7 +90,7 @@ def generate(model: Any, case: Case, config: LookaheadConfig | None, **more: Any
 
 
 def now(device: Any) -> float:
-    """Seconds of CPU time of this process; on a GPU wall time, after all that was launched is done."""
+    """CPU time of this process in seconds; on a GPU wall time, after synchronisation."""
     if torch.device(device).type != "cuda":
         return process_time()
     torch.cuda.synchronize(device)
@@ -100,17 +100,17 @@ def now(device: Any) -> float:
 def read_cases(
     path: Path, encode: Encode, limit: int | None = None, *, prompt: int | None = None, answer: int | None = None
 ) -> list[Case]:
-    """The cases of a file of JSON lines with `id`, and `prompt`, `turns`, or for an edit `instruction` and `input`.
+    """Read cases from JSON lines with `id`, and `prompt`, `turns`, or for an edit `instruction` and `input`.
 
     Args:
-        path: The file. An `output` is the recorded answer; the `input` of an edit is what is expected.
-        encode: Makes tokens of a text.
-        limit: Take only the first so many.
-        prompt: Take only so many tokens of the end of a prompt.
-        answer: Take only so many tokens of the beginning of an answer.
+        path: Path of the file. An `output` is the recorded answer; the `input` of an edit is the predicted output.
+        encode: Function that encodes a text.
+        limit: Maximum number of cases.
+        prompt: Maximum number of tokens of a prompt, counted from its end.
+        answer: Maximum number of tokens of an answer, counted from its start.
 
     Raises:
-        InvalidArgumentError: The file cannot be read, or a line holds something else.
+        InvalidArgumentError: The file cannot be read, or a line is malformed.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -129,36 +129,35 @@ def read_cases(
                 f"`input` ({type(error).__name__}: {error})"
             ) from error
         if not ids:
-            raise InvalidArgumentError(f"{path}, line {number}: a prompt needs at least a token")
+            raise InvalidArgumentError(f"{path}, line {number}: a prompt needs at least one token")
     return cases
 
 
 def read_texts(path: Path) -> list[str]:
-    """The prompts of a file as they are."""
+    """Read the prompts of a file as texts."""
     return [prompt_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """The prompt of a line."""
+    """Prompt of a JSON line."""
     if "instruction" in row:
         return f"{row['instruction']}\n\n{row['input']}\n\n"
     return str(row.get("prompt") or row["turns"][0])
 
 
 def encoder_of(tokenizer: Any, **arguments: Any) -> Encode:
-    """What makes tokens of a text with a tokenizer of transformers."""
+    """Function that encodes a text with a tokenizer of transformers."""
     return lambda text: list(tokenizer(text, **arguments).input_ids) if text else []
 
 
 def tokenizer_of(path: Path | None) -> tuple[str, Encode]:
-    """A tokenizer's name, and what makes tokens of a text, without special ones.
+    """Name of a tokenizer, and a function that encodes a text without special tokens.
 
     Args:
-        path: A tekken file, or the folder of a tokenizer of transformers; the tekken file that mistral-common ships if
-            not given.
+        path: Tekken file, or folder of a transformers tokenizer; by default the tekken file of mistral-common.
 
     Raises:
-        InvalidArgumentError: There is none.
+        InvalidArgumentError: The tokenizer cannot be read, or mistral-common is not installed.
     """
     if path is not None and path.is_dir():
         return path.name, encoder_of(AutoTokenizer.from_pretrained(path), add_special_tokens=False)
@@ -168,9 +167,11 @@ def tokenizer_of(path: Path | None) -> tuple[str, Encode]:
         tokenizer = tekken.Tekkenizer.from_file(file)
     except ImportError as error:
         raise InvalidArgumentError(
-            "mistral-common is not installed, which ships and reads the tokenizer; install the extra `bench`, or name "
-            "the folder of a tokenizer with --tokenizer"
+            "mistral-common, which ships the tokenizer, is not installed; install the extra `bench`, or give the "
+            "folder of a tokenizer with --tokenizer"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(f"{path} is no tekken file ({error}), nor the folder of a tokenizer") from error
+        raise InvalidArgumentError(
+            f"{path} is neither a tekken file ({error}) nor the folder of a tokenizer"
+        ) from error
     return file.name, partial(tokenizer.encode, bos=False, eos=False)

@@ -1,10 +1,10 @@
-"""Run one of the probes, which are measurements beside `lookahead bench`, or make pages of what was measured.
+"""Run a probe, which is a measurement beside `lookahead bench`, or make tables and plots of results.
 
     python benchmarks replay --recordings code_edits.jsonl --output benchmarks/results/replay.jsonl
 
-Rows of probes are on the disk unit by unit; an interrupted run goes on where it stopped when it is started once more.
-The exit status is 0 when all was measured, 1 when something that was found is wrong, 2 when an argument cannot work,
-and 130 when interrupted. Tables of the pages come from the rows: `make tables`.
+Rows are written to disk unit by unit; the same command resumes an interrupted run. The exit status is 0 when all is
+measured, 1 when a result is wrong, 2 for an invalid argument, and 130 when interrupted. Tables of the pages are made
+from the rows by `make tables`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tables import fill_tables
 from worth import compare_commits
 
 PROBES = {
-    "gpu": "the first half hour on a GPU: right, prices, speed, invariance, in three calls",
-    "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
-    "standard": "`auto` beside the best of its parts, line by line, in CPU time",
-    "load": "a public load generator against the server, with drafts and without, and transformers serve",
-    "host": "what steps take of the host, by part, with a model whose passes cost nothing",
-    "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
-    "replay": "drafts against recorded answers, as if a model wrote them",
+    "gpu": "first checks on a GPU: correctness, step times, speed, invariance, in three calls",
+    "gguf_models": "texts, steps and CPU time of GGUF models, compared with llama-cpp-python",
+    "standard": "`auto` compared with the best of its parts, line by line, in CPU time",
+    "load": "public load generator on the server, with drafts and without, and on transformers serve",
+    "host": "host time of steps, by part, with a model of free forward passes",
+    "same_bits": "bits of every logit of invariant texts, compared with plain decoding",
+    "replay": "drafts for recorded answers, without a model",
 }
 
 COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
@@ -47,11 +47,11 @@ COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
     "plots": draw_plots,
     "worth": compare_commits,
 }
-"""What is no probe; each has options of its own."""
+"""Commands that are not probes; each has its own options."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command line, and return the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in COMMANDS:
         return guarded(lambda console: COMMANDS[given[0]](given[1:], console))
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[Console], int]) -> int:
-    """Run a command; returns its exit status. What goes wrong is one line on standard error."""
+    """Run a command, and return its exit status. Errors are printed in one line on standard error."""
     console = Console(stderr=True)
     try:
         return command(console)
     except KeyboardInterrupt:
-        console.print("interrupted; what is finished is in the output, the same command goes on")
+        console.print("interrupted; finished units are in the output, run the same command again to resume")
         return signals.INTERRUPTED
     except (LookaheadError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -79,13 +79,13 @@ def guarded(command: Callable[[Console], int]) -> int:
 
 
 def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
-    """Measure what the file lacks; returns the exit status."""
-    compile_loops()  # no unit is to wait for them, nor to go without
+    """Measure the units that the file lacks, and return the exit status."""
+    compile_loops()  # before any unit is timed
     machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
     kept = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
-    if kept:  # options may ask for more or less
+    if kept:  # options may differ from the header's
         check_same(options.output, kept[0], {name: header[name] for name in header.keys() - {"options", "date"}})
     with (
         RowsFile(options.output, kept or [header], lambda row: row["unit"]) as file,
@@ -104,7 +104,7 @@ def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, conso
 
 
 def named(options: Any) -> Row:
-    """The options of a probe; of files only the names, which mean something elsewhere."""
+    """Options of a probe for its header, with file names in place of local paths."""
 
     def name(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -115,7 +115,7 @@ def named(options: Any) -> Row:
 
 
 def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
-    """The command line, with the options of the probe that it names."""
+    """Parse the command line, with the options of the named probe."""
     listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
     commands = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -124,9 +124,11 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
         epilog=f"probes:\n{listed}\ncommands with options of their own:\n{commands}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of those below")
-    parser.add_argument("--output", required=True, type=Path, help="JSON lines; what it has is not measured again")
-    parser.add_argument("--restart", action="store_true", help="throw the rows of an existing file away")
+    parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of the probes below")
+    parser.add_argument(
+        "--output", required=True, type=Path, help="JSON lines; units in the file are not measured again"
+    )
+    parser.add_argument("--restart", action="store_true", help="discard the rows of an existing file")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (1)")
     hints = {} if module is None else get_type_hints(module.Options)
     for key in () if module is None else fields(module.Options):
@@ -144,7 +146,7 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)

@@ -1,16 +1,16 @@
-"""Measure GGUF models in llama.cpp: texts, steps and CPU time, beside what the binding itself offers.
+"""Measure GGUF models in llama.cpp: texts, steps and CPU time, compared with the methods of llama-cpp-python.
 
 The model is converted to each of `--types`. Each prompt is continued greedily, past the end of the text, by
 
-- `llama_cpp.Llama`, once as the other methods compute (float32 keys and values, no flash attention), once as it does by
-  default, and once with another `n_ubatch`, which changes nothing but how many tokens of the prompt go together;
-- `Llama` with `LlamaPromptLookupDecoding`, the binding's own drafts;
-- this library: without drafts, with as many nodes as pay, both with `fast_kv` as well, and with fixed numbers of nodes;
-- for float32 files transformers in float32.
+- `llama_cpp.Llama` with the settings of the other methods (float32 keys and values, no flash attention), with its
+  defaults, and with another `n_ubatch`, which only changes the number of prompt tokens per batch;
+- `Llama` with `LlamaPromptLookupDecoding`, the drafts of llama-cpp-python;
+- this library: without drafts and with the default number of nodes, both also with `fast_kv`, and with fixed numbers;
+- transformers in float32, for float32 files.
 
-They take turns, prompt by prompt, in one process. `speed` is over `Llama` with keys and values of the same type, and
-`differs` is about the first method. Sampled texts are compared with transformers' and with those without drafts, under
-the same seed.
+Methods alternate, prompt by prompt, in one process. `speed` is relative to `Llama` with keys and values of the same
+type, and `equal` compares with the first method. Sampled texts are compared with transformers and with texts without
+drafts, with the same seed.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure."""
+    """Options of the probe."""
 
     prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
     model: str = option("demo", "`demo`, `91m` for a random Llama of 91 million weights, or the folder of a Llama")
     types: tuple[str, ...] = option(("f32", "q8_0", "q4_k_m"), "number types of the weights")
-    limit: int = option(10, "take the first so many prompts")
+    limit: int = option(10, "number of prompts")
     max_new_tokens: int = option(128, "tokens to generate")
     nodes: tuple[int, ...] = option((8, 32), "fixed numbers of nodes")
 
 
 class Bench:
-    """One file, and every way of decoding with it.
+    """One GGUF file, with all methods to decode with it.
 
     Args:
-        options: What to measure.
-        kind: Number type of its weights.
-        folder: What it was made of.
-        path: The file.
+        options: Options of the probe.
+        kind: Number type of the weights.
+        folder: Folder of the model before conversion.
+        path: Path of the GGUF file.
     """
 
     def __init__(self, options: Options, kind: str, folder: Path, path: Path) -> None:
@@ -92,8 +92,8 @@ class Bench:
         self._turns = Turns(ways, exact=False)
 
     def rows(self, case: Case, seed: int) -> Iterator[Row]:
-        """What each method gave for a prompt, and took."""
-        plain: dict[bool, float] = {}  # CPU time of llama.cpp's own decoding, with its default cache or not
+        """Yield a row of each method for a prompt, and rows of sampled texts."""
+        plain: dict[bool, float] = {}  # CPU time of llama.cpp's own decoding, by use of the default cache
         for row in self._turns.rows(case):
             name, cpu = row["method"], 1000 * row["cpu_seconds"] / row["tokens"]
             is_fast = name == "llama.cpp, its defaults" or name.endswith("fast_kv")
@@ -118,12 +118,12 @@ class Bench:
         return lambda case, _: generate(model, case, config, max_new_tokens=self._length)
 
     def _binding(self, llama: Any) -> Way:
-        """By the binding; a step is a call of its `eval`."""
+        """Method of llama-cpp-python; a step is a call of `eval`."""
 
         def run(case: Case, _: int) -> Counts:
             sent: list[int] = []
             evaluate = type(llama).eval
-            llama.eval = lambda new: (sent.append(len(new)), evaluate(llama, new))  # of this one object
+            llama.eval = lambda new: (sent.append(len(new)), evaluate(llama, new))  # on this object only
             llama.reset()
             begin, tokens = now("cpu"), []
             for token in llama.generate(case.prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
@@ -136,8 +136,8 @@ class Bench:
 
 
 def probe(options: Options) -> Probe:
-    """The units: each prompt with each type."""
-    kept = tempfile.TemporaryDirectory()  # as long as the units are
+    """Make a unit for each prompt and type."""
+    kept = tempfile.TemporaryDirectory()  # removed with the units
 
     @lru_cache(maxsize=1)
     def bench(kind: str) -> Bench:

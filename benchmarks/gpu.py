@@ -1,21 +1,21 @@
-"""The first half hour on one GPU without a network: is it right, what does a step cost, what does it bring?
+"""First checks on one GPU without a network: correctness, step times, speed and invariance.
 
     python benchmarks gpu --parts right --output gpu.jsonl
     python benchmarks gpu --parts prices --output gpu.jsonl
     python benchmarks gpu --parts speed invariance --output gpu.jsonl
 
-Three calls of under nine minutes each; rows are on the disk unit by unit, and a unit that fails becomes a row with an
-error while the others go on. The large model has the shapes of Llama 3.1 8B and random weights made on the device.
+Each of the three calls takes less than nine minutes. Rows are written to disk unit by unit; a unit that fails becomes a
+row with an error. The large model has the shapes of Llama 3.1 8B, and random weights made on the device.
 
-- **right**: the attention kernel against its definition; 100 texts of the demo model, greedy and sampled, and 32
-  of engines, against those of `model.generate`.
-- **prices**: milliseconds of a step by nodes, eager and with graphs, transformers' own step beside them; launches of
-  one step; what captures take; the kernel beside `scaled_dot_product_attention`.
-- **speed**: recorded texts, forced upon the large model, in wall time: transformers eager, its static cache with
+- **right**: compares the attention kernel with its definition, and 100 texts of the demo model, greedy and sampled, and
+  32 of engines with `model.generate`.
+- **prices**: milliseconds of a step by nodes, eager and with graphs, and of a step of transformers; launches of one
+  step; time of captures; the kernel beside `scaled_dot_product_attention`.
+- **speed**: wall time of recorded texts, forced on the large model: transformers eager, its static cache with
   compilation, its prompt lookup, and this library; then engines of several rows.
-- **invariance**: bits of logits with drafts and without, as `python benchmarks same_bits`.
+- **invariance**: bits of logits with drafts and without, as in `python benchmarks same_bits`.
 
-`--device cpu --tiny 1` tries the program where there is no GPU, and says nothing of one.
+`--device cpu --tiny 1` tries the program without a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = ("right", "prices", "speed", "invariance")
 
 NODES = (1, 4, 8, 16, 32, 64, 128)
 HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
-"""Heads of queries, of keys, and their size, for which the kernel is tried."""
+"""Numbers of query heads and key heads, and head size, for the tests of the kernel."""
 
 METHODS: dict[str, LookaheadConfig] = {
     "auto": LookaheadConfig(),
@@ -67,7 +67,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "transformers, prompt lookup": {"prompt_lookup_num_tokens": 10},
     "transformers, static, compiled": {"cache_implementation": "static"},
 }
-"""Ways of transformers itself, with what `generate` calls them."""
+"""Methods of transformers, with their arguments of `generate`."""
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 LOADS = (1, 4, 16, 64)
@@ -75,37 +75,37 @@ LOADS = (1, 4, 16, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run."""
+    """Options of the probe."""
 
-    parts: tuple[str, ...] = option(PARTS, f"of {', '.join(PARTS)}")
-    device: str = option("cuda", "where it runs")
+    parts: tuple[str, ...] = option(PARTS, f"parts to run, of {', '.join(PARTS)}")
+    device: str = option("cuda", "device to run on")
     tiny: int = option(0, "1 for a tiny model in place of the large one")
-    contexts: tuple[int, ...] = option((512, 4096), "tokens of text before the steps that are timed")
+    contexts: tuple[int, ...] = option((512, 4096), "tokens of text before the timed steps")
     edits: str = option("../shared/data/code_edits.jsonl", "JSON lines with `id`, `instruction`, `input` and `output`")
     traces: str = option("../shared/data/agent_traces.jsonl", "JSON lines with `id`, `prompt` and `output`")
-    texts: int = option(6, "recorded texts of each file")
+    texts: int = option(6, "number of recorded texts of each file")
     new_tokens: int = option(192, "tokens of a recorded text")
-    repeats: int = option(7, "timings of each step; medians count")
+    repeats: int = option(7, "timings of each step; the median is used")
 
 
 @lru_cache(maxsize=3)
 def model_of(name: str, dtype: str, device: str) -> Any:
-    """A model that is loaded once."""
+    """Load a model, once for all units."""
     return load_model(name, dtype, device)
 
 
 def demo_model(device: str, dtype: str = "float32") -> Any:
-    """The demo model, with nothing learned."""
+    """Demo model, without learned predictions and step times."""
     return open_session(model_of("demo", dtype, device)).sharing_weights()
 
 
 def large_model(options: Options) -> Any:
-    """Random weights in bfloat16, made where they stay, with nothing learned."""
+    """Large model with random weights in bfloat16, made on the device, without learned predictions and step times."""
     return open_session(model_of("tiny" if options.tiny else "8b", "bfloat16", options.device)).sharing_weights()
 
 
 def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
-    """The kernel on random trees, against its definition and beside torch's masked attention."""
+    """Yield errors of the kernel on random trees, and its time beside torch's masked attention."""
     from triton.testing import do_bench
 
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
@@ -145,20 +145,20 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
 
 
 def prompts() -> list[Case]:
-    """25 prompts of the demo model, of 4 tokens and more."""
+    """Make 25 prompts for the demo model, of 4 tokens and more."""
     text = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n"
     ids = load_tokenizer("demo")(text).input_ids
     return [Case(str(case), ids[: 4 + case % (len(ids) - 4)]) for case in range(25)]
 
 
 def compared(kind: str, name: str, equal: bool, about: Row, exact: bool = True) -> Row:
-    """A row that says whether a text is that of `generate`; where it has to be, another one is an error."""
+    """Row for a text that is `equal` to the text of `generate` or not; with `exact`, a difference is an error."""
     row: Row = {"kind": kind, "method": name, **about, "equal": equal}
     return row | ({"error": f"{name}, {about}: another text than that of generate"} if exact and not equal else {})
 
 
 def texts_of_generate(device: str, name: str, config: LookaheadConfig, dtype: str) -> Iterator[Row]:
-    """Texts of the demo model against transformers' own: greedy prompts, and every third one sampled."""
+    """Compare texts of the demo model with transformers: greedy, and every third one sampled."""
     model = demo_model(device, dtype)
     for seed, case in enumerate(prompts()):
         how = {"max_new_tokens": 40, **(SAMPLED if seed % 3 == 2 else {})}
@@ -172,7 +172,7 @@ def texts_of_generate(device: str, name: str, config: LookaheadConfig, dtype: st
 
 
 def texts_of_batch(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:
-    """A greedy batch of three rows against transformers' own."""
+    """Compare a greedy batch of three rows with transformers."""
     model, ids = demo_model(device), torch.tensor([prompts()[15].prompt] * 3, device=device)
     how = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     equal = torch.equal(lookahead.generate(model, ids, lookahead_config=config, **how), model.generate(ids, **how))
@@ -180,7 +180,7 @@ def texts_of_batch(device: str, name: str, config: LookaheadConfig) -> Iterator[
 
 
 def texts_of_engine(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:
-    """The same of requests that share an engine, half of them sampled, and come one after another."""
+    """Compare texts of an engine's requests with transformers; half of them are sampled, and one joins per step."""
     model, handles = demo_model(device), []
     engine = Engine(model, config, max_rows=6)
     for seed, case in enumerate(prompts()[:16]):
@@ -195,7 +195,7 @@ def texts_of_engine(device: str, name: str, config: LookaheadConfig) -> Iterator
 
 
 def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
-    """Milliseconds of a step by nodes, and what making it ready took."""
+    """Yield milliseconds of a step by nodes, and the total time with preparation."""
     device, model = options.device, large_model(options)
     begin = now(device)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
 
 
 def launches(device: torch.device, work: Callable[[], object]) -> dict[str, int]:
-    """How often some work calls the driver: launches, copies, waits."""
+    """Number of calls of the driver by name: launches, copies, waits."""
     from torch.profiler import ProfilerActivity, profile
 
     if device.type == "cpu":
@@ -225,7 +225,7 @@ def launches(device: torch.device, work: Callable[[], object]) -> dict[str, int]
 
 
 def transformers_prices(options: Options, name: str) -> Iterator[Row]:
-    """A token of transformers' own `generate`: the difference of 68 and 4 new tokens."""
+    """Yield the time of a token in transformers' own `generate`: the difference of 68 and 4 new tokens."""
     model = large_model(options)
     for context in options.contexts:
         case, times = Case("", [5 + place % 1000 for place in range(context)]), []
@@ -236,18 +236,18 @@ def transformers_prices(options: Options, name: str) -> Iterator[Row]:
 
 
 def recorded(options: Options, path: str, count: int, prompt: int, answer: int) -> list[Case]:
-    """Recorded texts of a file, for the large model."""
+    """Read recorded texts of a file, for the large model."""
     encode = encoder_of(load_tokenizer("demo"))
     return read_cases(Path(path), encode, count, prompt=prompt, answer=min(answer, options.new_tokens))
 
 
 def forced_rows(options: Options, name: str) -> Iterator[Row]:
-    """Recorded texts that a processor forces upon the large model: steps and wall time of a call."""
+    """Yield steps and wall time of recorded texts that a processor forces on the large model."""
     run = partial(generate, large_model(options), config=METHODS.get(name), **RIVALS.get(name, {}))
     for task, path in (("edits", options.edits), ("traces", options.traces)):
         cases = recorded(options, path, options.texts, 256 if options.tiny else 1536, options.new_tokens)
         for number, case in enumerate(cases):
-            for _ in range(2 if number == 0 else 0):  # what is captured and compiled once is not measured
+            for _ in range(2 if number == 0 else 0):  # warm up: graphs are captured once
                 run(case)
             counts, prefill = run(case), run(case, max_new_tokens=1)
             about = {
@@ -264,7 +264,7 @@ def forced_rows(options: Options, name: str) -> Iterator[Row]:
 
 
 def engine_rows(options: Options, rows: int, name: str) -> Iterator[Row]:
-    """Wall time of an engine whose requests are recorded texts, with drafts and without."""
+    """Yield wall time of an engine with recorded texts as requests, with drafts and without."""
     found = recorded(options, options.edits, min(rows, 16), 256, 96)
     cases = [found[place % len(found)] for place in range(rows)]
     engine = Engine(large_model(options), ENGINES[name], max_rows=rows)
@@ -290,7 +290,7 @@ def engine_rows(options: Options, rows: int, name: str) -> Iterator[Row]:
 
 
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """The rows of some work; what it raises becomes a row, so that the rest of the half hour is not lost."""
+    """Yield the rows of a unit; an error becomes a row, so that later units still run."""
     try:
         yield from work()
     except Exception as error:
@@ -299,7 +299,7 @@ def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def units_of(options: Options) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
-    """The part, the name and the work of each unit."""
+    """Yield part, name and function of each unit."""
     device = options.device
     rivals = [name for name in RIVALS if device != "cpu" or "compiled" not in name]
     for heads, groups, size in HEADS if device != "cpu" else ():
@@ -323,14 +323,14 @@ def units_of(options: Options) -> Iterator[tuple[str, str, Callable[[], Iterable
 
 
 def probe(options: Options) -> Probe:
-    """The units of the parts that are asked for.
+    """Make the units of the requested parts.
 
     Raises:
-        InvalidArgumentError: There is no such part, or no GPU.
+        InvalidArgumentError: A part is unknown, or there is no GPU.
     """
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
-        raise InvalidArgumentError(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
+        raise InvalidArgumentError(f"--parts {unknown[0]!r} is not one of {', '.join(PARTS)}")
     if options.device != "cpu" and not torch.cuda.is_available():
         raise InvalidArgumentError(f"--device {options.device}: torch finds no CUDA device here")
     found = units_of(options)

@@ -1,9 +1,9 @@
-"""Lines of cases: what `worth` compares between two commits, and `standard` between settings.
+"""Lines of cases, which `worth` compares between two commits, and `standard` between settings.
 
-Run as a program it measures cases for `worth` with the library of the checkout that `PYTHONPATH` names: it reads a JSON
-object a line from its input, and answers with one. `{"line": ..., "turn": ..., "case": ...}` runs a case,
-`{"begin": ..., "turn": ...}` begins a turn of a line. Cases go through what any version of the library has: `generate`,
-`Engine`, vLLM's proposer, and the drafters of text alone. Prompts are others than those that weights were fitted to.
+As a program it measures cases for `worth` with the library in `PYTHONPATH`. It reads one JSON object per line and
+answers each with one: `{"line": ..., "turn": ..., "case": ...}` runs a case, `{"begin": ..., "turn": ...}` begins a
+turn of a line. Cases use functions of all versions of the library: `generate`, `Engine`, vLLM's proposer, and text
+drafters. Their prompts were not used to fit the drafters' weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from playback import VLLMLoop, play_text, vllm_config
 
 BEGINNINGS = ("Once upon a time, there was a", "One day, a", "In a small house lived a", "Long ago, in a forest, a")
 WHO = ("little bear", "brave girl", "grumpy cat", "boy named Ben", "tiny bird", "kind queen", "lazy dog", "red truck")
-"""More prompts for the model of stories than the file has."""
+"""Parts of further prompts for the story model."""
 
 FORCED = ("code_edits", "agent_traces", "answers")
 
 Config = LookaheadConfig | None
 Run = Callable[[Config, Case, int], Counts]
-"""Decodes a case as configured, by transformers without a configuration, in a turn, whose number seeds the draws."""
+"""Function that decodes a case with a configuration (`None` for transformers) and the number of the turn as seed."""
 
 
 @dataclass
@@ -48,13 +48,13 @@ class Line:
     """Cases that are compared under one name.
 
     Attributes:
-        name: Its name.
-        cases: All there are.
-        per_turn: How many of them a turn has; each turn goes on behind the one before, and begins anew at the end.
-        run: Measures a case.
-        config: How `worth` decodes them.
-        begin: Called when a turn begins: forgets what was learned.
-        repeats: Whether measuring a case once more gives something new: times, draws.
+        name: Name of the line.
+        cases: All cases.
+        per_turn: Number of cases in a turn; turns continue through the cases, and wrap around at the end.
+        run: Function that measures a case.
+        config: Configuration for `worth`.
+        begin: Function that is called at the start of a turn, to reset memories.
+        repeats: Whether a repeated case gives a new result: another time or other draws.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Line:
     repeats: bool = False
 
     def of_turn(self, turn: int) -> list[Case]:
-        """The cases of a turn; none where all were measured and nothing new could come of them."""
+        """Cases of a turn; without `repeats`, none after all have been measured."""
         places = range(turn * self.per_turn, (turn + 1) * self.per_turn)
         size = len(self.cases)
         return [self.cases[place % size] for place in places if place < size or self.repeats]
 
 
 class Models:
-    """Models, tokenizers and cases, made when they are first wanted.
+    """Models, tokenizers and cases, made on first use.
 
     Args:
         shared: Folder of data and models.
@@ -82,38 +82,38 @@ class Models:
     def __init__(self, shared: Path) -> None:
         self._shared = shared
 
-    @cache  # noqa: B019, it lives as long as the process
+    @cache  # noqa: B019, the object lives as long as the process
     def load(self, name: str) -> Any:
-        """`demo`, `demo bfloat16`, `stories`, or one of `RANDOM`; no token ends their texts."""
+        """Load `demo`, `demo bfloat16`, `stories`, or one of `RANDOM`, without an end-of-sequence token."""
         name, _, dtype = name.partition(" ")
         return load_model(self._name(name), dtype or "float32", ends=False)
 
     def reload(self, name: str) -> None:
-        """Load a model anew: what the library keeps for the old one goes with it."""
+        """Load a model again, without the memory that the library keeps for the old object."""
         type(self).load.cache_clear()
         self.load(name)
 
     @cache  # noqa: B019
     def task(self, name: str) -> list[Case]:
-        """All prompts of a task: the last 320 tokens of each."""
+        """Prompts of a task, cut to their last 320 tokens."""
         return read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=320)
 
     @cache  # noqa: B019
     def prompts(self) -> list[Case]:
-        """Code, classes, questions and instructions in turns."""
+        """Prompts of four tasks, interleaved: code, classes, questions and instructions."""
         tasks = self.task("humaneval")[32:], self.task("classeval"), self.task("gsm8k"), self.task("spec_bench")[::3]
         return [case for cases in itertools.zip_longest(*tasks) for case in cases if case is not None]
 
     @cache  # noqa: B019
     def stories(self) -> list[Case]:
-        """Beginnings of stories."""
+        """Prompts for the story model."""
         encode = self._encode("stories")
         more = [Case(f"more/{who}/{first}", encode(f"{first} {who}")[-64:]) for who in WHO for first in BEGINNINGS]
         return read_cases(self._shared / "data/stories.jsonl", encode, prompt=64) + more
 
     @cache  # noqa: B019
     def recorded(self, name: str) -> list[Case]:
-        """Every second recording of a file: weights were fitted to the others."""
+        """Every second recording of a file; the others were used to fit the drafters' weights."""
         cases = read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=1024, answer=192)
         return [case for case in cases[1::2] if len(case.answer) > 16]
 
@@ -126,7 +126,7 @@ class Models:
 
 
 class Runner:
-    """Ways of measuring a case; a line fixes their first arguments."""
+    """Functions that measure a case; a line binds their first arguments."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -135,7 +135,7 @@ class Runner:
     def texts(
         self, name: str, new: int, config: Config, case: Case, turn: int, heat: float = 0.0, expects: bool = False
     ) -> Counts:
-        """`generate` of a model, upon which answers are forced; `expects`: what is expected is the `prediction`."""
+        """Run `generate`, forced to the answer of the case if any; `expects` passes `case.expected` as `prediction`."""
         more: dict[str, Any] = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
         if not case.answer:
             more["max_new_tokens"] = new
@@ -147,19 +147,19 @@ class Runner:
         return counts
 
     def generate(self, model: Any, case: Case, config: Config, **more: Any) -> Counts:
-        """`generate` of a case."""
+        """Run `generate` on a case."""
         return generate(model, case, config, **more)
 
     def serve(self, load: int, config: Config, case: Case, turn: int) -> Counts:
-        """An engine of so many requests at once, the first of which is the case; every second one is sampled.
+        """Run an engine with `load` rows; the first request is the case, and every second one is sampled.
 
-        As many wait at first, 16 at most: where none do, steps of few rows cost each of them more, and saved tokens
-        bring less.
+        At most `load` or 16 further requests wait at first. Without waiting requests the last steps would have few
+        rows, which cost more per token.
         """
         if config is None:
             config = LookaheadConfig(step_budget=1)  # no room for drafts
         elif config.preset == "auto" and config.step_budget is not None:
-            config = replace(config, step_budget=load * config.step_budget)  # nodes are those of each request
+            config = replace(config, step_budget=load * config.step_budget)  # the line's nodes are per request
         cases = self._models.prompts()
         first = cases.index(case)
         begin = now("cpu")
@@ -174,7 +174,7 @@ class Runner:
         return Counts([token for handle in handles for token in handle.tokens], engine.statistics.rows, 0, seconds)
 
     def drafting(self, rows: int, config: Config, case: Case, turn: int) -> Counts:
-        """Seconds that steps book as drafting, of a batch of texts: all before a pass and after its tokens."""
+        """Measure the drafting time of the steps of a batch of texts."""
         prompts = [case.prompt[place:] + case.prompt[:place] for place in range(0, 8 * rows, 8)]  # all are different
         ids = torch.tensor(prompts)
         arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
@@ -185,7 +185,7 @@ class Runner:
         return Counts(tokens, found.steps, sum(found.nodes_per_step), found.seconds.draft)
 
     def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
-        """Drafts from texts alone for a recorded answer; `across`: also from the requests before it in this turn."""
+        """Draft for a recorded answer from text only; `across` also uses earlier requests of the turn."""
         if across and self._text_memory is None:
             self._text_memory = DraftMemory.of_texts()
         begin = now("cpu")
@@ -194,16 +194,16 @@ class Runner:
         return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
 
     def forget(self) -> None:
-        """Forget texts of other requests."""
+        """Reset the memory of earlier requests."""
         self._text_memory = None
 
     def propose(self, drafted: int, config: Config, case: Case, turn: int) -> Counts:
-        """vLLM's proposer: for a recorded answer from its tokens, else with the logits of the model of stories."""
+        """Run vLLM's proposer: on a recorded answer with its tokens only, else with logits of the story model."""
         settings, answer, model = {"learn": "tokens"}, case.answer, None
         if not answer:
             settings, model = {}, self._models.load("stories")
             answer = list(generate(model, case, None, max_new_tokens=128).tokens)
-        head = SimpleNamespace(compute_logits=lambda logits: logits)  # what the proposer reads of vLLM's model
+        head = SimpleNamespace(compute_logits=lambda logits: logits)  # the part of vLLM's model that the proposer uses
         room = len(case.prompt) + len(answer) + drafted + 1
         proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, **settings))
         proposer.load_model(head if model else None)
@@ -220,13 +220,13 @@ class Runner:
 
 
 def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
-    """S at fixed numbers of nodes."""
+    """Yield lines for S at fixed numbers of nodes."""
     demo, stories = models.prompts(), models.stories()
     for nodes in (16, 64):
         fixed, kept = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
         yield Line(f"demo, {nodes} nodes", demo, 24, partial(runner.texts, "demo", 128), fixed)
         yield Line(f"stories, {nodes} nodes", stories, 22, partial(runner.texts, "stories", 200), fixed)
-        # the memory is the model's, so the turn begins with a copy of the model
+        # the memory belongs to the model object, so each turn loads the model again
         forget, name = partial(models.reload, "stories"), f"stories, memory kept, {nodes} nodes"
         yield Line(name, stories, 22, partial(runner.texts, "stories", 200), kept, forget)
         for file in FORCED:
@@ -247,7 +247,7 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
 
 
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
-    """Drafts from texts alone, without a model."""
+    """Yield lines for drafts from text only, without a model."""
     cases = [case for file in FORCED for case in models.recorded(file)]
     if hasattr(DraftMemory, "of_texts"):
         for nodes, chains in ((16, True), (16, False), (64, False)):
@@ -259,7 +259,7 @@ def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
 
 
 def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
-    """What people do with a model, each of so many cases: what `standard` compares settings on, and `worth` times."""
+    """Yield lines for common uses of models, with `count` cases each, for `standard` and the times of `worth`."""
     for task in ("humaneval", "gsm8k"):
         cases = models.task(task)[-count:]
         for model in ("demo", "demo bfloat16"):
@@ -270,7 +270,7 @@ def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
         yield Line(name, models.stories()[:count], count, partial(runner.texts, "stories", 200, heat=heat))
     mixed = models.prompts()[:count]
     yield Line("hard", mixed, count, partial(runner.texts, "hard", 192, heat=1.0))
-    short = models.prompts()[: 4 * count]  # one of them says little
+    short = models.prompts()[: 4 * count]  # a single short call has few tokens
     yield Line("short calls", short, count, partial(runner.texts, "hard", 16, heat=1.0))
     for file in FORCED[:2]:
         for model in ("forced", "hybrid"):
@@ -280,7 +280,7 @@ def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
 
 
 def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
-    """S and time, with as many nodes as pay and at fixed numbers."""
+    """Yield lines for S and time, with the default number of nodes and with fixed numbers."""
     fixed, kept = LookaheadConfig(step_budget=16), LookaheadConfig(memory="process")
     for line in text_lines(models, runner, 12):
         yield line
@@ -297,19 +297,19 @@ def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
 
 def main() -> None:
     """Answer requests until the input ends."""
-    compile_loops()  # no unit is to wait for them, nor to go without
+    compile_loops()  # before any case is timed
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--src", type=Path, required=True, help="where the library has to come from")
+    parser.add_argument("--src", type=Path, required=True, help="folder that the library must be imported from")
     options = parser.parse_args()
     assert Path(lookahead.__file__).is_relative_to(options.src), f"{lookahead.__file__} is not from {options.src}"
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr
     models = Models(options.shared)
     lines = {line.name: line for line in (quick_lines if options.quick else full_lines)(models, Runner(models))}
-    if not options.quick:  # the same cases in each turn: times are never the same
+    if not options.quick:  # the same cases in each turn, to repeat their times
         lines = {name: replace(line, repeats=True, cases=line.cases[: line.per_turn]) for name, line in lines.items()}
     print(json.dumps(list(lines)), file=answers, flush=True)
     for request in map(json.loads, sys.stdin):
@@ -318,7 +318,7 @@ def main() -> None:
         if "begin" in request:
             if cases:
                 line.begin()
-                line.run(line.config, cases[-1], turn)  # what is made once for a model is not measured
+                line.run(line.config, cases[-1], turn)  # warm up
                 line.begin()
             answer: Any = [case.id for case in cases]
         else:

@@ -1,10 +1,10 @@
-"""Measure servers with a public load generator: so many users at once, each with one request after another.
+"""Measure servers with a public load generator: several concurrent users, each with one request after another.
 
-guidellm sends the prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
-`transformers serve`, which runs on the same model. Servers follow each other, each in a process of its own on the
-loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and are bounded in
-number, length and time; no two of a server have the same prompt. A server has one core, and guidellm the others. Times
-are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's process took for a load.
+guidellm sends prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
+`transformers serve`, with the same model. Servers run one after another, each in its own process on the loop-back
+interface, once per repeat. Requests are greedy and stream; their number, length and time are limited, and each has
+another prompt. A server has one core, and guidellm the others. Times are measured by the client; `cpu_seconds` is the
+CPU time of the server's process.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from probe import Probe, Unit, option
 
 START_SECONDS = 300
 PROMPT_CHARACTERS = 450
-"""Length of a prompt of `own_prompts`, about that of HumanEval's."""
+"""Length of a prompt of `own_prompts`, similar to prompts of HumanEval."""
 
 GUIDELLM = {
     "latency_seconds": "request_latency",
     "first_token_ms": "time_to_first_token_ms",
     "per_token_ms": "time_per_output_token_ms",
 }
-"""What is kept of guidellm's report, medians all, by the names of rows."""
+"""Metrics from guidellm's report (medians), by field of the row."""
 
 SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure."""
+    """Options of the probe."""
 
-    guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make bench-server` installs it")
-    prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; this library's own files without")
-    users: tuple[int, ...] = option((1, 8, 32), "users at once")
-    requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")
-    max_tokens: int = option(48, "tokens of an answer at most")
-    seconds: int = option(60, "longest time of a load")
-    repeats: int = option(3, "how often each server is measured")
+    guidellm: str = option("build/guidellm/bin/guidellm", "path of the load generator; `make bench-server` installs it")
+    prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; by default this library's source files")
+    users: tuple[int, ...] = option((1, 8, 32), "numbers of concurrent users")
+    requests: tuple[int, ...] = option((8, 24, 48), "number of requests for each number of users")
+    max_tokens: int = option(48, "maximum tokens of an answer")
+    seconds: int = option(60, "maximum seconds for each number of users")
+    repeats: int = option(3, "number of measurements of each server")
 
 
 def command_of(server: str, model: str, port: int) -> list[str]:
-    """What starts a server."""
+    """Command that starts a server."""
     if server == "transformers serve":
         program = [str(Path(sys.executable).with_name("transformers")), "serve", model]
         return [*program, "--port", str(port), "--dtype", "float32", "--device", "cpu"]
@@ -73,10 +73,10 @@ def command_of(server: str, model: str, port: int) -> list[str]:
 
 @contextmanager
 def running(server: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A server's address and its process.
+    """Run a server, and yield its address and process.
 
     Raises:
-        LookaheadError: It did not start.
+        LookaheadError: The server did not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -92,7 +92,7 @@ def running(server: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def pin(process: psutil.Process) -> None:
-    """Give a server a core to itself, and all that this process starts the others, if there are any."""
+    """Pin a server to one core, and this process with its children to the others, if there are several."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         for thread in process.threads():
@@ -113,13 +113,13 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def own_prompts() -> list[str]:
-    """What the larger files of this library begin with: prompts of code that are always there."""
+    """Make prompts from the beginnings of this library's larger source files."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(lookahead.__file__).parent.rglob("*.py"))]
     return [text[:PROMPT_CHARACTERS] for text in texts if len(text) > 2 * PROMPT_CHARACTERS]
 
 
 class Bench:
-    """The load, and what a server makes of it."""
+    """Load of prompts, and its measurement on a server."""
 
     def __init__(self, options: Options, model: str) -> None:
         self._options, self._model = options, model
@@ -132,7 +132,7 @@ class Bench:
         self._first, self._prompts = prompts[0], prompts[1:]
 
     def rows(self, server: str, repeat: int) -> Iterator[Row]:
-        """A row for each number of users."""
+        """Yield a row for each number of users."""
         name = self._model if server == "transformers serve" else Path(self._model).name
         os.sched_setaffinity(0, self._cores)
         with running(server, self._model) as (url, process):
@@ -190,13 +190,13 @@ class Bench:
 
 
 def _seconds(process: psutil.Process) -> dict[str, float]:
-    """CPU seconds that a server has taken so far, and the load generators."""
+    """CPU seconds so far of a server, and of the load generators."""
     times = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {"cpu_seconds": sum(process.cpu_times()[:2]), "generator_cpu_seconds": times.ru_utime + times.ru_stime}
 
 
 def probe(options: Options) -> Probe:
-    """The units: each server, as often as there are repeats, in turn."""
+    """Make a unit for each repeat and server; servers alternate."""
     model = str(demo_model_path())
     bench = Bench(options, model)
     units = [

@@ -1,4 +1,4 @@
-"""The models that are measured: those with trained weights, and random ones by the shapes that they borrow."""
+"""Models of the benchmarks: with trained weights, or with random weights in the shapes of other models."""
 
 from __future__ import annotations
 
@@ -74,23 +74,20 @@ RANDOM: dict[str, dict[str, Any]] = {
     },
 }
 """Shapes of models with random weights by name: `random` is a Llama of 461 million parameters, 923 MB in bfloat16, `8b`
-one with the shapes of Llama 3.1 8B."""
+has the shapes of Llama 3.1 8B."""
 
 TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-"""No token ends the texts of random models."""
+"""Special tokens of random models; none ends a text."""
 
 
 def load_model(name: str, dtype: str = "float32", device: str = "cpu", ends: bool = True) -> Any:
-    """A model: `demo`, one of `RANDOM`, or that of a folder.
+    """Load a model: `demo`, one of `RANDOM`, or a model folder.
 
     Args:
-        name: Its name.
+        name: Name or folder of the model.
         dtype: Number type of the weights.
-        device: Where it is; weights that are random are made there.
-        ends: Whether trained models may end their texts.
-
-    Raises:
-        InvalidArgumentError: It cannot be loaded.
+        device: Device of the model; random weights are made there.
+        ends: Whether trained models keep their end-of-sequence token.
     """
     if name in RANDOM:
         torch.manual_seed(0)
@@ -106,17 +103,17 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu", ends: boo
 
 
 def model_folder(name: str) -> Path:
-    """Where a model with trained weights is, or the tokenizer that a random one borrows."""
+    """Folder of a model with trained weights; for a random model the folder of its tokenizer."""
     return Path(demo_model_path()) if name == "demo" or name in RANDOM else Path(name)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; random ones borrow that of the demo model."""
+    """Tokenizer of a model; random models use the demo model's."""
     return AutoTokenizer.from_pretrained(model_folder(name), local_files_only=True)
 
 
 def save_random(name: str, folder: Path, dtype: str = "float32") -> Path:
-    """A folder with one of `RANDOM` that has the tokens of the demo model, for programs that read files."""
+    """Save one of `RANDOM` with the demo model's tokenizer, for programs that read files, and return the folder."""
     model, tokenizer = load_model(name, dtype), load_tokenizer(name)
     model.config.update({"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id})
     for part in (model, tokenizer):

@@ -1,9 +1,9 @@
-"""Draw the plots of the pages, one message each: NAME.svg for light pages and NAME-dark.svg for dark ones.
+"""Draw the plots of the pages: NAME.svg for light pages and NAME-dark.svg for dark ones.
 
     python benchmarks plots docs/images
 
-They are drawn from the rows of this repository: S by the nodes of a step, the scaling law, and kinds of work that were
-replayed.
+The plots show rows of this repository: S by the nodes of a step, the scaling law, and S of replayed answers by kind of
+work.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _DARK = {
     MILD: "#2f6096",
     **dict(zip(LINES, ("#58a6ff", "#ffa657", "#6bc46d", "#c297ff", "#aab4c0"), strict=True)),
 }
-"""What each colour is on a dark page."""
+"""Colours on a dark page, by colour on a light one."""
 
 _WIDTH = 7.6
-"""Inches: at the width of a page letters are as large as those of the text."""
+"""Width in inches; letters then have the size of the page's text."""
 
 STYLE: dict[str, Any] = {
     "figure.facecolor": BACK,
@@ -67,10 +67,10 @@ STYLE: dict[str, Any] = {
     "legend.borderaxespad": 0.3,
     "legend.labelcolor": INK,
 }
-"""Settings of matplotlib; the same figure gives the same file."""
+"""Settings of matplotlib; with them the same figure gives the same file."""
 
 _SIZED = re.compile(r"^(.*?), (\d+)(, .*)?$")
-"""A method of several sizes: its name, its size, and what else there is to the name."""
+"""Parts of the name of a method with several sizes: name, size, rest of the name."""
 
 WORK = {"agent_traces": "steps of agents", "code_edits": "edits of code", "answers": "answers in a chat"}
 MEMORIES = {True: "drafts from earlier requests as well", False: "drafts from its own prompt and text"}
@@ -78,14 +78,17 @@ REPLAYED = {"kind": "replay", "method": "auto, text only", "size": "tree of 32"}
 
 
 def draw_plots(given: Sequence[str], notes: Console) -> int:
-    """Draw the plots of the pages from the rows of this repository; returns the exit status.
+    """Draw the plots of the pages from the rows of this repository.
+
+    Returns:
+        The exit status.
 
     Raises:
         InvalidArgumentError: matplotlib is not installed, or the folder is a file.
-        OSError: They cannot be written.
+        OSError: A plot cannot be written.
     """
     parser = argparse.ArgumentParser(prog="python benchmarks plots", description=draw_plots.__doc__)
-    parser.add_argument("folder", type=Path, help="where the plots go, in folders by page")
+    parser.add_argument("folder", type=Path, help="folder for the plots, with a subfolder for each page")
     folder = parser.parse_args(given).folder
     if find_spec("matplotlib") is None:
         raise InvalidArgumentError(f"plots in {folder} need matplotlib; {extra_hint('plot')}")
@@ -106,7 +109,7 @@ def draw_plots(given: Sequence[str], notes: Console) -> int:
 
 
 def kinds_of_work(rows: Sequence[Row]) -> Any:
-    """S on recorded answers, by the kind of work: a pair of bars each, with a memory for all requests and without."""
+    """Plot S on recorded answers by kind of work, as pairs of bars: with a memory for all requests and without."""
     rows = [row for row in rows if REPLAYED.items() <= row.items()]
     text = "Tokens per step on real answers, by the kind of work", "S, tokens per step; plain decoding has 1"
     figure, axes = _new_figure(2.9, text)
@@ -126,7 +129,7 @@ def kinds_of_work(rows: Sequence[Row]) -> Any:
 
 
 def sizes(rows: Sequence[Row]) -> Any:
-    """S of greedy texts by the nodes of a step: a line for each of the best methods of several sizes."""
+    """Plot S of greedy texts by the nodes of a step, with a line for each of the best methods."""
     greedy = [row for row in rows if not row["settings"]["task"]["sampling"]]
     groups: dict[str, list[MethodSummary]] = {}
     for method in RunSet(greedy).methods:
@@ -141,7 +144,7 @@ def sizes(rows: Sequence[Row]) -> Any:
         nodes = [method.mean_nodes for method in several[name]]
         values = [method.step_compression for method in several[name]]
         axes.plot(nodes, values, "o-", color=color, linewidth=2.2, markersize=6)
-        ends = nodes[-1] > 0.75 * furthest  # no line goes on beside the name
+        ends = nodes[-1] > 0.75 * furthest  # no other line passes the label
         place = {"xytext": (8, 0), "va": "center"} if ends else {"xytext": (4, -5), "va": "top"}
         axes.annotate(name, (nodes[-1], values[-1]), textcoords="offset points", fontsize=10, color=color, **place)
     axes.margins(x=0.02)
@@ -152,7 +155,7 @@ def sizes(rows: Sequence[Row]) -> Any:
 
 
 def law(rows: Sequence[Row]) -> Any:
-    """Measured S by W = G and N, and Eq. 7 with the alpha and f that fit; for N=5 also with those of the paper."""
+    """Plot measured S by W = G and N, and Eq. 7 with fitted alpha and f; for N=5 also with the paper's."""
     rows = [row for row in rows if (row["model"], row["task"]) == ("stories260k", "stories")]
     points = law_points(rows)
     best, _ = fit(points)
@@ -166,7 +169,7 @@ def law(rows: Sequence[Row]) -> Any:
         curve = [best.step_compression(size, length) for size in windows]
         axes.plot(windows, curve, color=color, linewidth=2, label=f"N={length}")
         measured = [point.step_compression for point in of_length]
-        beside = 2 ** (0.1 * (number - 0.5 * (len(lengths) - 1)))  # no point covers another one
+        beside = 2 ** (0.1 * (number - 0.5 * (len(lengths) - 1)))  # so that points do not overlap
         sizes = [point.window_size * beside for point in of_length]
         axes.plot(sizes, measured, MARKERS[number], color=color, markersize=6)
     theirs = [PAPER_LAW.step_compression(size, 5) for size in windows]
@@ -181,16 +184,16 @@ def law(rows: Sequence[Row]) -> Any:
 
 
 def _of_S(axes: Any, grid: str) -> None:
-    """The axis beside the panel counts S."""
+    """Set up the vertical axis for S."""
     axes.set_ylim(bottom=1)
     axes.grid(axis=grid)
     axes.set_ylabel("S, tokens per step")
 
 
 def _new_figure(height: float, text: tuple[str, str]) -> tuple[Any, Any]:
-    """A figure with one panel, a title and what the axis below counts.
+    """Make a figure with one panel; `text` is its title and the label of the horizontal axis.
 
-    It is a figure of its own rather than one of pyplot, which keeps state and may look for a screen.
+    It is not made with pyplot, which keeps global state and may look for a screen.
     """
     from matplotlib.figure import Figure
 
@@ -202,12 +205,12 @@ def _new_figure(height: float, text: tuple[str, str]) -> tuple[Any, Any]:
 
 
 def _legend(axes: Any, columns: int) -> None:
-    """Names of what the colours stand for, in lines above the panel."""
+    """Put the legend above the panel."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as SVG, once in the colours of a light page and once in those of a dark one."""
+    """Write a figure as SVG, once in light and once in dark colours."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     light = drawn.getvalue()

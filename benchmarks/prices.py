@@ -1,7 +1,7 @@
-"""Processors as tables of prices: decoding whose clock goes on by what a step of so many nodes takes there.
+"""Simulated processors: the clock of decoding advances by a table of step times.
 
-With real models and drafts, and times that are the same each time, `standard --prices NAME` shows how well nodes are
-chosen, on processors that are not at hand. Drafting itself costs nothing here.
+With real models and drafts, and reproducible times, `standard --prices NAME` shows how well the number of nodes is
+chosen on other processors. Drafting is free here.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ PRICES = {
     "amx": (1, 1.03, 1.05, 1.07, 1.12, 1.25, 1.5, 2.2),
     "gpu": (1, 1.03, 1.05, 1.07, 1.08, 1.11, 1.23, 1.37),
 }
-"""What steps of `NODES` take, in steps of one node: shapes of the curves of CPUs in float32, in bfloat16 with AVX-512
-and with AMX, and of an H200 with the shapes of an 8B model (`results/gpu-h200.jsonl`, after 512 tokens)."""
+"""Times of steps of `NODES`, relative to a step of one node: for CPUs in float32, in bfloat16 with AVX-512 and with
+AMX, and for an H200 with the shapes of an 8B model (`results/gpu-h200.jsonl`, after 512 tokens)."""
 
 SAVED_STATES = 0.35
-"""What it takes besides to draft for a model with running states, which are saved first."""
+"""Extra time of a step with drafts for a model with running states, which are saved first; in steps of one node."""
 
 
 class PricedSession(CallSession):
-    """Runs a model by a table of prices.
+    """Session that runs a model with simulated step times.
 
     Args:
-        name: Which one.
+        name: Name of the table in `PRICES`.
 
     Attributes:
-        seconds: What the passes since the prompt took by it, in steps of one node.
+        seconds: Simulated time of all passes after the prompt, in steps of one node.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,16 +48,16 @@ class PricedSession(CallSession):
         self.seconds = 0.0
 
     def open_session(self, model: Any) -> PricedSession:
-        """For `generate`, which takes this for the session of several ranks."""
+        """Open the model's session, and return this one; `generate` accepts it in place of a session of ranks."""
         self._session = open_session(model)
         return self
 
     def settle(self, config: LookaheadConfig) -> LookaheadConfig:
-        """See `CallSession`."""
+        """Forward to the model's session; see `CallSession`."""
         return self._session.settle(config)
 
     def begin(self, *arguments: Any) -> Call:
-        """See `CallSession`."""
+        """Begin a call with simulated step times; see `CallSession`."""
         call = self._session.begin(*arguments)
         runner, forward, reads_prompt = call.runner, call.runner.forward, True
 
@@ -68,7 +68,7 @@ class PricedSession(CallSession):
             reads_prompt = False
             return forward(trees, top_k)
 
-        runner.forward = priced  # type: ignore[method-assign]  # of this call alone
+        runner.forward = priced  # type: ignore[method-assign]  # for this call only
         call.clock = lambda: self.seconds
         return call
 
@@ -78,18 +78,18 @@ class PricedSession(CallSession):
 
 
 class PricedRunner(Runner):
-    """Measures cases by a table of prices."""
+    """Runner with simulated step times."""
 
     def __init__(self, models: Any, name: str) -> None:
         super().__init__(models)
         self._name = name
 
     def texts(self, name: str, new: int, config: Config, case: Case, turn: int, **more: Any) -> Counts:
-        """See `Runner`; where answers are forced upon random weights, fewer of these do."""
+        """Run `Runner.texts`, with a smaller model for forced answers, as its weights have no effect."""
         return super().texts("tiny" if name == "forced" else name, new, config, case, turn, **more)
 
     def generate(self, model: Any, case: Case, config: Config, **more: Any) -> Counts:
-        """See `Runner`."""
+        """Run `Runner.generate`, with simulated seconds."""
         if config is None:
             counts = generate(model, case, None, **more)
             return replace(counts, seconds=counts.steps - 1.0)

@@ -1,4 +1,4 @@
-"""What a probe is: options, a header, and units of work that yield rows."""
+"""Parts of a probe: options, a header, and units of work that yield rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Way = Callable[[Case, int], Counts]
 WARM_UP_TOKENS = 8
 
 FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
-"""Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
+"""Instruction sets that affect the speed of matrix products on a CPU, by the system's names."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Work that is done as a whole: its rows are kept together, or it is done again.
+    """Unit of work; its rows are stored together, or it is measured again.
 
     Attributes:
-        name: What tells it from other units of the probe.
-        measure: Does it, and gives its rows. A row with a text under `"error"` says what is wrong with what it found.
+        name: Name of the unit, unique in the probe.
+        measure: Function that measures, and returns rows. Field `"error"` of a row describes a wrong result.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Probe:
-    """What is to be measured.
+    """Units to measure, and their common settings.
 
     Attributes:
-        units: In the order in which they are done.
-        header: What the figures depend on besides the machine and the versions of libraries.
+        units: Units in order.
+        header: Settings that affect the figures, except the machine and versions of libraries.
     """
 
     units: Sequence[Unit]
@@ -49,18 +49,18 @@ class Probe:
 
 
 def option(default: Any, help: str) -> Any:
-    """An option of a probe, for a field of its `Options`; lists are given with blanks between their elements."""
+    """Declare a field of a probe's `Options` as an option; elements of lists are separated by spaces."""
     return field(default=default, metadata={"help": help})
 
 
 class Turns:
-    """Decodes cases in several ways, which take turns: each case begins with another one.
+    """Comparison of several ways to decode cases; the first way rotates from case to case.
 
     Args:
-        ways: By name. They take a case and its number. The texts of the first one are those that the others are
-            compared with, where a case has no answer.
-        exact: Whether another text is an error.
-        repeats: How often each case is decoded in each way; the fastest counts, as other jobs only make it slower.
+        ways: Functions by name, called with a case and its number. Texts are compared with the answer of the case, or
+            with the first way's text if it has none.
+        exact: Whether a different text is an error.
+        repeats: Number of runs of each way; the fastest is used, as other jobs only slow it down.
     """
 
     def __init__(self, ways: Mapping[str, Way], exact: bool = True, repeats: int = 1) -> None:
@@ -68,7 +68,7 @@ class Turns:
         self._turn = 0
 
     def rows(self, case: Case) -> Iterator[Row]:
-        """A row for each way. Before the first case each runs once unmeasured: models are checked, loops compiled."""
+        """Yield a row for each way. Before the first case each way runs once as warm-up, which is not measured."""
         if self._turn == 0:
             yield from self._warm_up(replace(case, answer=case.answer[:WARM_UP_TOKENS]))
         names = list(self._ways)
@@ -109,12 +109,12 @@ class Turns:
 
 
 def machine_of(device: torch.device) -> Row:
-    """The machine of a header: the processor that does the work, and what its CPU multiplies fast by."""
+    """Machine of a header: processor, threads, and instruction sets of the CPU."""
     return {**describe_machine(device), "instructions": instruction_sets()}
 
 
 def instruction_sets() -> list[str]:
-    """Those of `FAST_PRODUCTS` that this CPU has; empty where the system does not say."""
+    """Instruction sets in `FAST_PRODUCTS` that this CPU has; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

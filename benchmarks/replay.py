@@ -1,8 +1,8 @@
-"""Draft against recorded answers, as if a model wrote them: S on texts of models that are too large for this machine.
+"""Replay recorded answers with drafts: S on texts of models that are too large for this machine.
 
-No model runs. The recorded token is what "the model" says, and nothing is known of other tokens, so these are the
-drafts of engines that show no logits. Recordings are JSON lines with `id`, `output`, and `prompt` or `instruction` and
-`input`; an input is what is expected. Each method drafts chains and trees of several sizes.
+No model runs: each recorded token replaces the model's choice, without logits. So the drafts are the same as in
+engines that return no logits. Recordings are JSON lines with `id`, `output`, and `prompt` or `instruction` and `input`;
+an input is the predicted output. Each method drafts chains and trees of several sizes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MakeDrafter = Callable[[Case], Any]
 
 SIZES = {f"chain of {tokens}": (tokens + 1, False) for tokens in (4, 8, 16)}
 SIZES |= {f"tree of {nodes}": (nodes, True) for nodes in (16, 32, 64)}
-"""Nodes of a step by the size's name, the root among them, and whether they may branch."""
+"""Number of nodes with the root, and whether they may branch, by name of the size."""
 
 METHODS = {"context matches": (False, False), "auto, text only": (True, False), "auto, predicted text": (True, True)}
-"""Whether requests may draft from those before them in the file, and whether the method knows what to expect."""
+"""Whether a method can draft from earlier requests of the file, and whether it has a predicted output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to replay."""
+    """Options of the probe."""
 
     recordings: tuple[str, ...] = option((), "files of recorded answers")
-    tokenizer: str = option("", "a tekken file, or the folder of a tokenizer; without, mistral-common's file")
-    limit: int = option(1000, "take the first so many recordings of each file")
+    tokenizer: str = option("", "tekken file, or folder of a tokenizer; by default mistral-common's file")
+    limit: int = option(1000, "maximum number of recordings of each file")
 
 
 def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDrafter:
-    """What makes the drafter of each request, in the order of the file."""
+    """Function that makes the drafter of each request, called in the order of the file."""
     if name == "context matches":
         config = LookaheadConfig(preset="context_matches", step_budget=nodes)
         return lambda case: build_drafter(config, chains=not branches)
@@ -60,7 +60,7 @@ def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDraf
 
 
 def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Iterator[Row]:
-    """A row for each size of draft and recording."""
+    """Yield a row for each size of draft and recording."""
     for size, (nodes, branches) in SIZES.items():
         make = drafters_of(name, nodes, branches, across)
         for number, case in enumerate(cases):
@@ -80,7 +80,7 @@ def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Itera
 
 
 def texts(task: str, cases: Sequence[Case]) -> Iterator[Row]:
-    """A row for each recording: lengths, and how much of the answer lies in a repeated cycle."""
+    """Yield a row for each recording: lengths, and the share of the answer in repeated cycles."""
     for case in cases:
         tokens, share = len(case.answer), round(repeated_cycle_share(case.answer), 3)
         yield {
@@ -95,7 +95,7 @@ def texts(task: str, cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def probe(options: Options) -> Probe:
-    """The units: each method on each file.
+    """Make a unit for each method and file.
 
     Raises:
         InvalidArgumentError: A recording has no answer.

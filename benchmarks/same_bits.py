@@ -1,9 +1,9 @@
-"""Compare every logit of texts decoded with `invariant=True` with those of plain decoding, bit by bit.
+"""Compare every logit of texts decoded with `invariant=True` with plain decoding, bit by bit.
 
-For each prompt: drafts of 1, 7, 16, 33 and 64 nodes, each from another of five presets, greedily, so that five
-prompts have every preset with every number; drafts under sampling; a beginning that comes as prompt, and as a cache
-that is handed on; every fourth prompt in a batch of two to eight rows, greedy and sampled. Models with random weights
-read random tokens.
+Each prompt is decoded greedily with drafts of 1, 7, 16, 33 and 64 nodes, each from another preset; five prompts cover
+every preset with every number. It is also sampled, continued from its answer as a prompt and as a cache, and every
+fourth prompt is decoded in a batch of two to eight rows, greedy and sampled. Models with random weights read random
+tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from probe import Probe, Unit, option
 BUDGETS = (1, 7, 16, 33, 64)
 PRESETS = ("auto", "token_recycling", "context_matches", "paper", "jacobi")
 PAPER = {1: (1, 2, 1), 7: (4, 2, 3), 16: (6, 3, 2), 33: (8, 4, 3), 64: (10, 5, 6)}
-"""Window, length of n-grams and guesses that make so many nodes at most; for 1 the smallest there are, which make 2."""
+"""Window size, n-gram size and guess set size by maximum number of nodes; the smallest sizes, for 1, make 2 nodes."""
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 PLAIN = LookaheadConfig(preset="autoregressive", invariant=True)
 
 PROMPTS = {"demo": "humaneval.jsonl", "stories260k": "stories.jsonl"}
-"""What models with trained weights read."""
+"""Prompt files of models with trained weights."""
 
 
 def drafts_of(preset: str, budget: int) -> LookaheadConfig:
-    """A preset that sends so many nodes, or at most so many."""
+    """Configuration of a preset with at most `budget` nodes per step."""
     sizes: dict[str, int] = {"step_budget": budget}
     if preset == "paper":
         sizes = dict(zip(("window_size", "ngram_size", "guess_set_size"), PAPER[budget], strict=True))
@@ -47,7 +47,7 @@ def drafts_of(preset: str, budget: int) -> LookaheadConfig:
 
 @dataclass(frozen=True)
 class Share:
-    """How many prompts a model takes in each type, how many tokens of each, and how many it generates."""
+    """Number of prompts of a model in each type, tokens of a prompt, and new tokens."""
 
     bfloat16: int
     float16: int
@@ -67,26 +67,26 @@ SHARES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to compare."""
+    """Options of the probe."""
 
     data: str = option("../shared/data", "folder of the prompts")
-    models: str = option("../shared/models", "folder of the story model")
-    limit: int = option(50, "prompts of each model in each type at most")
-    device: str = option("cpu", "`cpu`, or `cuda`, where passes are static and of one size")
+    models: str = option("../shared/models", "folder that contains the story model")
+    limit: int = option(50, "maximum number of prompts of each model in each type")
+    device: str = option("cpu", "`cpu`, or `cuda` with static passes of one size")
 
 
 @lru_cache(maxsize=2)
 def load(name: str, dtype: str, models: str, device: str) -> tuple[Any, Any]:
-    """A model, and its tokenizer if it has weights that were trained."""
+    """Load a model, and its tokenizer if its weights are trained."""
     path = name if name == "demo" or name in RANDOM else str(Path(models) / name)
     return load_model(path, dtype, device, ends=False), None if name in RANDOM else load_tokenizer(path)
 
 
 class Comparison:
-    """What differs from plain decoding, counted.
+    """Counter of logits that differ from plain decoding.
 
     Attributes:
-        rows: A row for each way of decoding.
+        rows: Rows, one for each way of decoding.
     """
 
     def __init__(self, model: Any, ids: torch.Tensor, new_tokens: int) -> None:
@@ -95,7 +95,7 @@ class Comparison:
         self.rows: list[Row] = []
 
     def decode(self, config: LookaheadConfig, ids: torch.Tensor, new_tokens: int, **kwargs: Any) -> Any:
-        """One call, seeded."""
+        """Run one call of `generate` with a fixed seed."""
         kwargs = {"do_sample": False, "eos_token_id": None} | kwargs
         kwargs |= {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": new_tokens}
         torch.manual_seed(7)
@@ -104,13 +104,13 @@ class Comparison:
         )
 
     def plain(self, sampled: bool) -> Any:
-        """Decoding without drafts."""
+        """Output of decoding without drafts, greedy or sampled."""
         if sampled not in self._plain:
             self._plain[sampled] = self.decode(PLAIN, self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
         return self._plain[sampled]
 
     def add(self, way: str, output: Any, logits: Any, sampled: bool = False) -> None:
-        """Compare what came out in another way, its logits for the last tokens that plain decoding generated."""
+        """Compare the output of another way; its logits belong to the last tokens of plain decoding."""
         plain = self.plain(sampled)
         pairs = list(zip(logits, plain.logits[-len(logits) :], strict=True))
         self.rows.append(
@@ -128,14 +128,14 @@ class Comparison:
         )
 
     def drafts(self, number: int, budgets: tuple[int, ...], sampled: bool) -> None:
-        """Drafts of so many nodes, each from the preset whose turn it is."""
+        """Compare drafts of each number of nodes; the preset rotates with `number`."""
         for turn, budget in enumerate(budgets):
             preset = PRESETS[(number + turn) % len(PRESETS)]
             output = self.decode(drafts_of(preset, budget), self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
             self.add(f"{'sampled' if sampled else 'greedy'}, {preset}, {budget}", output, output.logits, sampled)
 
     def splits(self) -> None:
-        """What was an answer comes as a prompt, and in a cache."""
+        """Compare texts that continue the first half of the answer, given as a prompt and as a cache."""
         config, half = LookaheadConfig(step_budget=16, invariant=True), self._new_tokens // 2
         first = self.decode(config, self._ids, half)
         rest = self._new_tokens - half
@@ -146,7 +146,7 @@ class Comparison:
 
 
 def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Row]:
-    """Rows of one prompt, and of a batch that begins with it; a model that is refused is an error."""
+    """Yield rows of one prompt, and of a batch that begins with it; a refused model is an error row."""
     share, (model, tokenizer) = SHARES[name], load(name, dtype, options.models, options.device)
     if tokenizer is None:
         draws = torch.Generator().manual_seed(number)
@@ -180,7 +180,7 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
 
 
 def probe(options: Options) -> Probe:
-    """The units: each prompt of each model in each type."""
+    """Make a unit for each prompt, model and type."""
     units = [
         Unit(f"{name}, {dtype}, {number}", partial(compare, name, dtype, number, options))
         for name, share in SHARES.items()

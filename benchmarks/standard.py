@@ -1,9 +1,9 @@
-"""Hold `auto` against the best of its parts, line by line, in CPU time or by a table of prices (see `prices.py`).
+"""Compare `auto` with its best fixed setting, line by line, in CPU time or simulated time (see `prices.py`).
 
-Every case of a line is decoded in every way in one process, twice in an order that changes from case to case: by
-transformers, by `auto`, and by what `auto` could have been set to. Which of these is best is chosen on half of the
-cases and compared on the other half, both ways round, so that noise does not choose it. The file has a row for each way
-and case and, last, one for each line.
+Every case of a line is decoded in every way in one process, twice, in an order that changes from case to case: with
+transformers, with `auto`, and with fixed settings. The best setting is chosen on half of the cases and compared on the
+other half, and vice versa, so that noise cannot choose it. The file has a row for each way and case, and a last row for
+each line.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ WAYS: dict[str, Config] = {
     **{f"context matches, {size}": LookaheadConfig(preset="context_matches", step_budget=size) for size in (8, 16)},
     **{f"auto, {size}": LookaheadConfig(step_budget=size) for size in (4, 8, 16, 32)},
 }
-"""What is compared; without a configuration it is transformers' own `generate`."""
+"""Configurations to compare, by name; `None` is transformers' own `generate`."""
 
 FULL = ("Engine, 16 requests", "Engine, 64 requests")
-"""Lines without 16 and 32 nodes a row, with which they take twice and three times as long as without drafts."""
+"""Lines that leave out 16 and 32 nodes per row, which take two and three times the time of no drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure."""
+    """Options of the probe."""
 
     shared: str = option("../shared", "folder of data and models")
-    only: str = option("", "only lines with that in their names")
-    cases: int = option(12, "cases of a line")
-    repeats: int = option(2, "how often each case is decoded in each way; the fastest counts")
-    prices: str = option("", f"instead of CPU time what steps take by a table: {', '.join(PRICES)}")
+    only: str = option("", "measure only lines with this text in their names")
+    cases: int = option(12, "number of cases of a line")
+    repeats: int = option(2, "number of runs of each case in each way; the fastest is used")
+    prices: str = option("", f"table of simulated step times in place of CPU time: {', '.join(PRICES)}")
 
 
 def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
-    """The rows of a line."""
+    """Yield the rows of a line."""
     measured = "plain_steps" if prices else "cpu_seconds"
     left_out = ("auto, 16", "auto, 32") if line.name in FULL else ()
     ways = {name: partial(line.run, config) for name, config in WAYS.items() if name not in left_out}
@@ -63,10 +63,13 @@ def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
 
 
 def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
-    """How `auto` compares with the best of the others, chosen on the cases that it is not compared on.
+    """Compare `auto` with the best other way, which is chosen on the other half of the cases.
 
     Args:
-        seconds: Of each way those of all cases.
+        seconds: Seconds of all cases, by way.
+
+    Returns:
+        Names of the best ways, speeds over `plain`, and the ratio of `auto` to the best with its interval.
     """
     times = {name: np.array(values) for name, values in seconds.items()}
     speeds = {name: times["plain"] / values for name, values in times.items()}
@@ -88,13 +91,13 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
 
 
 def probe(options: Options) -> Probe:
-    """The units: each line."""
+    """Make a unit for each line."""
     models = Models(Path(options.shared))
     if options.prices not in ("", *PRICES):
         raise InvalidArgumentError(f"--prices {options.prices}: must be one of {', '.join(PRICES)}")
     runner = PricedRunner(models, options.prices) if options.prices else Runner(models)
     lines = [line for line in text_lines(models, runner, options.cases) if options.only in line.name]
-    if options.prices:  # for all number types, and engines have no prices
+    if options.prices:  # tables cover one number type each, and no engines
         lines = [line for line in lines if not ("bfloat16" in line.name or "Engine" in line.name)]
     repeats = 1 if options.prices else options.repeats  # prices are the same each time
     return Probe([Unit(line.name, partial(measure, line, options.prices, repeats)) for line in lines])

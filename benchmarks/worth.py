@@ -1,15 +1,14 @@
-"""Compare this checkout with another commit, in pairs: is it as good in tokens a step, and in CPU time?
+"""Compare this checkout with another commit, in pairs: tokens per step and CPU time.
 
     python benchmarks worth --base COMMIT [--quick] [--turns N] [--only TEXT]
 
-Two processes, one of each commit, take turns case by case; each turn has new processes, and another one begins. Rows go
-to `build/worth`, where one command runs at a time, turn by turn for each line, and the same command goes on where it
-stopped. For each line stand the medians of the ratios of S and of speed (CPU time of the base over that of this
-checkout), with the bootstrap interval over cases that holds 95 %. A line passes if the worse end of its intervals is
-above -1 % in S and above -2 % in speed; it fails if the better end is below; else it is undecided. `--quick` compares S
-alone, at fixed numbers of nodes.
+Two processes, one of each commit, alternate case by case. Each turn starts new processes in the other order. Rows are
+written to `build/worth`, where one command runs at a time; the same command resumes an interrupted run. The report has
+for each line the median ratio of S and of speed (CPU time of the base over this checkout's), with a 95 % bootstrap
+interval over cases. A line passes if the lower end of its interval is above -1 % in S and above -2 % in speed. It fails
+if the upper end is below; else it is undecided. `--quick` compares S only, at fixed numbers of nodes.
 
-The exit status is 0 if all lines pass, 1 if one fails, 3 if some are undecided, 2 where nothing could be compared.
+The exit status is 0 if all lines pass, 1 if one fails, 3 if some are undecided, 2 for an error.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ PASSES, FAILS, UNDECIDED = "passes", "FAILS", "undecided"
 
 @dataclass(frozen=True)
 class Estimate:
-    """The change of a line, 0 for none, with the ends of its interval."""
+    """Relative change of a line (0 for none), with the ends of its interval."""
 
     median: float
     low: float
     high: float
 
     def verdict(self, limit: float) -> str:
-        """Whether it is certainly above a limit, or below."""
+        """Verdict: passes if the interval is above the limit, fails if it is below, else undecided."""
         return PASSES if self.low > limit else FAILS if self.high <= limit else UNDECIDED
 
 
 def estimate(ratios: Mapping[str, Sequence[float]]) -> Estimate:
-    """The median over cases of their mean change, from the ratios of each; its interval by bootstrap over cases."""
+    """Estimate the change: median over cases of the geometric mean ratio, with a bootstrap interval over cases."""
     cases = np.array([np.exp(np.mean(np.log(values))) for values in ratios.values()]) - 1
     drawn = np.random.default_rng(0).integers(len(cases), size=(SAMPLES, len(cases)))
     low, high = np.quantile(np.median(cases[drawn], axis=1), (0.025, 0.975))
@@ -64,11 +63,11 @@ def estimate(ratios: Mapping[str, Sequence[float]]) -> Estimate:
 
 
 class Source:
-    """The library as it is at a commit, or in the working tree, in a folder of its own.
+    """Copy of the library at a commit, or of the working tree, in its own folder.
 
     Attributes:
-        name: What its content is known by.
-        folder: Holds `src`.
+        name: Hash of the content.
+        folder: Folder that contains `src`.
     """
 
     def __init__(self, commit: str | None) -> None:
@@ -85,7 +84,7 @@ class Source:
         files = sorted(path for path in (waiting / "src").rglob("*.py"))
         self.name = _digest(path.relative_to(waiting).as_posix().encode() + path.read_bytes() for path in files)
         self.folder = waiting.parent / self.name
-        if self.folder.exists():  # with its compiled loops
+        if self.folder.exists():  # keep it, as it has compiled loops
             shutil.rmtree(waiting)
         else:
             waiting.rename(self.folder)
@@ -96,14 +95,14 @@ def _digest(parts: Iterator[bytes]) -> str:
 
 
 class Worker:
-    """A process that measures with the library of one source.
+    """Process that measures with the library of one source.
 
     Args:
-        source: The library.
-        program: The file of this folder that it runs, with arguments: it answers each line of JSON by one.
+        source: Source of the library.
+        program: Name of a file in this folder, and arguments. The program answers each line of JSON with one line.
 
     Attributes:
-        ready: Its answer before all requests.
+        ready: First line of the program, before any request.
     """
 
     def __init__(self, source: Source, program: Sequence[str]) -> None:
@@ -117,12 +116,12 @@ class Worker:
         self.ready: Any = self._answer()
 
     def ask(self, **request: Any) -> Any:
-        """Its answer to a request."""
+        """Send a request, and return the answer."""
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
         self._log.close()
 
@@ -134,12 +133,13 @@ class Worker:
 
 
 class Comparison:
-    """Two sources, and their rows: of a quick one each source has a file of its own, which other comparisons share.
+    """Comparison of two sources, with their rows. Files of quick comparisons belong to one source and are reused.
 
     Args:
-        base, here: The sources.
+        base: Source to compare with.
+        here: Source of this checkout.
         shared: Folder of data and models.
-        quick: Whether to compare S alone.
+        quick: Whether to compare S only.
     """
 
     def __init__(self, base: Source, here: Source, shared: Path, quick: bool) -> None:
@@ -157,7 +157,7 @@ class Comparison:
         self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, kept, strict=True)]
 
     def names(self) -> list[str]:
-        """The lines that are compared: what the base has."""
+        """Names of the lines of the base, which are compared."""
         worker = self._worker(0)
         worker.close()
         return list(worker.ready)
@@ -167,9 +167,9 @@ class Comparison:
         return Worker(self._sources[side], program)
 
     def turn(self, turn: int, names: Sequence[str]) -> None:
-        """Measure what is missing of a turn."""
+        """Measure the lines of a turn that are not in the files."""
         missing = {name: [side for side in (0, 1) if (name, turn) not in self._files[side]] for name in names}
-        if not self._quick:  # times are those of the same minutes
+        if not self._quick:  # times are comparable only if measured together
             missing = {name: [0, 1] for name, sides in missing.items() if sides}
         with ExitStack() as stack:
             workers = {
@@ -192,12 +192,12 @@ class Comparison:
             self._files[side].append({"line": name, "turn": turn, "rows": found[side]})
 
     def rows(self, line: str, turn: int) -> list[list[Row]]:
-        """The rows of a turn, those of the base and those of this checkout."""
+        """Rows of a turn: of the base, and of this checkout."""
         units = [[unit for unit in file.rows if unit_of(unit) == (line, turn)][-1] for file in self._files]
         return [unit["rows"] for unit in units]
 
     def ratios(self, line: str, turns: int, what: str) -> dict[str, list[float]]:
-        """This checkout over the base, for each case."""
+        """Ratios of the base's steps or seconds to this checkout's, by case."""
         by, found = "steps" if what == "S" else "seconds", dict[str, list[float]]()
         for turn in range(turns):
             for number, (base, here) in enumerate(zip(*self.rows(line, turn), strict=True)):
@@ -209,12 +209,12 @@ class Comparison:
 
 
 def unit_of(row: Row) -> tuple[str, int]:
-    """The line and turn of what a file keeps together."""
+    """Line and turn of a row in a file."""
     return row["line"], row["turn"]
 
 
 def report(comparison: Comparison, names: Sequence[str], turns: int, measures: Sequence[str]) -> int:
-    """Print a line for each line and measure, and what it comes to; returns the exit status."""
+    """Print estimate and verdict for each measure and line, and return the exit status."""
     verdicts: Counter[str] = Counter()
     for what in measures:
         limit, together = LIMITS[what], dict[str, list[float]]()
@@ -231,7 +231,7 @@ def report(comparison: Comparison, names: Sequence[str], turns: int, measures: S
 
 
 def _show(name: str, ratios: Mapping[str, Sequence[float]], limit: float) -> str:
-    """Print what the ratios of some cases come to; the verdict."""
+    """Print the estimate from the ratios of cases, and return the verdict."""
     found = estimate(ratios)
     low, middle, high = (100 * value for value in (found.low, found.median, found.high))
     verdict = found.verdict(limit)
@@ -240,14 +240,18 @@ def _show(name: str, ratios: Mapping[str, Sequence[float]], limit: float) -> str
 
 
 def compare_commits(given: Sequence[str], notes: Console) -> int:
-    """Compare this checkout with another commit, in pairs; returns the exit status."""
+    """Compare this checkout with another commit, in pairs.
+
+    Returns:
+        The exit status.
+    """
     parser = argparse.ArgumentParser(
         prog="python benchmarks worth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", required=True, metavar="COMMIT", help="what this checkout is compared with")
-    parser.add_argument("--quick", action="store_true", help="S alone, at fixed numbers of nodes")
-    parser.add_argument("--turns", type=int, help="turns in all (1 if quick, else 3)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only lines whose names hold it")
+    parser.add_argument("--base", required=True, metavar="COMMIT", help="commit to compare this checkout with")
+    parser.add_argument("--quick", action="store_true", help="compare S only, at fixed numbers of nodes")
+    parser.add_argument("--turns", type=int, help="total number of turns (1 if quick, else 3)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="compare only lines with this text in their names")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
     options = parser.parse_args(given)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -269,7 +273,7 @@ def _compare(options: argparse.Namespace) -> int:
     comparison = Comparison(base, here, options.shared.resolve(), options.quick)
     names = [name for name in comparison.names() if options.only in name]
     if not names:
-        raise InvalidArgumentError(f"--only {options.only!r}: no line has that in its name")
+        raise InvalidArgumentError(f"--only {options.only!r}: no line has this text in its name")
     for turn in range(turns):
         comparison.turn(turn, names)
     return report(comparison, names, turns, ["S"] if options.quick else list(LIMITS))

@@ -246,7 +246,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert bench(suite) == 130
     out, err = capsys.readouterr()
     assert out == ""
-    assert "the same command goes on" in err
+    assert "run the same command again to resume" in err
     assert len(rows_in(folder)) == 4
     monkeypatch.undo()
     before = (folder / "results.jsonl").read_text()

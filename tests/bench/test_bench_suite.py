@@ -103,7 +103,7 @@ WHOLE = MODEL + TASK + PLAIN
         (MODEL + PLAIN, ["tasks", "at least one table"]),
         ("models = 3\n" + TASK + PLAIN, ["models", "[[models]]"]),
         ("repeats = 0\n" + WHOLE, ["repeats=0", "at least 1"]),
-        ("repeat = 2\n" + WHOLE, ["repeat is no key", "repeats"]),
+        ("repeat = 2\n" + WHOLE, ["repeat is not a key", "repeats"]),
         ("exact = 1\n" + WHOLE, ["exact=1", "true or false"]),
         (MODEL + MODEL + TASK + PLAIN, ["models[1].name='tiny'", "twice"]),
         (MODEL.replace('name = "tiny"', "") + TASK + PLAIN, ["models[0].name", "missing"]),
@@ -116,7 +116,7 @@ WHOLE = MODEL + TASK + PLAIN
         (MODEL + TASK + 'keep = "middle"\n' + PLAIN, ["tasks[0].keep='middle'", "beginning"]),
         (MODEL + TASK + "sampling = { temperature = 0 }\n" + PLAIN, ["tasks[0].sampling.temperature=0", "above 0"]),
         (MODEL + TASK + "sampling = { top_p = 2 }\n" + PLAIN, ["tasks[0].sampling.top_p=2", "at most 1"]),
-        (MODEL + TASK + "sampling = { heat = 2 }\n" + PLAIN, ["tasks[0].sampling.heat is no key", "temperature"]),
+        (MODEL + TASK + "sampling = { heat = 2 }\n" + PLAIN, ["tasks[0].sampling.heat is not a key", "temperature"]),
         (MODEL + TASK + "sampling = 1\n" + PLAIN, ["tasks[0].sampling=1", "table"]),
         (MODEL + TASK + 'models = ["none"]\n' + PLAIN, ["'words'", "none", "tiny"]),
         (MODEL + TASK + 'models = "tiny"\n' + PLAIN, ["tasks[0].models='tiny'", "list"]),
@@ -130,7 +130,7 @@ WHOLE = MODEL + TASK + PLAIN
         (WHOLE + AUTO.replace(" }", ", step_budget = 0 }"), ["methods[1].lookahead", "step_budget=0"]),
         (WHOLE + AUTO.replace(" }", ', memory = "a.bin" }'), ["methods[1].lookahead.memory='a.bin'", "process"]),
         (WHOLE + PLAIN.replace("{}", "{ do_sample = true }"), ["methods[1].transformers.do_sample", "tasks"]),
-        (WHOLE + AUTO + 'assistant = "demo"\n', ["methods[1].assistant is no key"]),
+        (WHOLE + AUTO + 'assistant = "demo"\n', ["methods[1].assistant applies to methods of transformers only"]),
     ],
 )
 def test_wrong_keys_and_values_are_named(
@@ -154,10 +154,10 @@ def test_files_that_are_no_suite_are_refused(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("lines", "field", "message"),
     [
-        ("", None, "holds no prompts"),
+        ("", None, "contains no prompts"),
         ('{"id": "a"}\n', None, "line 1 needs a text in `prompt` or `turns`"),
         ('{"prompt": "x"}\n', None, "line 1 needs an `id`"),
-        ('{"id": "a", "prompt": "x"}\nplain text\n', None, "line 2 is no JSON"),
+        ('{"id": "a", "prompt": "x"}\nplain text\n', None, "line 2 is not JSON"),
         ('{"id": "a", "prompt": "x"}\n\n{"id": "a", "prompt": "y"}\n', None, "same `id` twice"),
         ('{"id": "a", "prompt": "x"}\n', "question", "needs a text in `question`, as task 'words' says"),
     ],

@@ -79,7 +79,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(
     measure: Measure, counting: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert measure("counting", "--path", tmp_path / "model") == 130
-    assert "the same command goes on" in " ".join(capsys.readouterr().err.split())
+    assert "run the same command again to resume" in " ".join(capsys.readouterr().err.split())
     header, *rows = early = rows_in(tmp_path)
     assert (header["kind"], header["benchmark"]) == ("header", "counting")
     assert header["options"] == {"path": "model", "size": 1}
@@ -114,7 +114,7 @@ def test_rows_of_other_settings_are_kept_apart(
     ("arguments", "words"),
     [
         (["counting", "--size", "0"], "whole number of at least 1"),
-        (["gpu", "--parts", "guessing"], "'guessing' is none of"),
+        (["gpu", "--parts", "guessing"], "'guessing' is not one of"),
         (["nothing"], "invalid choice"),
     ],
 )

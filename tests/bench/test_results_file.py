@@ -1,4 +1,4 @@
-"""Files of rows: links stay links, what is no regular file is left alone, and errors name the file."""
+"""Files of rows: links stay links, what is not a regular file is left alone, and errors name the file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_irregular_files_are_refused_and_left_alone(tmp_path: Path, kind: str) -
     else:
         path.mkdir()
     before = path.lstat()
-    with pytest.raises(InvalidArgumentError, match=f"{path} is no regular file"):
+    with pytest.raises(InvalidArgumentError, match=f"{path} is not a regular file"):
         kept_lines(path, is_ours)
     assert path.lstat().st_ino == before.st_ino
     assert path.lstat().st_mode == before.st_mode
@@ -165,7 +165,7 @@ def test_a_last_line_without_an_end_counts_if_it_is_whole(tmp_path: Path) -> Non
         path.write_bytes(b'{"id":1}\n' + half)
         assert kept_lines(path, is_ours) == [{"id": 1}]
     path.write_bytes(b'{"id":1}\nremember: these are the good ones')
-    with pytest.raises(InvalidArgumentError, match="line 2 is no JSON object"):
+    with pytest.raises(InvalidArgumentError, match="line 2 is not a JSON object"):
         kept_lines(path, is_ours)
 
 

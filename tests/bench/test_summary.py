@@ -169,7 +169,7 @@ def test_old_rows_without_nodes_of_each_step_are_summarised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{\n", "line 1 is no JSON"), ('{"kind": "header"}\n', "line 1 is no result of")]
+    ("text", "message"), [("{\n", "line 1 is not a JSON"), ('{"kind": "header"}\n', "line 1 is not a result of")]
 )
 def test_files_of_other_content_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)

@@ -156,7 +156,7 @@ def test_lines_that_are_no_prompts_become_errors_until_they_are_mended(arguments
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     errors = {row["id"]: row["error"] for row in rows if "error" in row}
     assert errors.keys() == {f"prompts.jsonl, line {number}" for number in (1, 2, 3)}
-    assert "is no JSON" in errors["prompts.jsonl, line 1"]
+    assert "is not JSON" in errors["prompts.jsonl, line 1"]
     assert all("needs an `id`" in errors[f"prompts.jsonl, line {number}"] for number in (2, 3))
     assert answers(tmp_path) == expected(tmp_path) | dict.fromkeys(errors)
 
@@ -200,7 +200,7 @@ def test_a_device_as_output_is_refused_before_it_is_read(
         )
         given = ["bench", "run", str(tmp_path / "suite.toml"), "-o", str(link)]
     assert main(given) == 2
-    assert f"error: {link} is no regular file" in capsys.readouterr().err
+    assert f"error: {link} is not a regular file" in capsys.readouterr().err
     assert os.readlink(link) == "/dev/full"
 
 
@@ -224,7 +224,7 @@ def test_a_file_of_something_else_is_left_alone(
         assert f"error: {path} does not begin with a row of this command" in capsys.readouterr().err
         assert path.read_text() == content
     assert main([*given, "-o", "-", *restart]) == 2
-    assert "'-' is no file" in capsys.readouterr().err
+    assert "'-' is not a file" in capsys.readouterr().err
     assert not Path("-").exists()
 
 

@@ -467,7 +467,7 @@ def test_typed_turns(
     _, answer = check_turn(loaded, conversation(loaded, max_new_tokens=6), TURNS[0], max_new_tokens=6)
     assert out == answer.text + "\n"
     assert len(markers) == err.count("> ") == 4  # not in the output, which is no terminal here
-    assert "error: /nonsense is no command" in err
+    assert "error: /nonsense is not a command" in err
     assert "not valid UTF-8" in err
     type_in(monkeypatch, KeyboardInterrupt())
     assert main(command) == 130
@@ -544,7 +544,7 @@ def test_the_context_ends(
     out, err = capsys.readouterr()
     answer = out[: len(out) // 2]
     assert out == 2 * answer
-    assert err.count("cut where the model's context of 40 tokens ends") == 2
+    assert err.count("cut at the end of the model's context of 40 tokens") == 2
     assert err.count("error: with this turn the conversation has ") == 1
     pipe(monkeypatch, *TURNS[:2])
     assert main(["chat", "--model", str(path), *CPU, "--json"]) == 2
@@ -619,7 +619,7 @@ def test_a_template_that_is_missing_or_fails_is_named(
     template.write_text("{{ messages[-1].content }}")
     pipe(monkeypatch, TURNS[0])
     assert main(["chat", "--model", str(model_path), *arguments]) == 0
-    assert "leaves out what --system says" in capsys.readouterr().err
+    assert "ignores the message of --system" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("json_lines", [False, True])

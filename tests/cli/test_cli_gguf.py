@@ -145,7 +145,7 @@ def test_the_server_answers_requests_side_by_side(demo_file: str, expected: str)
         (["generate", PROMPT, "--parallel", "2"], "--parallel 2 .* GGUF"),
         (["generate", PROMPT, "--pack-weights"], "--pack-weights .* GGUF"),
         (["generate", PROMPT, "--invariant"], "--invariant .* GGUF"),
-        (["tune", "--no-store"], "tune measures models of transformers"),
+        (["tune", "--no-store"], "tune measures transformers models only"),
         (["chat"], "no chat template"),
         (["serve", "--dtype", "bfloat16", "--port", "0"], "--dtype bfloat16 .* GGUF"),
         (["serve", "--pack-weights", "--port", "0"], "--pack-weights .* GGUF"),

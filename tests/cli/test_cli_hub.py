@@ -200,18 +200,18 @@ def test_a_revision_is_another_model(hub: Hub, commands: Commands) -> None:
         (["nothing"], "--model nothing: no such folder, and no such model at http"),
         (["tiny--x/nothing"], "no such folder, and no repository can have this name"),
         (["tiny/shards", "--revision", "v9"], "--revision v9: http"),
-        (["tiny/gated"], "--model tiny/gated: its owners give access on request"),
+        (["tiny/gated"], "--model tiny/gated: access has to be requested"),
         (["tiny/empty"], "has no weights that transformers loads"),
         (["tiny/pickles"], "its weights are pickles (pytorch_model.bin)"),
-        ([str(demo_model_path()), "--revision", "main"], "--revision main is about models of the Hub"),
+        ([str(demo_model_path()), "--revision", "main"], "--revision main applies to models of the Hub only"),
         (["./tiny/shards"], "no such folder; give the path of a local model folder, or a name of the Hub"),
         (["none.gguf"], "--model none.gguf: no such file"),
         (["tiny/gguf"], "several GGUF files; name one as tiny/gguf:FILE (F16/small-F16-00001-of-00002.gguf, small-Q4"),
-        (["tiny/gguf:Q5"], "no GGUF file fits 'Q5'"),
-        (["tiny/gguf:small"], "several files fit 'small'"),
-        (["tiny/gguf:README.md"], "no GGUF file fits 'README.md'"),
+        (["tiny/gguf:Q5"], "no GGUF file matches 'Q5'"),
+        (["tiny/gguf:small"], "several files match 'small'"),
+        (["tiny/gguf:README.md"], "no GGUF file matches 'README.md'"),
         (["tiny/shards:Q4"], "has no GGUF file"),
-        (["tiny/other-gguf", "--trust-remote-code"], "--trust-remote-code is about models of transformers"),
+        (["tiny/other-gguf", "--trust-remote-code"], "--trust-remote-code applies to transformers models only"),
     ],
 )
 def test_what_the_hub_does_not_give_is_said_in_one_line(commands: Commands, model: list[str], words: str) -> None:
@@ -230,7 +230,7 @@ def test_after_a_download_that_broke_off_the_rest_is_downloaded(
 ) -> None:
     repository = hub.repositories["tiny/breaks"]
     message = commands.refused("generate", PROMPT, "--model", "tiny/breaks")
-    assert "--model tiny/breaks: the download broke off (" in message
+    assert "--model tiny/breaks: the download failed (" in message
     assert "503" in message
     repository.down = False
     kept = {path.name for path in Path(home).glob("hub/models--tiny--breaks/snapshots/*/*")}

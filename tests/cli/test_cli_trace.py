@@ -69,10 +69,10 @@ def test_a_file_that_is_no_trace_is_left_alone(
     for content in ("mine", "<!doctype html>\n<title>mine</title>"):
         path.write_text(content)
         assert main([*command, option, str(path), "--model", str(model)]) == 2
-        assert f"{path} holds something else than a trace" in capsys.readouterr().err
+        assert f"{path} is not a trace page" in capsys.readouterr().err
         assert path.read_text() == content
     assert main([*command, option, "-", "--model", str(model)]) == 2
-    assert "'-' is no file" in capsys.readouterr().err
+    assert "'-' is not a file" in capsys.readouterr().err
 
 
 def test_a_page_of_an_earlier_run_and_an_empty_file_are_replaced(model: Path, tmp_path: Path) -> None:

@@ -390,7 +390,7 @@ def test_a_web_page_cannot_reach_a_local_server_under_its_own_name(
     [
         ("good\nsch\u00f6n\n", "line 2 has characters that cannot be sent"),
         ("a\tkey", "line 1 has"),
-        ("\n", "holds no key"),
+        ("\n", "contains no key"),
     ],
 )
 def test_a_key_that_cannot_be_sent_is_refused(tmp_path: Path, data: str, message: str) -> None:

@@ -257,7 +257,7 @@ def test_a_full_disk_leaves_the_old_page(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_device_is_not_replaced() -> None:
     for write in (lambda: Trace("/dev/full"), lambda: Trace().write("/dev/full")):
-        with pytest.raises(InvalidArgumentError, match="is no file"):
+        with pytest.raises(InvalidArgumentError, match="is not a file"):
             write()
     assert not Path("/dev/full").is_file()
 
@@ -295,8 +295,8 @@ def test_a_configuration_takes_a_recorder_and_copies_share_it() -> None:
 def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.html"
     path.write_text("mine")
-    with pytest.raises(InvalidArgumentError, match="holds something else than a trace"):
+    with pytest.raises(InvalidArgumentError, match="is not a trace page"):
         Trace(path)
-    with pytest.raises(InvalidArgumentError, match="holds something else than a trace"):
+    with pytest.raises(InvalidArgumentError, match="is not a trace page"):
         Trace().write(path)
     assert path.read_text() == "mine"

@@ -1,1 +1,1 @@
-"""Benchmarks: methods on tasks on models, from one small file. `lookahead bench` is the way in."""
+"""Benchmarks of methods on tasks and models, described by one file; run by `lookahead bench`."""

@@ -1,4 +1,4 @@
-"""How a benchmark is measured: its models, one method on one prompt, and the order of all that are not done yet."""
+"""Measuring of benchmarks: loading of models, one method on one prompt, and the order of runs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from lookahead.errors import InvalidArgumentError, LookaheadError
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model that was loaded.
+    """Loaded model of a benchmark.
 
     Attributes:
-        spec: What the benchmark says of it.
-        loaded: The model, which stays greedy: whatever it shipped for sampling is gone.
-        settings: What the measured figures depend on, the identity of its weights among it.
+        spec: Entry of the benchmark file.
+        loaded: Model and tokenizer, with sampling removed from its generation configuration.
+        settings: Settings that affect the figures, with the identity of the weights.
     """
 
     spec: ModelSpec
@@ -47,10 +47,10 @@ class BenchModel:
 
 
 def load(spec: ModelSpec, device: torch.device) -> BenchModel:
-    """Load a model, or make the one with random weights.
+    """Load a model, or make one with random weights.
 
     Raises:
-        InvalidArgumentError: It cannot be loaded; the message names the model.
+        InvalidArgumentError: The model cannot be loaded; the message names it.
     """
     with _named(f"models: {spec.name!r}"):
         tokenizer = None if spec.tokenizer is None else _folder(spec.tokenizer)
@@ -65,7 +65,7 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say which model of the benchmark cannot be loaded."""
+    """Turn errors of loading into an error that names the model."""
     try:
         yield
     except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def _folder(path: Path | str) -> Path:
 def _trained(
     path: Path | str, dtype: str | torch.dtype, device: torch.device, tokenizer: Path | None = None
 ) -> LoadedModel:
-    """A model with trained weights. Only which tokens end a text is taken over; tasks say how tokens are chosen."""
+    """Load a model with trained weights. Its generation configuration keeps special tokens only: tasks set the rest."""
     loaded = load_model(_folder(path), dtype, device, tokenizer)
     if not loaded.is_gguf:
         shipped = loaded.model.generation_config
@@ -93,7 +93,7 @@ def _trained(
 
 
 def _random(spec: ModelSpec, folder: Path, device: torch.device) -> LoadedModel:
-    """A Llama with random weights, and no token that ends a text."""
+    """Make a Llama with random weights and without an end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = LlamaConfig(**{"vocab_size": len(tokenizer), **special, **spec.random})
@@ -106,12 +106,12 @@ def _random(spec: ModelSpec, folder: Path, device: torch.device) -> LoadedModel:
 
 
 Pass = tuple[int, int]
-"""How many tokens a forward pass reads, and how many are cached before it."""
+"""Number of tokens that a forward pass reads, and of tokens in the cache before it."""
 
 
 @contextmanager
 def noted_passes(model: PreTrainedModel) -> Iterator[list[Pass]]:
-    """The forward passes of a model inside a `with` block, for transformers itself reports nothing of its steps."""
+    """Collect the forward passes of a model inside a `with` block, as transformers does not report its steps."""
     passes: list[Pass] = []
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -123,9 +123,9 @@ def noted_passes(model: PreTrainedModel) -> Iterator[list[Pass]]:
 
 
 def steps_of(passes: Sequence[Pass], prompt_tokens: int, tokens: int) -> tuple[list[int], list[int]]:
-    """The nodes that each step of a drafting method sent and the tokens that it added, `tokens` in all.
+    """Nodes and added tokens of each step of a drafting method; the added tokens sum to `tokens`.
 
-    Before a step all of the text is cached but its last token; before the first one nothing is.
+    Before a step the cache holds all of the text but the last token; before the first step it is empty.
     """
     ends = [cached + 1 - prompt_tokens for _, cached in passes[1:]] + [tokens]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -139,13 +139,13 @@ WARM_UP_TOKENS = 8
 
 
 class MethodRunner:
-    """One method on one model.
+    """Runner of one method on one model.
 
-    It works on a model object of its own, with the same weights. What the library learns from call to call about the
-    model (its predictions, the cost of its steps) is then this method's alone.
+    It has its own model object with shared weights. So predictions and step times that the library learns about the
+    model are not shared with other methods.
 
     Raises:
-        InvalidArgumentError: The model that drafts cannot be loaded.
+        InvalidArgumentError: The assistant model cannot be loaded.
     """
 
     def __init__(self, bench_model: BenchModel, method: MethodSpec) -> None:
@@ -159,10 +159,10 @@ class MethodRunner:
         self._assistant_config = None if self._assistant is None else self._assistant.generation_config
 
     def warm_up(self, input_ids: torch.Tensor, task: TaskSpec) -> None:
-        """A short call that is not measured: the library tries the model, packs weights, transformers sets things up.
+        """Make a short call that is not measured, for one-time work: checks of the model and packing of weights.
 
         Raises:
-            InvalidArgumentError: transformers refuses the method's arguments; the message names the method.
+            InvalidArgumentError: transformers rejects the method's arguments; the message names the method.
         """
         method = self.method
         if method.lookahead is not None:  # the memory stays empty
@@ -174,17 +174,18 @@ class MethodRunner:
             raise InvalidArgumentError(f"methods: {self.method.name!r} does not run: {error}") from error
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
             if method.lookahead is not None:
-                raise  # no error of the benchmark file
-            raise InvalidArgumentError(f"methods: {self.method.name!r}: transformers refuses it: {error}") from error
+                raise  # not caused by the benchmark file
+            raise InvalidArgumentError(f"methods: {self.method.name!r}: transformers rejects it: {error}") from error
 
     def run(self, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Row:
-        """Measure one call; returns output, times, and of each step the tokens that it sent, those of the prompt not
-        counted, and those that it added, as rows have them.
+        """Measure one call, and return its output, times, and nodes and added tokens per step as fields of a row.
+
+        Nodes do not include the prompt, but the root.
 
         Args:
-            input_ids: The prompt, `[1, S]`.
-            task: How much and how to generate.
-            number: Place of the prompt in its file, of which the seed of the draws is made.
+            input_ids: Prompt, `[1, S]`.
+            task: Task with the length of the output and the sampling.
+            number: Index of the prompt in its file, which is added to the seed.
         """
         return self._call(self.method, input_ids, task, number)
 
@@ -192,7 +193,7 @@ class MethodRunner:
         arguments: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "do_sample": task.sampling is not None}
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         devices = [input_ids.device] if input_ids.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # the caller's own draws go on as if nothing had happened
+        with torch.random.fork_rng(devices=devices):  # keep the caller's random state
             if task.sampling is not None:
                 drawing = asdict(task.sampling)
                 torch.manual_seed(drawing.pop("seed") + number)
@@ -213,11 +214,11 @@ class MethodRunner:
 
     def _with_transformers(self, method: MethodSpec, arguments: dict[str, Any]) -> Row:
         if self._assistant is not None:
-            # transformers adapts how much is drafted, and keeps it there for the next call
+            # transformers adapts the draft length and stores it in the configuration
             self._assistant.generation_config = copy.deepcopy(self._assistant_config)
             arguments = {**arguments, "assistant_model": self._assistant}
         call = partial(self._model.generate, **method.transformers)
-        if method.is_reference:  # one token a step needs no counting, and so costs nothing
+        if method.is_reference:  # one token per step, so no hook is needed
             row, _ = timed(call, arguments)
             nodes = lengths = [1] * len(row["output"])
         else:
@@ -228,9 +229,9 @@ class MethodRunner:
 
 
 def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any]:
-    """The new tokens of a call of `generate` with its CPU and wall seconds, and what it returned.
+    """Run `generate`, and return the new tokens with CPU and wall seconds, and its output.
 
-    It ends with reading the tokens, for which it waits for a device.
+    The time includes reading the tokens, which waits for the device.
     """
     wall, cpu = perf_counter(), process_time()
     output = call(**arguments, return_dict_in_generate=True)
@@ -241,12 +242,12 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any
 
 @dataclass(frozen=True)
 class Request:
-    """One run that a benchmark asks for.
+    """One run of a benchmark.
 
     Attributes:
-        order: Place of the method among the methods, from 0.
-        repeat: Which pass over the prompts, from 0.
-        input_ids: The prompt as it is sent, `[1, S]`.
+        order: Index of the method in the suite.
+        repeat: Index of the pass over the prompts.
+        input_ids: Tokens of the prompt after cutting, `[1, S]`.
     """
 
     model: BenchModel
@@ -259,17 +260,17 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """The key of its row."""
+        """Key of the run's row."""
         return (self.model.spec.name, self.task.name, self.method.name, self.prompt.id, self.repeat)
 
     def settings(self) -> Row:
-        """All settings that its figures depend on, except machine and versions."""
+        """Settings that affect the figures, except machine and versions."""
         prompt = hashlib.sha256(json.dumps(self.input_ids.tolist()).encode()).hexdigest()[:16]
         task = {**self.task.settings(), "input": prompt}
         return {"model": self.model.settings, "task": task, "method": self.method.settings()}
 
     def row(self, run: Row, circumstances: Row) -> Row:
-        """The row of what `MethodRunner.run` found, under circumstances: versions and machine."""
+        """Row of a run: the result of `MethodRunner.run`, settings, and circumstances (versions and machine)."""
         output, lengths = run["output"], run["accepted_lengths"]
         early = steps_within(lengths, tokens_before_cycles(output))
         return {
@@ -293,23 +294,23 @@ class Request:
 
 
 def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
-    """The lengths of the steps, first ones first, that end within the first so many tokens."""
+    """Lengths of the first steps, as far as they end within the first `tokens` tokens."""
     return [length for length, end in zip(lengths, accumulate(lengths), strict=True) if end <= tokens]
 
 
 class Benchmark:
-    """A suite on one device, with its prompts read.
+    """Suite on one device, with its prompts.
 
-    All methods go through one prompt before the next prompt begins, so that a change of the machine's pace meets all
-    of them; each prompt begins with another method. Repeats are passes over all prompts: within one a method with a
-    memory meets them in order, with nothing learned before.
+    All methods run on one prompt before the next one, so that a change of the machine's speed affects all of them. Each
+    prompt begins with another method. Repeats are passes over all prompts. In each pass a method with a memory begins
+    with an empty one and takes the prompts in order.
     """
 
     def __init__(self, suite: Suite, device: torch.device, limit: int | None = None) -> None:
-        """Read the prompts, of each task only the first `limit` if there is one.
+        """Read the prompts; with `limit` only the first ones of each task.
 
         Raises:
-            InvalidArgumentError: A file of prompts cannot be used.
+            InvalidArgumentError: A file of prompts cannot be read or is malformed.
         """
         self._suite = suite
         self._device = device
@@ -317,18 +318,18 @@ class Benchmark:
 
     @property
     def runs(self) -> int:
-        """How many runs there are in all."""
+        """Total number of runs."""
         tasks = [task for model in self._suite.models for task in self._suite.tasks_of(model)]
         prompts = sum(len(self._prompts[task.name]) for task in tasks)
         return prompts * len(self._suite.methods) * self._suite.repeats
 
     def measure(self, file: RowsFile, circumstances: Row, starting: Callable[[str], None]) -> Iterator[Row | None]:
-        """Measure what the file lacks; yields the row of each run, `None` for one that the file had already.
+        """Measure the runs that are not in the file; yield the row of each run, `None` if it was in the file.
 
         Args:
-            file: The rows there are.
+            file: Rows of earlier runs; new rows are appended.
             circumstances: Versions and machine of this run.
-            starting: Called with what is done next, in words.
+            starting: Called with a description of the next work.
 
         Raises:
             InvalidArgumentError: A model cannot be loaded, a method cannot run, or the file has rows of other settings.
@@ -371,7 +372,7 @@ class Benchmark:
                 yield row
 
     def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[Request]:
-        """All methods on one prompt, in the order in which they take their turns."""
+        """Runs of all methods on one prompt, in order; the first method rotates from prompt to prompt."""
         loaded = model.loaded
         input_ids = encode(prompt, task, loaded.tokenizer, loaded.context_length).to(self._device)
         first = (prompt.number + repeat) % len(self._suite.methods)
@@ -382,9 +383,9 @@ class Benchmark:
         ]
 
     def _forget_unfinished(self, requests: Sequence[Sequence[Request]], file: RowsFile) -> None:
-        """Drop the rows of methods with a memory that did not come to the end of the pass.
+        """Drop the rows of methods with a memory that did not finish the pass.
 
-        What they had learned is gone; going on from the middle would measure something that never happens.
+        Their memory is lost, so a pass resumed in the middle would measure another case.
         """
         for method in self._suite.methods:
             if method.has_memory:

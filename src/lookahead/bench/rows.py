@@ -1,4 +1,4 @@
-"""Files of JSON lines: prompts, and rows of results, of which files grow run by run."""
+"""Files of JSON lines: prompts, and rows of results that are appended run by run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """The processor that does the work, and how many threads it may use."""
+    """Type and name of a device, and the number of CPU threads."""
     return {"type": device.type, "device": device_name(device), "threads": torch.get_num_threads()}
 
 
@@ -31,33 +31,33 @@ Key = tuple[str, str, str, str, int]
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """The key of a row."""
+    """Key of a result row."""
     return (row["model"], row["task"], row["method"], row["prompt"], row["repeat"])
 
 
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
 
 _LONGEST_ROW = 1 << 24
-"""Bytes of a first row at most; a file without a line end before that has no rows."""
+"""Maximum bytes of a first row; a longer first line is not a row."""
 
 
 class RowsFile:
-    """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file.
+    """Rows of one file, on disk and in memory, by key. As a context manager it closes the file.
 
-    A compressed file (`.gz`, named or beside the one that is named) grows plainly, so that no crash costs a row, and is
-    compressed again when it is closed.
+    A compressed file (`.gz`, if named so or if it exists beside the plain name) is uncompressed while it is open, so
+    that a crash loses no row.
     """
 
     def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
-        """Write the rows that are kept anew, so that a line cut off by a crash is gone before rows are added.
+        """Rewrite the file with the rows to keep, without a last line that a crash has cut off.
 
         Args:
-            path: Where the file is; folders are made, and a symbolic link stays one.
-            kept: The rows to begin with, of those that `kept_lines` has found there.
-            key: What tells rows from others.
+            path: Path of the file. Missing folders are made, and a symbolic link is kept.
+            kept: Rows to begin with, from `kept_lines`.
+            key: Function that returns the key of a row.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         self.path = path
         plain, compressed = _names(path)
@@ -73,7 +73,7 @@ class RowsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with named(self.path):  # what could not be written is tried once more
+        with named(self.path):  # closing flushes once more, which may fail
             self._file.close()
             if self._compressed is not None:
                 with replaced(self._compressed, binary=True) as file:
@@ -92,9 +92,9 @@ class RowsFile:
         return [row for rows in self._rows.values() for row in rows]
 
     def append(self, *rows: Row) -> None:
-        """Add rows, on the disk first.
+        """Append rows, on disk first.
 
-        The first ones come with the file as a whole: a file that begins with half a row would not look like ours.
+        The first rows are written with the whole file: a file with an incomplete first row would not be recognised.
         """
         if not self._rows:
             self._file.close()
@@ -107,7 +107,7 @@ class RowsFile:
         self._add(rows)
 
     def drop(self, keys: Collection[Hashable]) -> None:
-        """Take rows out."""
+        """Remove the rows with these keys."""
         if any(key in self._rows for key in keys):
             self._file.close()
             self._rows = {key: row for key, row in self._rows.items() if key not in keys}
@@ -125,20 +125,22 @@ class RowsFile:
 
 
 def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
-    """Refuse to go on with a file whose rows were measured in another way.
+    """Check that the rows of a file were measured with the same settings.
 
     Args:
-        then, now: What a row or header of it says, and what has to be the same.
-        what: What was measured, for the error.
+        path: Path of the file.
+        then: Row or header of the file.
+        now: Values that must be equal in `then`.
+        what: Description of the row for the error.
 
     Raises:
-        InvalidArgumentError: They were.
+        InvalidArgumentError: A value differs; the message names it.
     """
     for name, value in now.items():
         if then.get(name) != value:
             raise InvalidArgumentError(
                 f"{path} measured{what} with another {name} ({_difference(then.get(name), value)}); choose another "
-                "--output, or begin this file anew with --restart"
+                "--output, or start this file over with --restart"
             )
 
 
@@ -146,21 +148,21 @@ def kept_lines(path: Path, is_ours: Callable[[Row], bool], *, restart: bool = Fa
     """Read the rows of a file that a run continues; empty if the file does not exist, or with `restart`.
 
     Args:
-        path: The file. A run writes to it, compressed or not, so what is there under either name has to be ours.
-        is_ours: Whether a row is one that this run could have written. The first row decides about the file.
-        restart: Whether the rows are to be thrown away.
+        path: Path of the file. Both its plain and its compressed name are checked, as the run may write to either.
+        is_ours: Whether a row has the format of this run. Only the first row is checked.
+        restart: Whether to discard the rows.
 
     Raises:
-        InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
+        InvalidArgumentError: The file is not a regular file, cannot be read, or has other content.
     """
     for file in filter(Path.exists, _names(path)):
-        if not file.is_file():  # a device may never come to an end
-            raise InvalidArgumentError(f"{file} is no regular file; choose another --output")
+        if not file.is_file():  # reading a device may never end
+            raise InvalidArgumentError(f"{file} is not a regular file; choose another --output")
         first = _first_line(file)
         row = _object(first) if first.endswith(b"\n") else None
         if first and (row is None or not is_ours(row)):
             raise InvalidArgumentError(
-                f"{file} does not begin with a row of this command, and was left as it is; choose another --output"
+                f"{file} does not begin with a row of this command, and was left unchanged; choose another --output"
             )
     return read_lines(path) if stored(path).exists() and not restart else []
 
@@ -171,25 +173,24 @@ def _first_line(path: Path) -> bytes:
 
 
 def stored(path: Path) -> Path:
-    """Where the rows of a file are: plainly, or compressed under the same name with `.gz`."""
+    """Path of the existing file: the plain name, or the compressed one with `.gz`."""
     plain, compressed = _names(path)
     return compressed if compressed.exists() and not plain.exists() else plain
 
 
 def _names(path: Path) -> tuple[Path, Path]:
-    """The names of a file as it is and compressed, of which `path` is one."""
+    """Plain and compressed name of a file; `path` is one of them."""
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     return plain, plain.with_name(f"{plain.name}.gz")
 
 
 def read_lines(path: Path) -> list[Row]:
-    """The objects of a file of JSON lines; compressed ones are read as well, under their own name or without `.gz`.
+    """Read the objects of a file of JSON lines, plain or compressed, with or without `.gz` in `path`.
 
-    A last line without an end was being written when the power went: it counts if it is whole. Half a row does not
-    count, if it begins as another row does.
+    A crash may have cut off the last line. It is ignored if it is incomplete and begins like another row.
 
     Raises:
-        InvalidArgumentError: The file cannot be read, or holds something else.
+        InvalidArgumentError: The file cannot be read, or a line is not a JSON object.
     """
     path = stored(path)
     with _readable(path):
@@ -201,7 +202,7 @@ def read_lines(path: Path) -> list[Row]:
         if row is not None:
             rows.append(row)
         elif number < len(lines) or not _is_half(line, rows):
-            raise InvalidArgumentError(f"{path}, line {number} is no JSON object")
+            raise InvalidArgumentError(f"{path}, line {number} is not a JSON object")
     return rows
 
 
@@ -214,7 +215,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _object(line: bytes) -> Row | None:
-    """The JSON object that a line holds, if it does."""
+    """JSON object in a line; `None` if the line is something else."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError:
@@ -223,25 +224,25 @@ def _object(line: bytes) -> Row | None:
 
 
 def _is_half(line: bytes, rows: Sequence[Row]) -> bool:
-    """Whether a last line is empty, or may be half a row: one that begins with the first key of another row."""
+    """Whether a last line is empty or an incomplete row, which begins with the first key of another row."""
     beginnings = {b"{" + json.dumps(next(iter(row), "")).encode() for row in rows}
     return not line or any(line.startswith(one) or one.startswith(line) for one in beginnings)
 
 
 def is_result(row: Row) -> bool:
-    """Whether a row is one of a suite."""
+    """Whether a row is a result of `lookahead bench run`."""
     return row.keys() >= set(_NEEDED)
 
 
 def results(path: Path, rows: list[Row]) -> list[Row]:
-    """The rows of a file, if they are those of a suite.
+    """Return `rows` after a check that all are results of `lookahead bench run`.
 
     Raises:
-        InvalidArgumentError: They are something else.
+        InvalidArgumentError: A row is not; the message names its line.
     """
     for number, row in enumerate(rows, start=1):
         if not is_result(row):
-            raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
+            raise InvalidArgumentError(f"{path}, line {number} is not a result of `lookahead bench run`")
     return rows
 
 
@@ -256,7 +257,7 @@ def _difference(then: Any, now: Any) -> str:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the file's name to errors that lack it, as those of a full disk do."""
+    """Add the file's name to errors without one, for example of a full disk."""
     try:
         yield
     except OSError as error:
@@ -269,12 +270,14 @@ def _line(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, and its place in the file, from 0.
+    """Prompt of a task.
 
     Attributes:
-        id: What its file calls it; the place of its line where that says nothing.
-        task: What its file says it belongs to, empty if nothing.
-        fault: Why it has no text that a model could read, empty if it has.
+        id: Id in the file; name of file and line if the line has none.
+        number: Index in the file.
+        text: Text of the prompt.
+        task: Field `task` in the file; empty without one.
+        fault: Error message about a prompt without a usable text; empty otherwise.
     """
 
     id: str
@@ -285,15 +288,15 @@ class Prompt:
 
 
 def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = False) -> list[Prompt]:
-    """The prompts of a task, in the order of the file.
+    """Read the prompts of a task, in the order of the file.
 
     Args:
-        task: Its file, and which prompts of it.
-        limit: Take only the first so many, whatever the task says.
-        faulty: Give back prompts without a text, too, and say in `fault` what is wrong with them.
+        task: Task with the file and the selection of prompts.
+        limit: Maximum number of prompts, after the task's own selection.
+        faulty: Return prompts without a usable text too, with the error in `fault`.
 
     Raises:
-        InvalidArgumentError: The file holds something else; the message names the line.
+        InvalidArgumentError: The file cannot be read, or a line is malformed; the message names the line.
     """
     try:
         lines = task.data.read_text(encoding="utf-8").split("\n")
@@ -309,14 +312,16 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
             prompts.append(prompt)
     if not prompts:
         raise InvalidArgumentError(
-            f"{task.data} holds no prompts; write a JSON object with `id` and `prompt` on each line"
+            f"{task.data} contains no prompts; write a JSON object with `id` and `prompt` on each line"
         )
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise InvalidArgumentError(f"{task.data} has the same `id` twice; make them different")
     if task.only is not None:
         prompts = [prompt for prompt in prompts if f"{prompt.task}/".startswith(f"{task.only}/")]
         if not prompts:
-            raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts of only={task.only!r}")
+            raise InvalidArgumentError(
+                f"task {task.name!r}: {task.data.name} contains no prompts of only={task.only!r}"
+            )
     return prompts[:: task.every][: task.prompts][:limit]
 
 
@@ -324,7 +329,7 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        return Prompt(where, number, "", fault=f"{where} is no JSON ({error})")
+        return Prompt(where, number, "", fault=f"{where} is not JSON ({error})")
     if not isinstance(row, dict) or "id" not in row:
         return Prompt(where, number, "", fault=f"{where} needs an `id`")
     value: Any = row.get(task.field) if task.field else row.get("prompt", row.get("turns"))
@@ -335,19 +340,21 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
         names = f"`{task.field}`, as task {task.name!r} says" if task.field else "`prompt` or `turns`"
         value, fault = "", f"{where} needs a text in {names}"
     elif any("\ud800" <= character <= "\udfff" for character in value):
-        fault = f"{where} has half of a surrogate pair in its text, which is no character; write both or none"
+        fault = f"{where} has half of a surrogate pair in its text; write both halves or none"
     return Prompt(str(row["id"]), number, value, str(row.get("task", "")), fault)
 
 
 def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, context: int | None) -> torch.Tensor:
-    """The tokens of a prompt, cut so that what is generated has room as well. Shape [1, S], int64.
+    """Encode a prompt, cut so that the context has room for `max_new_tokens`. Shape [1, S], int64.
 
     Args:
-        task: Says how long it may be, and which part stays.
-        context: Most tokens that the model can read, `None` for any number.
+        prompt: Prompt to encode.
+        task: Task with the lengths, and the end of the prompt to keep.
+        tokenizer: Tokenizer of the model.
+        context: Context length of the model in tokens, `None` if unlimited.
 
     Raises:
-        InvalidArgumentError: The model has no room for a prompt, or there are no tokens in it.
+        InvalidArgumentError: The context has no room for a prompt, or the prompt has no tokens.
     """
     room = task.max_prompt_tokens
     if context is not None:
@@ -364,7 +371,7 @@ def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, c
 
 
 def _cut(ids: Sequence[int], room: int | None, keep: str, bos_token: int | None) -> list[int]:
-    """At most `room` tokens from one end of a text; a token that begins every text stays."""
+    """Cut tokens to at most `room` from one end of a text; a leading BOS token is kept."""
     if room is None or len(ids) <= room:
         return list(ids)
     if keep == "beginning":

@@ -1,12 +1,12 @@
-"""The scaling law of lookahead decoding (section 4 of the paper): S from an acceptance rate, W, G and N.
+"""Scaling law of lookahead decoding (section 4 of the paper): S from an acceptance rate, W, G and N.
 
-The law looks at one step. It verifies b guesses of gamma tokens each, and a token of a guess passes with probability
-alpha, whatever passed before it. In the paper's method b = W = G and gamma = N-1. As the pool does not have a good
-guess for every step, one step in f is taken to have some, and the others to add one token.
+A step verifies b guesses of gamma tokens each, and a token of a guess passes with probability alpha, independently of
+the tokens before it. In the paper's method b = W = G and gamma = N-1. One step in f has good guesses; the others add
+one token.
 
-What the law leaves out: guesses that begin alike (they do not pass independently), a pool that is still filling, and
-rates that depend on W, N or the place in the text. It describes a trend; alpha and f of one model and one kind of text
-say little about another.
+The law ignores guesses with a common prefix (they do not pass independently), a pool that is still filling, and rates
+that depend on W, N or the position in the text. It describes a trend; alpha and f of one model and one kind of text do
+not carry over to another.
 
 Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", 2024,
 section 4, Eq. 4 to 7.
@@ -27,13 +27,13 @@ from lookahead.errors import InvalidArgumentError
 def expected_tokens(alpha: Any, length: int, guesses: int = 1) -> Any:
     """Expected number of tokens that a step adds when it verifies several guesses: Eq. 5.
 
-    `(gamma + 1) - sum over i = 1..gamma of (1 - alpha^i)^b`, with gamma = `length` and b = `guesses`. The longest
-    accepted beginning counts, and the token that the model selects after it.
+    `(gamma + 1) - sum over i = 1..gamma of (1 - alpha^i)^b`, with gamma = `length` and b = `guesses`. The step adds
+    the longest accepted prefix of a guess, and the token that the model selects after it.
 
     Args:
-        alpha: Probability that a token of a guess passes, given that those before it did; from 0 to 1, or an array.
-        length: gamma, tokens of a guess; at least 0.
-        guesses: b, guesses that are verified; at least 0.
+        alpha: Probability that a token of a guess passes after its predecessors passed; from 0 to 1, or an array.
+        length: gamma, number of tokens in a guess; at least 0.
+        guesses: b, number of guesses; at least 0.
 
     Returns:
         Tokens, from 1 to `length` + 1.
@@ -42,7 +42,7 @@ def expected_tokens(alpha: Any, length: int, guesses: int = 1) -> Any:
 
 
 class ScalingLaw(NamedTuple):
-    """S for any sizes, given how often guesses are good: Eq. 7.
+    """Scaling law with fixed alpha and f: Eq. 7.
 
     Attributes:
         alpha: Probability that a token of a good guess passes, from 0 to 1.
@@ -58,7 +58,7 @@ class ScalingLaw(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One measured S, tokens generated over steps (Eq. 6), of W, which is G as well, and N."""
+    """Measured S, generated tokens over steps (Eq. 6), for W = G = `window_size` and N = `ngram_size`."""
 
     window_size: int
     ngram_size: int
@@ -66,19 +66,19 @@ class Measured(NamedTuple):
 
 
 def fit(points: Sequence[Measured]) -> tuple[ScalingLaw, float]:
-    """The alpha and f with the least sum of squared differences between Eq. 7 and measured S.
+    """Fit alpha and f to measured S by least squares.
 
     For a given alpha Eq. 7 is linear in 1/f, `S - 1 = (E(tokens) - 1) / f`, so that the best f has a closed form;
     alpha is searched on a grid of 1e-4.
 
     Args:
-        points: What was measured with W = G. Different sizes are needed: one alone fits any alpha.
+        points: Measurements with W = G, of at least two sizes: a single size fits any alpha.
 
     Returns:
-        The law, and the root of the mean squared difference of measured and computed S.
+        The law, and the root mean square deviation of S.
 
     Raises:
-        InvalidArgumentError: The points have no S above 1, which no law fits.
+        InvalidArgumentError: No point has S above 1.
     """
     gains = np.array([point.step_compression - 1 for point in points])
     alphas = np.linspace(0, 1, 10_001)[1:]
@@ -87,20 +87,20 @@ def fit(points: Sequence[Measured]) -> tuple[ScalingLaw, float]:
     costs = ((gains[:, None] - rates * most) ** 2).sum(axis=0)
     best = int(np.argmin(costs))
     if rates[best] <= 0:
-        raise InvalidArgumentError("no measured S is above 1: there is nothing to fit, whatever alpha and f")
+        raise InvalidArgumentError("no measured S is above 1, so alpha and f cannot be fitted")
     law = ScalingLaw(float(alphas[best]), 1 / float(rates[best]))
     return law, float(np.sqrt(costs[best] / len(points)))
 
 
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
-"""What the paper found for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""
+"""Law in the paper for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""
 
 LARGE_NGRAM, LARGE_WINDOW = 5, 2
-"""From which N, and which W = G, the law may be expected to hold: the paper asks for N large enough."""
+"""Minimum N and W = G for the law, as the paper assumes a large enough N."""
 
 
 def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measured]:
-    """S of all sizes with W = G whose pool the window alone fills."""
+    """Measured S of all sizes with W = G, and n-grams from the window only."""
     points = []
     for method in RunSet(rows).methods:
         config = method.settings.get("lookahead", {})
@@ -112,7 +112,7 @@ def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measure
 
 
 def law_fit(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """alpha and f of the scaling law: the paper's, and those that fit these rows."""
+    """Titles and lines of a table with alpha and f of the paper, and fitted to rows."""
     every_point = law_points(rows)
     large = [point for point in every_point if point.ngram_size >= LARGE_NGRAM and point.window_size >= LARGE_WINDOW]
     fits = {

@@ -1,4 +1,4 @@
-"""What a benchmark consists of, models, tasks and methods, and the file that says so (keys: docs/benchmarks.md)."""
+"""Models, tasks and methods of a benchmark, and the reader of its file (keys: docs/benchmarks.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_FOR_METHODS = (
     *("input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "assistant_model", "return_dict_in_generate", "custom_generate", "num_beams"),
 )
-"""Arguments of `generate` that tasks decide about, or that are set here."""
+"""Arguments of `generate` that methods cannot set, as tasks or the benchmark set them."""
 
 _RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     bool: (lambda value, _: isinstance(value, bool), "true or false"),
@@ -40,11 +40,11 @@ _RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     dict: (lambda value, _: isinstance(value, dict), "a table"),
     list: (lambda value, _: isinstance(value, list) and bool(value), "at least one table; begin it with [[{name}]]"),
 }
-"""Which values a key of the file takes, by its kind, and in words."""
+"""Check of a key's value and description of valid values, by the kind of the key."""
 
 
 def _key(kind: type, default: Any = MISSING, **about: Any) -> Any:
-    """A field that the file has as a key of a kind; `least`, `above`, `most` and `choices` limit its values."""
+    """Declare a field that is a key of the file; `least`, `above`, `most` and `choices` limit its values."""
     choices = about.get("choices", ())
     words = f"one of {', '.join(choices)}" if choices else "a text in quotes"
     metadata = {"kind": kind, "least": 1, "most": float("inf"), "words": words} | about
@@ -55,7 +55,7 @@ def _key(kind: type, default: Any = MISSING, **about: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to measure on: one of a folder, or a Llama with random weights, whose `path` is `None`."""
+    """Model to measure: from a folder, or a Llama with random weights if `path` is `None`."""
 
     name: str = _key(str)
     path: Path | str | None = _key(str, None)
@@ -66,14 +66,14 @@ class ModelSpec:
     exact: bool = _key(bool, True)
 
     def settings(self) -> dict[str, Any]:
-        """What the measured figures depend on, but for the weights; no path of this machine."""
+        """Settings that affect the figures, except the weights; without local paths."""
         made = {"random": dict(self.random), "seed": self.seed} if self.path is None else {}
         return {"name": self.name, "dtype": self.dtype, "exact": self.exact, **made}
 
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How tokens are sampled, as `generate` calls it; the draws after prompt n of a task are those of seed + n."""
+    """Sampling arguments of `generate`; prompt n of a task is sampled with seed + n."""
 
     temperature: float = _key(float, 1.0, above=0)
     top_k: int = _key(int, 0, least=0)
@@ -84,7 +84,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Prompts, and how to go on from them; greedily without `sampling`."""
+    """Prompts, and settings of their continuation; greedy without `sampling`."""
 
     name: str = _key(str)
     data: Path = _key(str)
@@ -99,7 +99,7 @@ class TaskSpec:
     models: tuple[str, ...] | None = _key(tuple, None)
 
     def settings(self) -> dict[str, Any]:
-        """What the measured figures depend on, but for the prompts themselves."""
+        """Settings that affect the figures, except the prompts."""
         return {
             "name": self.name,
             "data": self.data.name,
@@ -112,10 +112,13 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A way to decode: with this library, or with transformers' own `generate` and further arguments of it.
+    """Decoding method: this library, or transformers' own `generate` with further arguments.
 
     Attributes:
-        assistant: Folder of the model that drafts for transformers' assisted generation, or `"demo"`.
+        name: Name in rows and tables.
+        lookahead: Configuration of this library; `None` for transformers.
+        transformers: Further arguments of `generate`.
+        assistant: Folder of the draft model for transformers' assisted generation, or `"demo"`.
     """
 
     name: str = _key(str)
@@ -125,32 +128,39 @@ class MethodSpec:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is plain `model.generate`, whose output all others must equal."""
+        """Whether this is plain `model.generate`, the reference for all outputs."""
         return self.lookahead is None and not self.transformers and self.assistant is None
 
     @property
     def has_memory(self) -> bool:
-        """Whether it carries what it learned from prompt to prompt, so that prompts have to come in order."""
+        """Whether the method learns from earlier prompts, so that their order matters."""
         return self.lookahead is not None and self.lookahead.memory != "request"
 
     def keeps_draws(self, task: TaskSpec) -> bool:
-        """Whether it promises the reference's very tokens; transformers' drafting methods draw in another way."""
+        """Whether the output must equal the reference. With sampling, drafts of transformers change the draws."""
         return task.sampling is None or self.lookahead is not None or self.is_reference
 
     def settings(self) -> dict[str, Any]:
-        """What the measured figures depend on."""
+        """Settings that affect the figures."""
         if self.lookahead is not None:
-            return {"name": self.name, "lookahead": asdict(self.lookahead) | {"sources": []}}  # no file can name any
+            return {
+                "name": self.name,
+                "lookahead": asdict(self.lookahead) | {"sources": []},
+            }  # objects, which a file cannot name
         assistant = None if self.assistant is None else Path(self.assistant).name
         return {"name": self.name, "transformers": dict(self.transformers), "assistant": assistant}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark: every method on every task on every model; exactly one method is the reference.
+    """Benchmark of every method on every task and model; exactly one method is the reference.
 
     Attributes:
-        exact: Whether outputs that differ are errors, where models do not say so themselves.
+        models: Models to measure.
+        tasks: Tasks with their prompts.
+        methods: Methods to compare.
+        repeats: Number of passes over the prompts.
+        exact: Whether differing outputs are errors; default of the models' own `exact`.
     """
 
     models: tuple[ModelSpec, ...] = _key(list)
@@ -160,26 +170,26 @@ class Suite:
     exact: bool = _key(bool, True)
 
     def tasks_of(self, model: ModelSpec) -> list[TaskSpec]:
-        """The tasks to measure on a model."""
+        """Tasks to measure on a model."""
         return [task for task in self.tasks if task.models is None or model.name in task.models]
 
 
 def read_suite(path: Path, data: Path | None = None) -> Suite:
-    """The benchmark that a TOML file describes; `docs/benchmarks.md` has the format.
+    """Read a benchmark from a TOML file; `docs/benchmarks.md` describes the format.
 
     Args:
-        path: The file. Paths in it are relative to its folder.
-        data: Folder of the prompt files, if it is not that of `path`; models are looked for from there as well.
+        path: TOML file. Paths in it are relative to its folder.
+        data: Folder of the prompt files, and a second base folder for models; by default the folder of `path`.
 
     Raises:
-        InvalidArgumentError: The file cannot be read, or something in it is wrong; the message names the key.
+        InvalidArgumentError: The file cannot be read, or a value is invalid; the message names the key.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgumentError(f"cannot read the benchmark {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"{path} is no TOML file: {error}") from error
+        raise InvalidArgumentError(f"{path} is not a TOML file: {error}") from error
     folder = path.resolve().parent
     root = _arguments(Suite, {"models": [], "tasks": [], "methods": [], **values}, "")
     exact = root.get("exact", True)
@@ -193,7 +203,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
         names = [spec.name for spec in specs]
         for number, spec in enumerate(specs):
             if spec.name in names[:number]:
-                raise InvalidArgumentError(f"{name}[{number}].name={spec.name!r} is there twice; give each its own")
+                raise InvalidArgumentError(f"{name}[{number}].name={spec.name!r} occurs twice; give each its own name")
         root[name] = tuple(specs)
     suite = Suite(**root)
     models = {model.name for model in suite.models}
@@ -210,14 +220,14 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
 
 
 def _arguments(kind: type, values: Any, where: str) -> dict[str, Any]:
-    """The values of a table of the file, which has the fields of `kind` as keys."""
+    """Check a table of the file against the fields of `kind`, and return its values."""
     if not isinstance(values, dict):
         raise InvalidArgumentError(f"{where}={values!r} must be a table")
     keys = {key.name: key for key in fields(kind)}
     for name, value in values.items():
         path = f"{where}.{name}" if where else name
         if name not in keys:
-            raise InvalidArgumentError(f"{path} is no key of a benchmark; known are {', '.join(keys)}")
+            raise InvalidArgumentError(f"{path} is not a key of a benchmark; known keys are {', '.join(keys)}")
         about = keys[name].metadata
         is_allowed, words = _RULES[about["kind"]]
         if not is_allowed(value, about):
@@ -229,7 +239,7 @@ def _arguments(kind: type, values: Any, where: str) -> dict[str, Any]:
 
 
 def _tables(tables: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The tables of an array, and how errors call them; `each` makes several of one, by name, with what it adds."""
+    """Yield the tables of an array, with their names for errors. A table with `each` becomes one table per entry."""
     for index, table in enumerate(tables):
         where = f"{name}[{index}]"
         if not isinstance(table, dict):
@@ -247,7 +257,7 @@ def _tables(tables: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]
 
 
 def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, tables inside of them as well."""
+    """Merge two tables and their nested tables; values of `more` win."""
     inside = {key: _merged(base[key], more[key]) for key in more if isinstance(base.get(key), dict)}
     return {**base, **more, **inside}
 
@@ -257,20 +267,18 @@ def _model(table: dict[str, Any], where: str, *folders: Path) -> ModelSpec:
     if ("path" in table) == ("random" in table):
         raise InvalidArgumentError(f"{where} must have one of `path` and `random`")
     if "random" in table:
-        from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
+        from transformers import LlamaConfig  # late: the import takes seconds
 
         allowed = LlamaConfig().to_dict().keys() - {"model_type"}
         if unknown := [name for name in table["random"] if name not in allowed]:
-            raise InvalidArgumentError(
-                f"{where}.random.{unknown[0]} is no argument of LlamaConfig, of which the model is made"
-            )
+            raise InvalidArgumentError(f"{where}.random.{unknown[0]} is not an argument of LlamaConfig")
     keys = [key for key in ("path", "tokenizer") if key in table]
     sources: dict[str, Any] = {key: _source(table[key], f"{where}.{key}", *folders) for key in keys}
     return ModelSpec(**arguments | sources)
 
 
 def _source(text: str, where: str, *folders: Path) -> Path | str:
-    """A folder of a model, or a GGUF file, seen from the first of `folders` that has it; or the demonstration model."""
+    """Path of a model folder or GGUF file, relative to the first of `folders` that has it; or `DEMO`."""
     paths = [folder / Path(text).expanduser() for folder in folders]
     for path in paths:
         is_tokenizer = where.endswith("tokenizer") and path.is_dir()
@@ -279,8 +287,8 @@ def _source(text: str, where: str, *folders: Path) -> Path | str:
     if text == DEMO:
         return text
     raise InvalidArgumentError(
-        f"{where}={text!r} is no model folder ({paths[0]} has no config.json); give the path of one, seen "
-        f'from the benchmark file or from --data, or "{DEMO}"'
+        f"{where}={text!r} is not a model folder ({paths[0]} has no config.json); give a path relative to the "
+        f'benchmark file or to --data, or "{DEMO}"'
     )
 
 
@@ -289,7 +297,7 @@ def _task(table: dict[str, Any], where: str, folder: Path) -> TaskSpec:
     arguments["data"] = path = folder / Path(table["data"]).expanduser()
     if not path.is_file():
         raise InvalidArgumentError(
-            f"{where}.data={table['data']!r}: there is no file {path}; say with --data in which folder the prompts are"
+            f"{where}.data={table['data']!r}: there is no file {path}; give the folder of the prompts with --data"
         )
     if "sampling" in table:
         sampling = _arguments(SamplingSpec, table["sampling"], f"{where}.sampling")
@@ -307,13 +315,13 @@ def _method(table: dict[str, Any], where: str, folder: Path) -> MethodSpec:
         )
     if "lookahead" in table:
         if "assistant" in table:
-            raise InvalidArgumentError(f"{where}.assistant is no key of a method of this library")
+            raise InvalidArgumentError(f"{where}.assistant applies to methods of transformers only")
         return MethodSpec(table["name"], _lookahead(table["lookahead"], f"{where}.lookahead"))
     for argument in table["transformers"]:
         if argument in _NOT_FOR_METHODS:
             raise InvalidArgumentError(
-                f"{where}.transformers.{argument} is not for a method to set: tasks say how much and how to "
-                "generate, and `assistant` names the model that drafts"
+                f"{where}.transformers.{argument} cannot be set in a method: tasks set lengths and sampling, and "
+                "`assistant` names the draft model"
             )
     if "assistant" in table:
         arguments["assistant"] = _source(table["assistant"], f"{where}.assistant", folder)
@@ -328,6 +336,6 @@ def _lookahead(values: dict[str, Any], where: str) -> LookaheadConfig:
     if config.memory not in MEMORY_SCOPES:
         raise InvalidArgumentError(
             f'{where}.memory={config.memory!r} must be "request" or "process" here: with a file a run would depend on '
-            "those before it"
+            "earlier runs"
         )
     return config

@@ -1,9 +1,7 @@
-"""What runs come to: whether outputs are those of `model.generate`, how far they repeat themselves, and figures of one
-method.
+"""Summary of runs: differences from `model.generate`, repeated cycles in outputs, and figures of methods.
 
 Greedy text of small models often ends in a cycle: the same line again and again. Inside a cycle every method that
-drafts from n-grams looks excellent, so a measured step compression means little without the share of the text that was
-repeated.
+drafts from n-grams looks excellent. So a step compression means little without the share of repeated text.
 """
 
 from __future__ import annotations
@@ -21,29 +19,26 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.sequence import common_start
 
 MAX_PERIOD = 256
-"""Longest cycle that is looked for by default: every cycle that fits twice into 512 tokens."""
+"""Default maximum period of a cycle, in tokens."""
 
 MIN_REPEATED = 8
-"""Fewest tokens that must repeat the token one period before them, so that chance does not count."""
+"""Minimum number of tokens in a cycle that repeat the token one period before them; excludes chance."""
 
 
 def repeated_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> float:
-    """Share of the tokens that lie inside a repeated cycle, from 0 to 1.
+    """Share of the tokens inside a repeated cycle, from 0 to 1.
 
-    A *run* of period p is a longest possible stretch of tokens in which each token, but for the first p,
-    equals the one p places before it; that is, a block of p tokens said over and over, where the last copy
-    may be cut short. A run is a repeated cycle when it holds the block at least twice (length >= 2p) and at
-    least `MIN_REPEATED` of its tokens repeat an earlier one (length >= p + 8): so three equal tokens, the
-    spaces of an indentation or a doubled word are no cycle, and a doubled sentence is one. The share is that
-    of the tokens covered by one cycle or several.
+    A *run* of period p is a maximal sequence of tokens in which each token, except for the first p, equals the token p
+    positions before it. It is a block of p tokens, repeated, with a possibly incomplete last copy. A run is a repeated
+    cycle if it has the block at least twice (length >= 2p) and at least `MIN_REPEATED` tokens that repeat an earlier
+    one (length >= p + 8). So three equal tokens, an indentation or a doubled word are no cycle, and a doubled sentence
+    is one. The share counts each token once, also if several cycles cover it.
 
-    The first copy of the block counts as well. It was new when it was written, but the question is which text
-    is to be kept apart from the rest, and there the strict reading is the safe one: what is left is free of
-    cycles altogether, and a text called "little repeated" is so on any reading.
+    The first copy of the block counts too, so that the rest of the text is free of cycles.
 
     Args:
-        tokens: Token ids, of the generated text alone.
-        max_period: Longest block that is looked for, so that time is linear in the length of the text.
+        tokens: Token ids of the generated text, without the prompt.
+        max_period: Maximum block length. Time is linear in the length of the text times this.
     """
     covered = np.zeros(len(tokens), dtype=bool)
     for start, end, _ in repeated_cycles(tokens, max_period):
@@ -52,20 +47,20 @@ def repeated_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD)
 
 
 def tokens_before_cycles(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> int:
-    """How many tokens come before the first repeated cycle, its first copy counted as part of it.
+    """Number of tokens before the first repeated cycle, which includes its first copy.
 
-    Cycles are those of `repeated_cycle_share`; in a text without any, all tokens count.
+    Cycles are defined in `repeated_cycle_share`; in a text without any, all tokens count.
     """
     return min((start for start, _, _ in repeated_cycles(tokens, max_period)), default=len(tokens))
 
 
 def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[int, int, int]]:
-    """All repeated cycles as (start, end, period), end excluded, from the shortest period to the longest."""
+    """Yield all repeated cycles as (start, end, period), end excluded, by increasing period."""
     ids = np.asarray(tokens, dtype=np.int64)
     for period in range(1, min(max_period, len(ids) // 2) + 1):
         edges = np.flatnonzero(np.diff(ids[period:] == ids[:-period], prepend=False, append=False))
-        starts, ends = edges[::2], edges[1::2]  # of the stretches of equal pairs, ends excluded
-        # A stretch of m equal pairs is a run of m + period tokens: 2p and p + 8 ask for m >= p and m >= 8.
+        starts, ends = edges[::2], edges[1::2]  # of sequences of equal pairs, ends excluded
+        # A sequence of m equal pairs is a run of m + period tokens: 2p and p + 8 require m >= p and m >= 8.
         long_enough = ends - starts >= max(period, MIN_REPEATED)
         for start, end in zip(starts[long_enough].tolist(), ends[long_enough].tolist(), strict=True):
             yield start, end + period, period
@@ -73,13 +68,13 @@ def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[in
 
 @dataclass(frozen=True)
 class Difference:
-    """An output that is not the reference's.
+    """Output that differs from the reference.
 
     Attributes:
-        row: The run.
-        position: The first new token that differs, counted from 0; the length of the shorter text if it is the
-            beginning of the other.
-        is_error: Whether they had to be identical.
+        row: Row of the run.
+        position: Index of the first differing new token; the length of the shorter output if it is a prefix of the
+            other.
+        is_error: Whether the outputs must be identical.
     """
 
     row: Row
@@ -95,7 +90,7 @@ class Difference:
 
 
 def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
-    """The output of plain `model.generate` for each prompt; that of the first pass."""
+    """Output of plain `model.generate` for each prompt, from the first pass."""
     outputs: dict[tuple[str, str, str], list[int]] = {}
     for row in rows:
         if row["reference"]:
@@ -104,10 +99,11 @@ def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
 
 
 def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[Difference]:
-    """The outputs that are not the reference's; those without a reference are not compared.
+    """Outputs that differ from the reference; outputs without a reference are skipped.
 
     Args:
-        expected: See `references`.
+        rows: Rows to compare.
+        expected: Outputs from `references`.
     """
     compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
     places = [(row, first_difference(row["output"], text)) for row, text in compared]
@@ -115,13 +111,13 @@ def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[
 
 
 def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Index of the first token that differs; `None` for identical texts."""
+    """Index of the first differing token; `None` for identical texts."""
     place = common_start(output, expected)
     return None if place == len(output) == len(expected) else place
 
 
 class Ratio(NamedTuple):
-    """How many times as fast as another method: median and quartiles of the prompts' ratios."""
+    """Speed relative to another method: median and quartiles over prompts."""
 
     median: float
     lower: float
@@ -135,10 +131,10 @@ class RunSet:
     """Runs of several methods on the same tasks.
 
     Attributes:
-        rows: The runs, in the order of the suite's methods.
-        by_method: They again, by the method's name.
-        clock: Whether speeds are of `"cpu"` or `"wall"` time: CPU time on CPUs, wall time on other devices.
-        plain: Name of the reference method, if it has run.
+        rows: Rows, in the order of the suite's methods.
+        by_method: Rows by name of the method.
+        clock: Clock for speeds: `"cpu"` time on CPUs, `"wall"` time on other devices.
+        plain: Name of the reference method; `None` if it has not run.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -149,16 +145,16 @@ class RunSet:
 
     @cached_property
     def references(self) -> dict[tuple[str, str, str], list[int]]:
-        """The outputs to compare with, by prompt."""
+        """Reference outputs by prompt."""
         return references(self.rows)
 
     @cached_property
     def methods(self) -> tuple[MethodSummary, ...]:
-        """The methods, in the order of the suite."""
+        """Summaries of the methods, in the order of the suite."""
         return tuple(MethodSummary(group, self) for group in self.by_method.values())
 
     def engine_base(self, row: Row) -> str | None:
-        """The method that decodes plainly through the engine set as for this row; transformers has it as it is."""
+        """Name of the method without drafts that has the same engine settings as a row; `None` without one."""
         wanted = _engine_settings(row)
         for method in self.methods:
             if method.preset == "autoregressive" and _engine_settings(method.rows[0]) == wanted:
@@ -167,9 +163,9 @@ class RunSet:
 
 
 class MethodSummary:
-    """One method, on the runs in `rows`, of which there is one at least, compared with those of others in `runs`.
+    """Summary of one method: figures of its `rows`, at least one, compared with other methods in `runs`.
 
-    A figure is `None` where nothing was measured that it could come from.
+    A figure is `None` without measurements.
     """
 
     def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:
@@ -190,7 +186,7 @@ class MethodSummary:
 
     @property
     def cycle_share(self) -> float:
-        """Share of all tokens that lie in a repeated cycle."""
+        """Share of all tokens inside a repeated cycle."""
         return float(sum(row["cycle_share"] * row["tokens"] for row in self.rows)) / (_sum(self.rows, "tokens") or 1)
 
     @property
@@ -201,7 +197,7 @@ class MethodSummary:
 
     @property
     def time_per_token(self) -> float | None:
-        """Milliseconds per token by the clock that counts, median of the runs."""
+        """Milliseconds per token by `runs.clock`, median of the runs."""
         times = [seconds for row in self.rows if (seconds := _seconds(row, self.runs.clock)) is not None]
         return 1000 * median(times) if times else None
 
@@ -212,33 +208,33 @@ class MethodSummary:
 
     @property
     def over_plain(self) -> Ratio | None:
-        """Speed over plain decoding through the same engine."""
+        """Speed over decoding without drafts in the same engine."""
         return self._over(self.runs.engine_base(self.rows[0]))
 
     @property
     def compared(self) -> int:
-        """Runs whose output was compared with the reference's."""
+        """Number of runs with a reference to compare with."""
         return len([row for row in self.rows if _prompt_of(row) in self.runs.references])
 
     @property
     def same(self) -> int:
-        """Those of them whose output is the reference's."""
+        """Number of runs with the output of the reference."""
         return self.compared - len(self.differences)
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Those of them whose output is another one."""
+        """Outputs that differ from the reference."""
         return differences(self.rows, self.runs.references)
 
     @property
     def identical(self) -> str:
-        """Whether the outputs are those of the reference, and whether they have to be."""
+        """Cell text: `yes`, or the number of identical outputs, with NO if they must be identical."""
         if not self.differences:
             return "yes" if self.compared else "not compared"
         return "NO, " * any(found.is_error for found in self.differences) + f"{self.same} of {self.compared}"
 
     def _over(self, base: str | None) -> Ratio | None:
-        """Times as fast per token as another method, run against run of a prompt and pass; medians of its passes."""
+        """Speed per token over another method: the median over passes for each prompt, then quartiles over prompts."""
         at = {run_of(row): row for row in self.runs.by_method.get(base or "", [])}
         ratios: dict[Any, list[float]] = {}
         for row in self.rows:
@@ -252,12 +248,12 @@ class MethodSummary:
 
 
 def summarise(rows: Sequence[Row]) -> dict[tuple[str, str], RunSet]:
-    """The runs of each model and task, in the order of the rows."""
+    """Runs of each model and task, in the order of the rows."""
     return {key: RunSet(group) for key, group in grouped(rows, lambda row: (row["model"], row["task"])).items()}
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by something, in their order."""
+    """Group rows by a key, in their order."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -265,7 +261,7 @@ def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def _engine_settings(row: Row) -> tuple[Any, ...]:
-    """What a configuration says of the engine alone; transformers' is the engine as it is."""
+    """Engine settings of a row's configuration; the defaults for transformers."""
     config = row["settings"]["method"].get("lookahead", {})
     return tuple(config.get(name, getattr(LookaheadConfig, name)) for name in ("pack_weights", "engine"))
 
@@ -275,12 +271,12 @@ def _prompt_of(row: Row) -> tuple[str, str, str]:
 
 
 def run_of(row: Row) -> tuple[Any, ...]:
-    """What runs of several methods have in common; the pass is the last of it."""
+    """Key of a run without the method: model, task, prompt, pass."""
     return (*_prompt_of(row), row["repeat"])
 
 
 def _seconds(row: Row | None, clock: str) -> float | None:
-    """Seconds per token of a run, if it gave any."""
+    """Seconds per token of a run; `None` without tokens."""
     return row[f"{clock}_seconds"] / row["tokens"] if row and row["tokens"] else None
 
 

@@ -1,4 +1,4 @@
-"""Measures what a step costs: its time against nodes and context."""
+"""Measuring of step times by nodes and context."""
 
 from __future__ import annotations
 
@@ -26,16 +26,22 @@ NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 512, 2048)
 
 BRANCH = 4
-"""Nodes of each candidate of the trees that are timed: an n-gram of five without its first token."""
+"""Nodes of each candidate in the timed trees: a 5-gram without its first token."""
 
 LISTED = 8
-"""Likeliest tokens that a step with a draft lists for each node; one without lists none."""
+"""Number of most likely tokens that a step with a draft lists for each node; a plain step lists none."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The median of so many steps of a size after a text: nodes with the root, tokens in the cache, and seconds by the
-    clock that suits the device (see `clock_of`)."""
+    """Median time of steps of one size after a text.
+
+    Attributes:
+        nodes: Nodes of the step, root included.
+        context: Tokens in the cache.
+        seconds: Median time, by the clock of `clock_of`.
+        repeats: Number of timed steps.
+    """
 
     nodes: int
     context: int
@@ -44,12 +50,12 @@ class Point:
 
 
 def clock_of(device: torch.device) -> str:
-    """`"cpu"` or `"wall"`, the better clock: on a CPU that others share, wall time counts their work too."""
+    """Clock for a device: `"cpu"` or `"wall"`. On a shared CPU, wall time would include the work of others."""
     return "cpu" if device.type == "cpu" else "wall"
 
 
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
-    """Time of some work by the clock of the device, from one idle moment of it to the next."""
+    """Time of a function by the clock of the device, synchronised before and after."""
     now = process_clock if clock_of(device) == "cpu" else perf_counter
     wait = getattr(torch, device.type).synchronize if device.type in ("cuda", "mps", "xpu") else lambda: None
     wait()
@@ -60,15 +66,17 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 
 class StepBench:
-    """One text of a fixed length in the cache, and steps of any size after it.
+    """Bench with a text of a fixed length in the cache, for steps of any size after it.
 
     Args:
-        context: Tokens of random text to fill the cache with.
-        pack_weights, engine: See `LookaheadConfig`.
+        model: Model to run.
+        context: Number of tokens of random text in the cache.
+        pack_weights: Pack the weights; see `LookaheadConfig`.
+        engine: Engine to run the model with; see `LookaheadConfig`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.
-        UnsupportedModelError: The model cannot be run on token trees.
+        UnsupportedModelError: The model cannot run on token trees.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class StepBench:
         last = self._runner.last_length
         if last is not None and context + BRANCH > last:
             raise InvalidArgumentError(
-                f"contexts has {context}, which with {BRANCH} tokens after it is above the {last} "
+                f"contexts has {context}, which with {BRANCH} tokens after it exceeds the {last} "
                 "positions of this model"
             )
         # All but the last token go into the cache; that one is the root of every tree.
@@ -97,30 +105,30 @@ class StepBench:
         self._runner.commit([range(len(prompt))])
         if self._runner.begin_tree(0, self.text).room < BRANCH:
             raise InvalidArgumentError(
-                f"contexts has {context}, so near to a length where this model changes that no "
-                f"tree fits behind it; choose one that is {BRANCH + 1} tokens shorter or longer"
+                f"contexts has {context}, which is too close to a length where this model switches its attention; "
+                f"choose one that is {BRANCH + 1} tokens shorter or longer"
             )
 
     def tree(self, nodes: int) -> TokenTree:
-        """A tree such as a drafter makes: the root, and candidates of `BRANCH` tokens; every node is read."""
+        """Make a tree like a drafter's: the root, and candidates of `BRANCH` tokens; every node is read."""
         tree = self._runner.begin_tree(0, self.text)
-        # Different first tokens, so that no candidates share nodes and the tree has as many as were asked for.
+        # Different first tokens, so that no candidates share nodes and the tree has exactly `nodes`.
         for first in self._random.permutation(self._vocabulary)[:nodes].tolist():
             if length := min(BRANCH, nodes - len(tree)):
                 tree.add_candidates([first, *self._random.integers(self._vocabulary, size=length - 1).tolist()])
         if len(tree) < nodes:
             raise InvalidArgumentError(
-                f"node_counts has {nodes}, more than there are trees for with {self._vocabulary} tokens"
+                f"node_counts has {nodes}, too many for a vocabulary of {self._vocabulary} tokens"
             )
         return tree
 
     def step(self, tree: TokenTree) -> None:
-        """Lay out, mask, run and commit; the root and the first candidate's first token are accepted."""
+        """Run one step, and accept the root and the first candidate's first token."""
         self._runner.forward([tree], LISTED if len(tree) > 1 else 0)
         self._runner.commit([range(min(2, len(tree)))])
 
     def undo(self) -> None:
-        """Forget what the last step kept."""
+        """Remove the tokens of the last step from the cache."""
         self._runner.rows[0].crop(self.context)
 
 
@@ -132,23 +140,23 @@ def measure(
     progress: Callable[[str], None] = lambda what: None,
     pack_weights: bool = False,
 ) -> list[Point]:
-    """Time steps of each size after texts of each length; the points are in the order in which they were asked for.
+    """Time steps of each size after texts of each length; points are ordered by context, then by nodes.
 
-    All sizes and contexts take turns, `repeats` times, after one round that does not count. So a machine that
-    becomes slower meets all of them, and the medians are comparable.
+    All sizes and contexts alternate, `repeats` times, after one round that is not counted. So a machine that becomes
+    slower affects all of them, and the medians are comparable.
 
     Args:
-        model: The model, on its device and in its type.
-        node_counts: Sizes of the steps, in nodes, the root included; at least 1.
+        model: Model, on its device and in its type.
+        node_counts: Sizes of the steps in nodes, root included; at least 1.
         contexts: Lengths of the text before the step, in tokens; at least 1.
-        repeats: Steps timed of each size after each length; at least 1.
-        progress: Called before each timing with what it is; see `timings`.
+        repeats: Number of timed steps for each size and length; at least 1.
+        progress: Called before each timing with its description; `timings` is the number of calls.
         pack_weights: See `LookaheadConfig.pack_weights`.
 
     Raises:
         InvalidArgumentError: A number is too large for the model.
-        UnsupportedModelError: The model cannot be run on token trees.
-        UnsupportedArgumentError: The weights cannot be packed here.
+        UnsupportedModelError: The model cannot run on token trees.
+        UnsupportedArgumentError: The weights cannot be packed on this machine.
     """
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     with torch.no_grad():
@@ -166,5 +174,5 @@ def measure(
 
 
 def timings(node_counts: Sequence[int], contexts: Sequence[int], repeats: int) -> int:
-    """How often `measure` calls `progress`."""
+    """Number of times that `measure` calls `progress`."""
     return (repeats + 1) * len(node_counts) * len(contexts)

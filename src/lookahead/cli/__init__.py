@@ -16,14 +16,13 @@ __all__ = ["main", "program"]
 
 
 def program() -> NoReturn:
-    """The `lookahead` program: run the command line of this process, and end the process.
+    """Run the command line of this process, and end the process.
 
-    Taking the interpreter apart with all that torch has in it takes longer than many a command: 1.2 s of CPU time on an
-    AMD EPYC. So the process ends as soon as its threads have ended and all that libraries registered for its end is
-    done.
+    Python's own shutdown with torch loaded takes longer than many commands: 1.2 s of CPU time on an AMD EPYC. So the
+    process skips it, once its threads have ended and all `atexit` functions have run.
     """
     codes: list[int] = []
-    atexit.register(_end, codes)  # first, and so called last
+    atexit.register(_end, codes)  # registered first, so called last
     codes.append(main())
     sys.exit(codes[0])
 
@@ -32,14 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        argv: Arguments without the program's name; those of the process, which is then all ours, when left out.
+        argv: Arguments without the program's name. If left out, the arguments of the process are used, and signals and
+            standard streams are set up for the whole process.
     """
     if argv is not None:
         return _run(argv)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        try:  # noqa: SIM105, contextlib takes its time to import
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # quiet, until the imports below are done
-        except ValueError:  # not in this thread
+        try:  # noqa: SIM105, contextlib is slow to import
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the imports below run
+        except ValueError:  # only the main thread can set handlers
             pass
     from lookahead.cli import signals
 
@@ -58,12 +58,12 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _end(codes: Sequence[int]) -> None:
-    """End this process with the exit code in `codes`, if there is one, without taking the interpreter apart."""
+    """End this process with the exit code in `codes`, if there is one, without Python's own shutdown."""
     from contextlib import suppress
 
     if not codes:
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+        with suppress(AttributeError, OSError, ValueError):  # the stream may be missing or closed
             stream.flush()
     os._exit(codes[0])

@@ -1,4 +1,4 @@
-"""The `lookahead` command: its subcommands, and how errors and signals become exit codes."""
+"""The `lookahead` command: subcommands, and exit codes for errors and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.version import __version__
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""Base class of everything typer finds wrong with a command line; typer has no public name for it."""
+"""Base class of typer's errors about a command line; typer has no public name for it."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
@@ -54,9 +54,7 @@ app = typer.Typer(
 bench = typer.Typer(cls=Group, help="Benchmarks: methods on tasks and models, from one small file.")
 app.add_typer(bench, name="bench")
 
-cache = typer.Typer(
-    cls=Group, help="Files that the library keeps: compiled loops, and what was measured on this machine."
-)
+cache = typer.Typer(cls=Group, help="Files that the library keeps: compiled loops, and measurements of this machine.")
 app.add_typer(cache, name="cache")
 
 
@@ -66,7 +64,7 @@ def run(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         code = app(args=given, prog_name="lookahead", standalone_mode=False, obj=given)
-        sys.stdout.flush()  # a full disk or a closed pipe shows here, not at interpreter exit
+        sys.stdout.flush()  # report a full disk or a closed pipe here, not at interpreter exit
     except BrokenPipeError:
         return _broken_pipe()
     except SystemExit as end:
@@ -90,22 +88,22 @@ def _error(message: str) -> int:
 
 
 def _in_words(error: Exception) -> str:
-    """What went wrong; who reads it needs the type of whatever is no error of ours."""
+    """Message of an error, with the type of an error that is not from this library."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:  # files of ours are named
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:  # the file's name, if it has one
         return f"cannot write to {error.filename or 'standard output'}: {error.strerror}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _broken_pipe() -> int:
-    # Python flushes stdout once more at exit; with nobody reading, that must go nowhere instead of failing.
+    # Python flushes stdout once more at exit, which would fail without a reader.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return process.BROKEN_PIPE
 
 
 def _never_fail_on_encoding() -> None:
-    """Let a terminal that cannot show a character show `?` instead."""
+    """Print `?` for characters that the terminal cannot show."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -147,8 +145,10 @@ def generate(settings: GenerateSettings) -> int:
 
 
 def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
-    """Run a command with a model, where the libraries below are quiet. Importing torch takes seconds; help texts and
-    whatever is refused must not wait for it."""
+    """Run a command with a model, with the output of other libraries off.
+
+    The command's module is imported last: torch takes seconds, and help texts and errors must not wait for it.
+    """
     if isinstance(settings, DecodingSettings) and settings.page is not None:
         from lookahead.trace.recorder import check_path
 
@@ -169,7 +169,7 @@ def compare(settings: CompareSettings) -> int:
     """Decode a prompt plainly and with lookahead, side by side.
 
     Without a prompt a built-in one is used. The exit code is 0 if both outputs are identical, 1 if not. In
-    float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
+    float32 they must be identical, also when sampled with one seed. In 16-bit types rounding can decide
     between tokens that are nearly equally likely.
     """
     return _start("compare", settings, read_prompt(settings, DEMO_PROMPT))
@@ -179,19 +179,20 @@ def compare(settings: CompareSettings) -> int:
 def trace(settings: TraceSettings) -> int:
     """Continue a prompt, and write a page that shows every step of it.
 
-    One HTML file, which works without a network: the text, the tree of each step with the source of every node, what
-    was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
+    One HTML file, which works without a network: the text, the tree of each step with the source of every node, the
+    accepted tokens, and the time of each part. Without a prompt a built-in one is used. After Ctrl-C the page shows
+    the steps so far.
     """
     return _start("generate", settings, read_prompt(settings, DEMO_PROMPT))
 
 
 @command(app, ChatSettings)
 def chat(settings: ChatSettings) -> int:
-    """Talk with a model, in as many turns as its context holds.
+    """Talk with a model, until its context is full.
 
-    Turns are typed, or piped in, one a line. /reset forgets the conversation, /help lists the commands, /exit or
-    Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
-    piped in, it ends the chat. Nothing that is in the cache already is computed again.
+    Type turns, or pipe them in, one per line. /reset forgets the conversation, /help lists the commands, /exit or
+    Ctrl-D ends. Ctrl-C stops an answer, and the conversation continues from there; at the prompt, or with piped
+    input, it ends the chat. Tokens that are in the cache are not computed again.
     """
     return _start("chat", settings)
 
@@ -200,8 +201,8 @@ def chat(settings: ChatSettings) -> int:
 def batch(settings: BatchSettings) -> int:
     """Answer a file of prompts, many at once.
 
-    Each gets the text that it would get alone. A line is written as soon as an answer is complete; the same command
-    goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
+    Each prompt gets the same text as in a run of its own. An answer is written as soon as it is complete; the same
+    command resumes an earlier run that was stopped. The exit code is 1 if a prompt could not be answered.
     """
     return _start("batch", settings)
 
@@ -210,7 +211,7 @@ def batch(settings: BatchSettings) -> int:
 def serve(settings: ServeSettings) -> int:
     """Serve a model over HTTP, with the API of OpenAI.
 
-    Requests share forward passes, and each gets the text that it would get alone. SIGTERM or Ctrl-C lets running
+    Requests share forward passes, and each gets the same text as in a run of its own. SIGTERM or Ctrl-C lets running
     requests finish; a second one ends the server at once.
     """
     return _start("serve", settings)
@@ -218,20 +219,20 @@ def serve(settings: ServeSettings) -> int:
 
 @command(app, TuneSettings)
 def tune(settings: TuneSettings) -> int:
-    """Measure what a step costs, and keep the curve for later runs.
+    """Measure the time of a step by its size, and keep the curve for later runs.
 
     Steps of several sizes are timed after texts of several lengths. The curve is stored for this model, type, device
-    and these versions; without a stored one the decoder learns it in its first steps.
+    and these versions; without a stored curve the decoder learns it in its first steps.
     """
     return _start("tune", settings)
 
 
 @command(app, WarmUpSettings, "warm-up")
 def warm_up(settings: WarmUpSettings) -> int:
-    """Do beforehand what a first call would do, as when an image of a container is built.
+    """Do the one-time work of a first call, for example while a container image is built.
 
-    The loops of drafting are compiled, the model is tried, and its steps are priced. What is found is kept in the
-    user's cache, for this kind of processor; the folders are printed.
+    Compile the drafting loops, try the model and measure the time of its steps. Results are kept in the user's cache,
+    for this kind of processor; the folders are printed.
     """
     return _start("warm_up", settings)
 
@@ -240,8 +241,8 @@ def warm_up(settings: WarmUpSettings) -> int:
 def bench_run(settings: BenchSettings) -> int:
     """Measure every method on every task and model of a benchmark.
 
-    Every output is compared with that of plain `model.generate`; the exit code is 1 if one differs that must not.
-    Each result is on the disk at once, and the same command goes on where an earlier one was stopped.
+    Every output is compared with plain `model.generate`; the exit code is 1 if one differs that must be identical.
+    Each result is written to disk at once, and the same command resumes an earlier run that was stopped.
     """
     described = read_suite(settings.suite, settings.data)
     from lookahead.cli.bench import run  # late, as in `_start`
@@ -253,7 +254,8 @@ def bench_run(settings: BenchSettings) -> int:
 def bench_law(settings: LawSettings) -> int:
     """Fit the scaling law of the paper (Eq. 7) to measured rows.
 
-    RESULTS are those of `bench run` with the paper's method at several N and W = G, filled by the window alone.
+    RESULTS is the output of `bench run` with the paper's method at several N and W = G, and n-grams from the window
+    only.
     """
     from lookahead.cli.bench import fit_law  # late, as in `_start`
 
@@ -262,7 +264,7 @@ def bench_law(settings: LawSettings) -> int:
 
 @command(cache, Settings, "show")
 def cache_show(settings: Settings) -> int:
-    """Print where files are kept, and how large they are."""
+    """Print the folder and the size of these files."""
     from lookahead.cli.cache import show
 
     return show(Consoles(no_color=settings.no_color))
@@ -272,7 +274,7 @@ def cache_show(settings: Settings) -> int:
 def cache_clear(settings: Settings) -> int:
     """Remove these files; later runs compile and measure anew.
 
-    Models of the Hub lie elsewhere (`hf cache` removes those), and so do memory files, which belong to you.
+    Models of the Hub (see `hf cache`) and memory files are stored elsewhere and stay.
     """
     from lookahead.cli.cache import clear
 
@@ -283,5 +285,5 @@ def cache_clear(settings: Settings) -> int:
 def _help(
     names: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="Its name, as in `bench run`.")] = None,
 ) -> int:
-    """Show what a command does, and its options."""
+    """Show the help text of a command."""
     return run([*(names or ()), "--help"])

@@ -1,4 +1,4 @@
-"""`lookahead batch`: answer a file of prompts, many at once, and go on where an earlier run stopped."""
+"""`lookahead batch`: answer a file of prompts, many at once, and resume a run that was stopped."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
 
 AHEAD = 2
-"""Requests that wait, for each that runs, so that prompts need not all be in memory."""
+"""Waiting requests per running one; bounds the prompts in memory."""
 
 
 def run(settings: BatchSettings, consoles: Consoles) -> int:
-    """Answer what the file lacks, and return the exit code."""
+    """Answer the prompts that the output file has no answer to, and return the exit code."""
     prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
     asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
     interrupted = False
     _kept(settings, asked)
     loaded = load_for_decoding(settings, consoles.notes)
-    kept = _kept(settings, asked)  # once more: loading takes its time
+    kept = _kept(settings, asked)  # read again: the file may have changed while the model was loading
     begin = perf_counter()
     with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
         earlier = len(file.rows)
@@ -46,7 +46,7 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
         answers = file.rows
     failed = sum("error" in row for row in answers)
     answered = len(answers) - failed
-    if settings.json:  # counts are over all runs that made the file
+    if settings.json:  # counts cover all runs that wrote the file
         counts = {"prompts": len(prompts), "answered": answered, "failed": failed}
         print_json(
             consoles.out, {"output": str(settings.output), **counts, **_sums(answers), "interrupted": interrupted}
@@ -61,7 +61,7 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
         if failed:
             consoles.notes.print(f"{failed} of {len(prompts)} prompts were not answered; their lines say why")
         if interrupted:
-            consoles.notes.print("interrupted; the same command goes on")
+            consoles.notes.print("interrupted; run the same command again to resume")
     if interrupted:
         return signals.INTERRUPTED
     return process.DIFFERENT if failed else process.OK
@@ -73,7 +73,7 @@ def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]) -> Iterator[list[dict[str, Any]]]:
-    """After each step the lines of what is done with it; a prompt that cannot be answered has a line that says why."""
+    """Yield the rows of the requests that each step finished, and error rows of prompts that cannot be answered."""
     engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
     left, running = iter(prompts), dict[str, RequestHandle]()
     while True:
@@ -81,7 +81,7 @@ def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]
         while len(running) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
             try:
                 running[prompt.id] = _submit(settings, loaded, engine, prompt)
-            except Exception as error:  # whatever one prompt makes a tokenizer raise, the others are answered
+            except Exception as error:  # a tokenizer may raise anything; the other prompts are still answered
                 rows.append(
                     {"id": prompt.id, "error": str(error) if isinstance(error, LookaheadError) else summary(error)}
                 )
@@ -102,7 +102,7 @@ def _submit(settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt
 
 
 def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any]:
-    """The line of a request that is done."""
+    """Output row of a finished request."""
     try:
         handle.result()
     except Exception as error:
@@ -113,7 +113,7 @@ def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any
 
 
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
-    """Tells answers to a prompt from those of other models and settings, as far as these decide about the text."""
+    """Hash of the prompt, the model and the settings that affect the text."""
     names = ("dtype", "max_new_tokens", "stop", "repetition_penalty", "sampling", "sampling_seed")
     found = settings.found
     model = found.origin if found is not None and found.origin else str(settings.model)
@@ -122,28 +122,30 @@ def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
 
 
 def _is_answer(row: dict[str, Any]) -> bool:
-    """Whether a row is one that `_row` makes, with its fingerprint."""
+    """Whether a row has the fields of an answer or an error, and a fingerprint."""
     answer = {"text", "finish_reason", "tokens", "steps"} <= row.keys()
     return {"id", "request"} <= row.keys() and (answer or "error" in row)
 
 
 def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:
-    """The lines of an earlier run. Errors of prompts that were changed since are left out, to be answered now.
+    """Rows of an earlier run, without errors of prompts that have changed since: those are answered again.
 
     Raises:
-        InvalidArgumentError: The file has answers to something else, or is none of answers.
+        InvalidArgumentError: The file has answers of another prompt, model or setting, or lines that are not answers.
     """
     if settings.output.resolve() == settings.prompts.resolve():
         raise InvalidArgumentError(f"--output {settings.output} is the file of prompts; choose another one")
     kept = []
     for row in kept_lines(settings.output, _is_answer, restart=settings.restart):
         if not _is_answer(row):
-            raise InvalidArgumentError(f"{settings.output} holds something else than answers; choose another --output")
+            raise InvalidArgumentError(
+                f"{settings.output} contains lines that are not answers; choose another --output"
+            )
         if row["request"] == asked.get(row["id"]):
             kept.append(row)
         elif "error" not in row:
             raise InvalidArgumentError(
-                f"{settings.output} has an answer to {row['id']!r} of another prompt, model or setting; choose another "
-                "--output, or begin anew with --restart"
+                f"{settings.output} has an answer to {row['id']!r} for another prompt, model or setting; choose "
+                "another --output, or start over with --restart"
             )
     return kept

@@ -1,4 +1,4 @@
-"""`lookahead bench`: measures methods on tasks and models, and fits the scaling law to what was measured."""
+"""`lookahead bench`: measure methods on tasks and models, and fit the scaling law to the results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lookahead.cli.settings import BenchSettings, LawSettings
 from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"
-"""In cells for which nothing was measured."""
+"""Text of a table cell without a measurement."""
 
 MOST_SHOWN = 10
-"""Differences that are listed one by one."""
+"""Maximum number of differences to list."""
 
 
 def run(settings: BenchSettings, suite: Suite) -> int:
-    """Measure what is missing, print a summary, and return the exit code."""
+    """Measure the runs that the output file lacks, print a summary, and return the exit code."""
     consoles = Consoles(no_color=settings.no_color)
     device = check_device(settings.device)
     if settings.threads is not None:
@@ -44,7 +44,9 @@ def run(settings: BenchSettings, suite: Suite) -> int:
             with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):
                 _measure(benchmark, file, circumstances, consoles.notes)
         except KeyboardInterrupt:
-            consoles.notes.print(f"interrupted; {settings.output} has all finished runs, the same command goes on")
+            consoles.notes.print(
+                f"interrupted; {settings.output} has all finished runs, run the same command again to resume"
+            )
             return signals.INTERRUPTED
     for (model, task), runs in summarise(file.rows).items():
         consoles.out.print(summary_table(runs, f"{model}, {task}"))
@@ -57,7 +59,7 @@ def fit_law(settings: LawSettings) -> int:
     rows = results(settings.results, read_lines(settings.results))
     if not law_points(rows):
         raise InvalidArgumentError(
-            f"{settings.results}: no runs of the paper's method with W = G and a pool of the window's own"
+            f"{settings.results}: no runs of the paper's method with W = G and n-grams from the window only"
         )
     for (model, task), runs in summarise(rows).items():
         if law_points(runs.rows):
@@ -81,11 +83,11 @@ def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any]
 
 
 def summary_table(summary: RunSet, title: str) -> Table:
-    """A line for each method."""
+    """Table with one row per method."""
     clock = "CPU" if summary.clock == "cpu" else "wall"
     table = Table(title=title, caption=f"{clock} speed over transformers' (tf) and over our own plain decoding")
     for title in ("method", "nodes", "S", f"{clock} ms", "over tf", "over own", "cycles", "same"):
-        name = title == "method"  # it may be long, and is broken where the figures need the room
+        name = title == "method"  # may wrap, as names can be long; figures may not
         table.add_column(title, justify="left" if name else "right", no_wrap=not name)
     for method in summary.methods:
         time = method.time_per_token
@@ -105,10 +107,10 @@ def summary_table(summary: RunSet, title: str) -> Table:
 
 
 def _verdict(found: list[Difference], notes: Console) -> int:
-    """Say which outputs differ that must not, and return the exit code."""
+    """List outputs that differ although they must be identical, and return the exit code."""
     errors = [difference for difference in found if difference.is_error]
     for difference in errors[:MOST_SHOWN]:
         notes.print(str(difference))
     if errors:
-        notes.print(f"{len(errors)} outputs differ from plain generate although they must not")
+        notes.print(f"{len(errors)} outputs differ from plain generate although they must be identical")
     return process.DIFFERENT if errors else process.OK

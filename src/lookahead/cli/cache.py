@@ -1,4 +1,4 @@
-"""`lookahead cache`: shows and removes the files of the library's own folder."""
+"""`lookahead cache`: show and remove the files in the library's own folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookahead.cli.rendering import Consoles, bytes_in_words
 from lookahead.core.files import OWN_FOLDER, user_cache
 
 _KINDS = {"loops-*": "compiled loops", "findings": "trials", "cost": "curves of step times"}
-"""Names of folders in the cache, and their content."""
+"""Content of the cache, by patterns of folder names."""
 
 
 def show(consoles: Consoles) -> int:
@@ -28,7 +28,7 @@ def clear(consoles: Consoles) -> int:
     size, place = _size(folder), folder.resolve()
     if place.exists():
         shutil.rmtree(place)
-    if folder.is_symlink():  # without its target nothing could be kept any more
+    if folder.is_symlink():  # later runs write to its target, so it has to exist
         place.mkdir(exist_ok=True)
     consoles.out.print(f"removed {bytes_in_words(size)} in {folder}")
     return process.OK

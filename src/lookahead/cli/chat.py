@@ -19,7 +19,7 @@ from lookahead.errors import InvalidArgumentError, LookaheadError
 MARKER = "> "
 
 HELP = """\
-/reset  forget the conversation; what drafting has learned stays, it saves steps and never changes the text
+/reset  forget the conversation; learned drafts stay, they save steps and never change the text
 /help   print this
 /exit   end, as Ctrl-D does
 A line that begins with / is a command, one that begins with a space never is.
@@ -27,7 +27,7 @@ Ctrl-C stops an answer after the step under way, a second one at once; at the pr
 
 
 def run(settings: ChatSettings, consoles: Consoles) -> int:
-    """Talk until there is nothing more to read, and return the exit code."""
+    """Answer turns until the input ends, and return the exit code."""
     template = read_template(settings)
     loaded = load_for_decoding(settings, consoles.notes)
     turns = choose_format(settings, template, loaded, consoles.notes)
@@ -38,22 +38,22 @@ def run(settings: ChatSettings, consoles: Consoles) -> int:
 
 
 class Chat:
-    """Reads turns and commands, and has them answered.
+    """Loop that reads turns and commands, and prints answers.
 
-    Where somebody types, what goes wrong in a turn is shown, and the next one can put it right. Where turns are piped
-    in, it shows in the exit code, and Ctrl-C ends all of it.
+    With typed input, an error is printed and the next turn is read. With piped input, an error also sets the exit code,
+    and Ctrl-C ends the chat.
 
     Args:
-        consoles: Where answers go, and where everything about them goes.
-        conversation: With whom.
-        json: Whether each turn is an object of JSON.
+        consoles: Consoles for answers and for notes.
+        conversation: Conversation that answers the turns.
+        json: Print each turn as one JSON object.
     """
 
     def __init__(self, consoles: Consoles, conversation: Conversation, json: bool) -> None:
         self._consoles, self._conversation, self._json = consoles, conversation, json
 
     def run(self) -> int:
-        """Do what each line asks for, and return the exit code."""
+        """Handle each line of input, and return the exit code."""
         code, types = process.OK, stdin_is(typed=True)
         if types:
             self._note(f"chat with {self._conversation.name}; /help lists the commands, Ctrl-D ends")
@@ -68,7 +68,7 @@ class Chat:
         return process.OK if types else code
 
     def _take(self, line: str | InvalidArgumentError) -> int:
-        """Do what a line asks for, and return what would be the exit code if it were the only one."""
+        """Handle one line, and return its exit code."""
         try:
             if isinstance(line, InvalidArgumentError):
                 raise line
@@ -93,7 +93,7 @@ class Chat:
             self._note(HELP)
         else:
             raise InvalidArgumentError(
-                f"{command} is no command; /help lists them, and a space before it makes it a turn"
+                f"{command} is not a command; /help lists the commands, a leading space sends the line as a turn"
             )
 
     def _turn(self, text: str) -> int:
@@ -113,9 +113,12 @@ class Chat:
 
 
 def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str | InvalidArgumentError]:
-    """Lines from the keyboard, which can be edited where there is `readline`, with a marker before each: on standard
-    output, or where that is not to show it (`marker_on_out`), on standard error."""
-    with suppress(ImportError):  # not everywhere; `input` uses it once it is imported
+    """Yield lines from the keyboard, or the error of a line that is not valid UTF-8.
+
+    Lines can be edited if `readline` is available. The prompt marker is printed on standard output if `marker_on_out`
+    is set and it is a terminal, else on standard error.
+    """
+    with suppress(ImportError):  # missing on some systems; `input` uses it once it is imported
         import readline  # noqa: F401
     while True:
         try:
@@ -126,7 +129,7 @@ def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str | In
                 line = input()
             yield _without_end(checked(line, "the line"))
         except EOFError:
-            consoles.notes.print()  # whatever comes next on the terminal begins on a line of its own
+            consoles.notes.print()  # end the line of the marker
             return
         except KeyboardInterrupt:
             consoles.notes.print()
@@ -136,7 +139,7 @@ def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str | In
 
 
 def piped_lines() -> Iterator[str | InvalidArgumentError]:
-    """Lines from a pipe or a file; in place of one that is not valid UTF-8 the error that says so."""
+    """Yield lines from a pipe or a file, or the error of a line that is not valid UTF-8."""
     if sys.stdin is None or sys.stdin.closed:
         return
     for number, content in enumerate(sys.stdin.buffer, start=1):
@@ -147,6 +150,6 @@ def piped_lines() -> Iterator[str | InvalidArgumentError]:
 
 
 def _without_end(line: str) -> str:
-    """A line without its end; a command without the white space around it."""
+    """Line without its line ending; a command also without surrounding white space."""
     line = line.removesuffix("\n").removesuffix("\r")
     return line.strip() if line.startswith("/") else line

@@ -1,4 +1,4 @@
-"""`lookahead compare`: plain decoding and lookahead decoding of one prompt, side by side."""
+"""`lookahead compare`: decode one prompt plainly and with lookahead, side by side."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lookahead.text import Tokenizer
 WARM_UP_TOKENS = 8
 
 Rounds = list[tuple[Recording, Recording]]
-"""Runs of both sides, plain and lookahead, that came to their end."""
+"""Pairs of finished runs, plain and lookahead."""
 
 
 def parting(plain: list[int], lookahead: list[int]) -> dict[str, int | None] | None:
-    """The first position at which two outputs differ, and the token of each there, `None` for one that has ended."""
+    """First position where two outputs differ, with both tokens there; `None` for an output that has ended."""
     position = first_difference(lookahead, plain)
     if position is None:
         return None
@@ -49,7 +49,7 @@ def parting(plain: list[int], lookahead: list[int]) -> dict[str, int | None] | N
 
 
 def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
-    """Compare on the prompt `text`, which may be the built-in one, print, and return the exit code."""
+    """Compare both sides on the prompt `text`, print the result, and return the exit code."""
     repeats, is_demo = settings.repeats, text == DEMO_PROMPT
     if is_demo:
         consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")
@@ -81,7 +81,7 @@ def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
 
 
 def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, rounds: Rounds, notes: Console) -> None:
-    """Fill `rounds`; the sides take turns, so that a change of the machine's pace meets both."""
+    """Append pairs of runs to `rounds`. Sides alternate, so that a change of the machine's speed affects both."""
     options, seed = text_options(loaded, settings), seed_draws(settings)
     short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
     with measuring_progress(notes) as progress:
@@ -90,7 +90,7 @@ def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, 
         def run(side: str, number: int) -> Recording:
             what = f"{side} {number}/{settings.repeats}" if number else "warming up"
             progress.update(task, description=what, refresh=True)
-            torch.manual_seed(seed)  # both sides draw the same
+            torch.manual_seed(seed)  # both sides draw the same random numbers
             recording, text = Recording(), prompt if number else short
             if side == "plain":
                 decode_plainly(loaded, text, recording, **options)
@@ -106,7 +106,7 @@ def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, 
 
 
 def comparison_report(rounds: Rounds, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The comparison as plain numbers and lists; what no finished round has measured is `None`."""
+    """Comparison as plain numbers and lists; all values are `None` without a finished round."""
     if not rounds:
         return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
     found = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
@@ -128,7 +128,7 @@ def _side_report(runs: Sequence[Recording], tokenizer: Tokenizer) -> dict[str, A
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
-    """The figures of both sides and how they relate."""
+    """Table of the figures of both sides, and their ratios."""
     table = Table()
     table.add_column()
     for name in ("plain", "lookahead", "plain / lookahead"):

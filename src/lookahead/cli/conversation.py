@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, how it becomes the model's input, and what need not be computed again."""
+"""A conversation with a model: its messages, their encoding, and the cache that turns share."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lookahead.text import conversation_text
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered in one turn.
+    """Answer of the model in one turn.
 
     Attributes:
-        text: The answer, without special tokens.
-        recording: What decoding it did.
-        prefilled_tokens: Tokens of the conversation that had to be computed before the answer.
-        interrupted: Whether it was stopped by Ctrl-C, so that `text` may be a part of an answer.
-        cut: What ended it before the model did: the most tokens of an answer, or the end of the model's context.
+        text: Text of the answer, without special tokens.
+        recording: Steps and times of the decoding.
+        prefilled_tokens: Number of prompt tokens that were computed, and not taken from the cache.
+        interrupted: Whether Ctrl-C stopped the answer; `text` may then be incomplete.
+        cut: Limit that ended the answer: `max_new_tokens` or the model's context. `None` if the model ended it.
     """
 
     text: str
@@ -48,19 +48,20 @@ class Answer:
 
 
 class Conversation:
-    """Turns with one model. The cache and what drafting has learned stay from one turn to the next.
+    """Conversation with one model. Turns share the cache and the learned drafts.
 
-    The input of a turn is always the whole conversation, written down anew: a template may change what it wrote
-    before. The cache goes on from the tokens that are the same as then.
+    Each turn encodes the whole conversation again, as a template may change the text of earlier turns. The cache is
+    reused up to the first token that differs.
 
     Args:
-        turns: How turns become tokens.
-        settings: What is told before the first turn, and how answers are made.
+        loaded: Model and tokenizer.
+        turns: Format that encodes the messages.
+        settings: System message, and options of decoding.
 
     Attributes:
-        name: Of the model's folder.
-        messages: What was said so far.
-        cached: The tokens whose keys and values the cache holds.
+        name: Title of the model.
+        messages: Messages so far.
+        cached: Tokens with keys and values in the cache.
     """
 
     def __init__(self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings) -> None:
@@ -77,26 +78,26 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said. What drafting has learned stays: it saves steps, and cannot change what is said."""
+        """Forget all messages but the system message. Learned drafts stay, as they never change the text."""
         self.messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
         self._forget_cache()
 
     def prompt(self, text: str) -> Prompt:
-        """The model's input for a turn that says `text`.
+        """Encode the conversation with a new turn `text`, as input for the model.
 
         Raises:
-            InvalidArgumentError: There is no room for an answer. The conversation is as it was.
+            InvalidArgumentError: The context has no room for an answer. The conversation stays unchanged.
         """
         input_ids = self._turns.encode([*self.messages, _turn("user", text)])
         what = "with this turn the conversation has"
-        advice = "the turn was not sent; write a shorter one, or begin anew with /reset"
+        advice = "the turn was not sent; write a shorter one, or start over with /reset"
         return fitted(self._loaded, text, input_ids, self._max_new_tokens, what, advice)
 
     def answer(self, prompt: Prompt, on_step: Callable[[list[int]], None] | None = None) -> Answer:
-        """Let the model answer; `on_step` gets the tokens of every step.
+        """Let the model answer; `on_step` is called with the tokens of every step.
 
-        Ctrl-C ends the answer after the token under way, a second one at once; what there is of it stays in the
-        conversation, unless there is nothing: then the turn is taken back, as it is if anything goes wrong.
+        Ctrl-C ends the answer after the current step, a second Ctrl-C at once. An incomplete answer stays in the
+        conversation. After an answer without tokens, or an error, the turn is removed.
         """
         ids: list[int] = prompt.input_ids[0].tolist()
         kept = self._crop(ids)
@@ -110,8 +111,10 @@ class Conversation:
                 )
                 cache = getattr(output, CACHE)
                 self._cache = cache if knows_its_length(cache) else None
-                self.cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read
-            except KeyboardInterrupt:  # nobody waited for the step; the call has left the cache as it was
+                self.cached = (
+                    [] if self._cache is None else (ids + recording.tokens)[:-1]
+                )  # the last token was not read
+            except KeyboardInterrupt:  # the call leaves the cache unchanged
                 interruption.asked = True
         kept = self._session.reused_tokens(kept)
         said = decode(self.tokenizer, recording.tokens)
@@ -120,7 +123,7 @@ class Conversation:
         return Answer(said, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
 
     def report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
-        """All of a turn, as plain numbers and lists."""
+        """Report of a turn, as plain numbers and lists."""
         return run_report(self.tokenizer, answer.recording) | {
             "prompt": prompt.text,
             "prompt_tokens": prompt.input_ids.shape[1],
@@ -131,17 +134,17 @@ class Conversation:
         }
 
     def line(self, prompt: Prompt, answer: Answer) -> str:
-        """One line about a turn."""
+        """Line of statistics about a turn."""
         recording = answer.recording
         if answer.interrupted and not recording.tokens:
-            return "interrupted: no token came, and the turn is taken back"
+            return "interrupted before the first token; the turn is removed"
         line = counts_line(recording.statistics.tokens, recording.statistics.steps, recording.wall_seconds)
         line += f", {answer.prefilled_tokens} tokens prefilled"
         if answer.cut == "max_new_tokens":
             line += f"; cut at --max-new-tokens {prompt.max_new_tokens}"
         elif answer.cut == "context":
             context = self._loaded.context_length
-            line += f"; cut where the model's context of {context} tokens ends, /reset begins anew"
+            line += f"; cut at the end of the model's context of {context} tokens, /reset starts over"
         return f"interrupted: {line}" if answer.interrupted else line
 
     def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
@@ -151,13 +154,16 @@ class Conversation:
         return "max_new_tokens" if prompt.max_new_tokens == self._max_new_tokens else "context"
 
     def _crop(self, ids: Sequence[int]) -> int:
-        """Crop the cache to what begins `ids`, as computing all of it anew would give it; returns the tokens kept."""
-        kept = common_start(self.cached, ids[:-1])  # the last token is always computed, to see what follows it
+        """Crop the cache to its common prefix with `ids`, and return the length of the prefix.
+
+        The cache is dropped if it cannot be cropped, or if a new prefill would give other values.
+        """
+        kept = common_start(self.cached, ids[:-1])  # the last token is always computed, for its logits
         limit = self._loaded.fixed_positions
         if self._cache is not None and kept < len(self.cached):
             try:
                 self._cache.crop(kept - len(self.cached))
-            except (ValueError, RuntimeError):  # a layer with a window, or a state, has no way back
+            except (ValueError, RuntimeError):  # layers with a window or a state cannot be cropped
                 kept = 0
         if kept == 0 or (limit is not None and max(len(ids), len(self.cached)) > limit):
             self._forget_cache()
@@ -173,9 +179,9 @@ def _turn(role: str, content: str) -> Message:
 
 
 class Interruption(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that is met once somebody asks.
+    """Stopping criterion that a signal sets.
 
-    Stopping in this way ends generation between two tokens, with an output and a cache like those of any other end.
+    Generation ends between two tokens, with a regular output and cache.
 
     Attributes:
         asked: Whether generation should stop.
@@ -185,10 +191,10 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
         self.asked = False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ask for a stop. A second time nobody waits for it.
+        """Request a stop.
 
         Raises:
-            KeyboardInterrupt: It is the second time.
+            KeyboardInterrupt: A stop was requested before.
         """
         if self.asked:
             raise KeyboardInterrupt
@@ -196,21 +202,21 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each row ends here, `[rows]`."""
-        return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU: nobody waits for a device
+        return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU, to avoid a device sync
 
 
 Message = Mapping[str, str]
-"""What one side said: `role` ("system", "user" or "assistant") and `content`."""
+"""Message of one side: `role` ("system", "user" or "assistant") and `content`."""
 
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How a conversation is written as one text.
+    """Format of a conversation as one text.
 
     Attributes:
         tokenizer: The model's tokenizer.
-        template: A chat template in Jinja, `None` for the tokenizer's own.
-        plain: Use no template: every turn begins on a new line, and the model goes on right where the text ends.
+        template: Chat template in Jinja, `None` for the tokenizer's own.
+        plain: Use no template: every turn begins on a new line, and the model continues the text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -218,10 +224,10 @@ class TurnFormat:
     plain: bool = False
 
     def encode(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Tokens `[1, S]` of a conversation, up to where the model's next answer begins.
+        """Encode a conversation as tokens `[1, S]`, up to the start of the model's next answer.
 
         Raises:
-            InvalidArgumentError: The template refuses it.
+            InvalidArgumentError: The template raises an error.
         """
         if self.plain:
             text = conversation_text((message["role"], message["content"]) for message in messages)
@@ -233,14 +239,14 @@ class TurnFormat:
                     add_generation_prompt=True,
                     tokenize=False,
                 )
-            except Exception as error:  # templates raise what they like, to refuse a system message for example
+            except Exception as error:  # templates raise any error, for example to refuse a system message
                 raise InvalidArgumentError(f"the chat template fails: {summary(error)}") from error
         encoded: Any = self.tokenizer(text, add_special_tokens=self.plain, return_tensors="pt", verbose=False)
         return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
 def read_template(settings: ChatSettings) -> str | None:
-    """The text of the template that the settings name, `None` if they name none."""
+    """Read the template that the settings name, `None` if they name none."""
     if settings.template is None:
         return None
     if settings.raw:
@@ -251,7 +257,7 @@ def read_template(settings: ChatSettings) -> str | None:
 
 
 def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedModel, notes: Console) -> TurnFormat:
-    """The format that the settings ask for, tried on a first turn."""
+    """Choose the format by the settings, and try it on a first turn."""
     plain = settings.raw
     if settings.model is None:
         notes.print(
@@ -261,8 +267,8 @@ def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedMo
         plain = plain or template is None
     if not (plain or template or loaded.tokenizer.chat_template):
         raise InvalidArgumentError(
-            f"--model {settings.model}: the tokenizer has no chat template, so nothing says how this model takes a "
-            "conversation; give a Jinja template with --template FILE, or take turns as plain text with --raw"
+            f"--model {settings.model}: the tokenizer has no chat template; give a Jinja template with --template "
+            "FILE, or send turns as plain text with --raw"
         )
     turns, question = TurnFormat(loaded.tokenizer, template, plain), _turn("user", "Hello")
     if settings.system is None:
@@ -271,5 +277,5 @@ def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedMo
     both = turns.encode([_turn("system", checked(settings.system, "the text of --system")), question])
     with suppress(InvalidArgumentError):  # a template may insist on a system message
         if settings.system and torch.equal(both, turns.encode([question])):
-            notes.print("note: the chat template leaves out what --system says")
+            notes.print("note: the chat template ignores the message of --system")
     return turns

@@ -1,4 +1,4 @@
-"""`lookahead generate`: continue a prompt. `compare` and `chat` decode and record in the same way."""
+"""`lookahead generate`: continue a prompt; also decoding and records for `compare` and `chat`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def run(settings: DecodingSettings, consoles: Consoles, text: str) -> int:
-    """Continue `text`, print what was generated, and return the exit code."""
+    """Continue `text`, print the new tokens, and return the exit code."""
     if process.started_together():
-        signals.raise_on_interrupt()  # the other ranks are told
+        signals.raise_on_interrupt()  # so that rank 0 can stop the other ranks
     with process.joined_ranks() as group:
         return _run(settings if group is None else process.on_own_device(settings), consoles, text, group)
 
@@ -42,7 +42,7 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
     recording = Recording(None if printer is None else printer.step)
     seed_draws(settings)
     with traced(settings, loaded, consoles.notes) as config:
-        # Where it is raised, recording.complete stays False, and what was generated is still printed.
+        # After KeyboardInterrupt `recording.complete` stays False, and the tokens so far are printed.
         with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
             options = text_options(loaded, settings)
             decode_with_lookahead(loaded, prompt, config, recording, parallel=group, **options)
@@ -56,7 +56,7 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
 
 
 def print_statistics(notes: Console, recording: Recording) -> None:
-    """Print one line about the run."""
+    """Print one line of statistics about the run."""
     statistics = recording.statistics
     line = counts_line(statistics.tokens, statistics.steps, recording.wall_seconds)
     line += f", {recording.wall_seconds:.2f} s, {statistics.mean_nodes:.1f} nodes per step"
@@ -69,12 +69,12 @@ def print_statistics(notes: Console, recording: Recording) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as text and as the model's input.
+    """Prompt as text and as the model's input.
 
     Attributes:
-        text: The prompt, exactly as it was given.
-        input_ids: Its tokens on the model's device. Shape [1, S].
-        max_new_tokens: Most tokens to generate after it, within the model's context.
+        text: Text of the prompt, unchanged.
+        input_ids: Tokens of the prompt on the model's device. Shape [1, S].
+        max_new_tokens: Maximum number of new tokens, within the model's context.
     """
 
     text: str
@@ -83,7 +83,7 @@ class Prompt:
 
 
 def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
-    """Tokenize the prompt and clip `max_new_tokens` to what the model's context has left."""
+    """Tokenize the prompt and clip `max_new_tokens` to the rest of the model's context."""
     prompt = fitted(loaded, text, loaded.tokenizer(text, return_tensors="pt", verbose=False).input_ids, max_new_tokens)
     if prompt.max_new_tokens < max_new_tokens:
         notes.print(
@@ -101,10 +101,18 @@ def fitted(
     what: str = "the prompt has",
     advice: str = "shorten the prompt so that at least one more token fits",
 ) -> Prompt:
-    """A prompt of tokens `[1, S]`, with as many new ones as the model's context has left.
+    """Make a prompt of tokens `[1, S]`, with `max_new_tokens` clipped to the rest of the model's context.
+
+    Args:
+        loaded: Model with its context length.
+        text: Text of the prompt.
+        input_ids: Tokens of the prompt, `[1, S]`.
+        max_new_tokens: Maximum number of new tokens.
+        what: Start of the error message for a prompt that is too long.
+        advice: Remedy in that message.
 
     Raises:
-        InvalidArgumentError: It has no tokens, or there is no room behind it; `what` has too many, and the `advice`.
+        InvalidArgumentError: The prompt has no tokens, or leaves no room for a new one.
     """
     length, context = input_ids.shape[1], loaded.context_length
     if length == 0:
@@ -117,15 +125,15 @@ def fitted(
 
 @dataclass
 class Recording:
-    """What one run did. It grows step by step, so that an interruption loses nothing.
+    """Record of one run. It grows step by step, so that an interruption loses nothing.
 
     Attributes:
         on_step: Called with the token ids of each step.
-        tokens_by_step: They again.
-        complete: Whether the run came to its end.
-        statistics: Counted along with the steps; the times by part arrive at the end.
+        tokens_by_step: Generated token ids, grouped by step.
+        complete: Whether the run finished.
+        statistics: Counts, updated after each step; the times by part are set at the end.
         wall_seconds: Wall time of the run.
-        cpu_seconds: CPU time of the run, all threads together.
+        cpu_seconds: CPU time of the run, summed over all threads.
     """
 
     on_step: Callable[[list[int]], None] | None = None
@@ -142,12 +150,12 @@ class Recording:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Wall time by part, in seconds, which add up to all of it: `other` is printing and what the rest leave out."""
+        """Wall time by part, in seconds; the parts add up to `wall_seconds`. `other` includes printing."""
         seconds = self.statistics.seconds
         return {**asdict(seconds), "other": self.wall_seconds - seconds.total}
 
     def add(self, step: StepRecord) -> None:
-        """Keep one step."""
+        """Add one step."""
         self.tokens_by_step.append(list(step.tokens))
         self.statistics.steps += 1
         self.statistics.record(step)
@@ -158,10 +166,14 @@ class Recording:
 def decode_with_lookahead(
     loaded: LoadedModel, prompt: Prompt, config: LookaheadConfig, recording: Recording, **options: Any
 ) -> Any:
-    """Decode with lookahead into `recording`; `options` are those of `lookahead.generate`.
+    """Decode with lookahead into `recording`, and return the output of `lookahead.generate`.
 
-    Returns:
-        What `lookahead.generate` returned.
+    Args:
+        loaded: Model and tokenizer.
+        prompt: Prompt to continue.
+        config: Configuration of drafting.
+        recording: Record of the run, filled step by step.
+        **options: Further arguments of `lookahead.generate`.
     """
     with _timed(loaded, recording):
         output: Any = generate(
@@ -176,7 +188,7 @@ def decode_with_lookahead(
 
 
 def text_options(loaded: LoadedModel, settings: DecodingSettings) -> dict[str, Any]:
-    """Arguments of `generate` that decide about the text: how tokens are chosen, and where it ends."""
+    """Arguments of `generate` that affect the text: sampling, repetition penalty and stop strings."""
     options: dict[str, Any] = {"do_sample": settings.sample}
     if settings.sampling is not None:
         options |= loaded.sampling | settings.sampling
@@ -188,7 +200,7 @@ def text_options(loaded: LoadedModel, settings: DecodingSettings) -> dict[str, A
 
 
 def seed_draws(settings: DecodingSettings) -> int:
-    """Seed the draws that come, with a new seed where none is given; returns the seed."""
+    """Seed torch with the seed of the settings, or with a new one, and return it."""
     if settings.sampling_seed is None:
         return torch.seed()
     torch.manual_seed(settings.sampling_seed)
@@ -198,7 +210,7 @@ def seed_draws(settings: DecodingSettings) -> int:
 def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **options: Any) -> None:
     """Decode without lookahead into `recording`; every token is a step of one node.
 
-    By transformers alone; by llama.cpp without a draft if the model is a GGUF file, as fast as this library can run it.
+    Runs `model.generate` of transformers; for a GGUF file this library's fastest decoding without drafts.
     """
     if loaded.is_gguf:
         decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
@@ -211,20 +223,20 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
 
 
 def arguments_of(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
-    """Arguments of `generate` for what it is to continue."""
+    """Arguments of `generate` for the prompt."""
     return {
         "input_ids": prompt.input_ids,
-        # Without it transformers would take a pad token in the prompt for padding.
+        # Without a mask transformers treats pad tokens in the prompt as padding.
         "attention_mask": torch.ones_like(prompt.input_ids),
         "max_new_tokens": prompt.max_new_tokens,
-        # For models whose generation configuration holds stop strings.
+        # Required if the model's generation configuration has stop strings.
         "tokenizer": loaded.tokenizer,
     }
 
 
 @contextmanager
 def _timed(loaded: LoadedModel, recording: Recording) -> Iterator[None]:
-    """Time what runs into `recording`, and explain where the memory ends."""
+    """Record the times of a block in `recording`, and add advice to out-of-memory errors."""
     advice = "a smaller window (-W 5 -N 3 -G 5), a shorter text or a smaller --max-new-tokens"
     if loaded.dtype == "float32":
         advice += ", or --dtype bfloat16"
@@ -239,7 +251,7 @@ def _timed(loaded: LoadedModel, recording: Recording) -> Iterator[None]:
 
 
 def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
-    """What one run generated, counted and took."""
+    """Report of one run: text, tokens, counts and times in seconds."""
     statistics, parts = recording.statistics, recording.parts
     counts = ("steps", "step_compression", "nodes_per_step", "accepted_lengths", "invariant_rows")
     return {
@@ -250,14 +262,14 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
         "seconds": {
             "wall": recording.wall_seconds,
             "cpu": recording.cpu_seconds,
-            # The times by part come with the finished output only.
+            # Only a finished run has times by part.
             **(parts if recording.complete else dict.fromkeys(parts)),
         },
     }
 
 
 def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
-    """What to decode, and with which model."""
+    """Report of the request: prompt, model, options and versions."""
     return {
         "prompt": prompt.text,
         "prompt_tokens": prompt.input_ids.shape[1],
@@ -277,10 +289,10 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
 
 @contextmanager
 def traced(settings: DecodingSettings, loaded: LoadedModel, notes: Console) -> Iterator[LookaheadConfig]:
-    """How to draft: with a trace of what is decoded, written in the end, where the settings name its page.
+    """Yield the configuration, with a trace if the settings name a page for it; the page is written at the end.
 
     Raises:
-        InvalidArgumentError: It cannot be written.
+        InvalidArgumentError: The page cannot be written.
     """
     path, config = settings.page, settings.config
     if path is None:

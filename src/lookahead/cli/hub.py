@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: the files that a name stands for, and how they come into the Hub's cache."""
+"""Models of the Hugging Face Hub: choice of their files, and download into the Hub's cache."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from lookahead.cli.rendering import spinner
 from lookahead.errors import InvalidArgumentError
 
 _BESIDE_WEIGHTS = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Endings of configurations, tokenizers and chat templates."""
+"""Suffixes of configurations, tokenizers and chat templates."""
 
 _PART = re.compile(r"-(\d{5})(-of-\d{5})(?=\.gguf$)", re.IGNORECASE)
-"""The number of a part in the name of a GGUF model that is split."""
+"""Part number in the file name of a split GGUF model."""
 
 _LISTED = 12
-"""Most names of files in an error."""
+"""Maximum number of file names in an error."""
 
 
 def find_on_hub(name: str, revision: str | None, code: bool, pickles: bool, notes: Console) -> FoundModel:
-    """Download the files of a model that the Hub's cache lacks.
+    """Find a model in the Hub's cache, and download missing files.
 
     Args:
         name: `OWNER/REPOSITORY` or, for one of its GGUF files, `OWNER/REPOSITORY:FILE`.
         revision: Branch, tag or commit; the main branch if not given.
-        code: Whether modules of Python come along.
+        code: Whether to download the model's Python modules.
         pickles: Whether weights may be pickles.
         notes: Console for progress, and for a choice among GGUF files.
 
     Raises:
-        InvalidArgumentError: There is no such model, or it cannot be downloaded.
+        InvalidArgumentError: The model does not exist, or cannot be downloaded.
     """
     repo, _, file = name.partition(":")
     with quiet_hub():
@@ -54,7 +54,7 @@ def find_on_hub(name: str, revision: str | None, code: bool, pickles: bool, note
 
 
 def _only_gguf(names: Sequence[str]) -> bool:
-    """Whether a repository has GGUF files, and no weights of transformers."""
+    """Whether a repository has GGUF files, and no weights for transformers."""
     return not {*SAFE, *PICKLED}.intersection(names) and bool(_gguf_models(names))
 
 
@@ -75,19 +75,25 @@ def _model_files(repository: Repository, code: bool, pickles: bool) -> list[str]
 
 
 def _gguf_models(names: Sequence[str]) -> list[str]:
-    """GGUF files that are models, of split ones the first part: no projectors of images, no importance matrices."""
+    """GGUF files with a model, not image projectors or importance matrices; of split models the first part."""
     models = [name for name in names if name.lower().endswith(".gguf")]
     models = [name for name in models if not PurePosixPath(name).name.lower().startswith(("mmproj", "imatrix"))]
     return sorted(name for name in models if (part := _PART.search(name)) is None or int(part[1]) == 1)
 
 
 def _whole(name: str) -> str:
-    """The name of a GGUF model without the number of a part."""
+    """Name of a GGUF model without its part number."""
     return _PART.sub(r"\2", name)
 
 
 def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
-    """The GGUF file with this name, or the one with this end or part of a name; the only one if `asked` is empty."""
+    """GGUF file that matches `asked`: its whole name, else the end of its name, else a part of it.
+
+    Several matches are listed for a choice on a terminal. An empty `asked` matches all files.
+
+    Raises:
+        InvalidArgumentError: No file matches, or several and nobody can choose.
+    """
     if asked in repository.names and asked.lower().endswith(".gguf"):
         return asked
     models = _gguf_models(repository.names)
@@ -104,7 +110,7 @@ def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
     if not models:
         raise repository.lacks("GGUF file")
     listed = ", ".join((found or models)[:_LISTED]) + (", …" if len(found or models) > _LISTED else "")
-    problem = f"several files fit '{asked}'" if found else f"no GGUF file fits '{asked}'"
+    problem = f"several files match '{asked}'" if found else f"no GGUF file matches '{asked}'"
     if not asked:
         problem = "several GGUF files"
     raise InvalidArgumentError(f"--model {repository.repo}: {problem}; name one as {repository.repo}:FILE ({listed})")

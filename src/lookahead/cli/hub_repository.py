@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face Hub, in the Hub's own cache; each failure is an error of one line."""
+"""Repository of the Hugging Face Hub, in the Hub's own cache; failures become errors of one line."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from huggingface_hub.utils.tqdm import tqdm
 from lookahead.errors import InvalidArgumentError
 
 _SECONDS = 10.0
-"""Time limit of a question to the Hub."""
+"""Time limit of a request to the Hub, in seconds."""
 
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Let the Hub's library log nothing for a while: its retries go unmentioned, and errors are told here."""
+    """Turn the log of huggingface_hub off: it reports retries, and errors are reported here."""
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     try:
@@ -41,7 +41,7 @@ def quiet_hub() -> Iterator[None]:
 
 
 class _Bar(tqdm):
-    """A progress bar of all bytes, on a terminal only. The Hub's library also makes bars of files, and of each file."""
+    """Progress bar for the total of bytes, on a terminal only. Other bars of huggingface_hub are hidden."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         shown = options.get("name") == "huggingface_hub.snapshot_download" and sys.stderr.isatty()
@@ -49,23 +49,23 @@ class _Bar(tqdm):
         super().__init__(*arguments, **{**options, **given})  # type: ignore[no-untyped-call]
 
     def set_description(self, *arguments: Any, **options: Any) -> None:
-        """Keep the description that it has."""
+        """Ignore new descriptions."""
 
 
 class Repository:
-    """One commit of a repository: as the Hub has it or, where the Hub cannot be asked, as the cache has it.
+    """One commit of a repository: from the Hub or, if the Hub cannot be reached, from the cache.
 
     Args:
-        repo: Its name.
+        repo: Name of the repository.
         revision: Branch, tag or commit; the main branch if not given.
 
     Attributes:
-        repo: Its name.
-        commit: The commit.
-        names: Names of its files.
+        repo: Name of the repository.
+        commit: Hash of the commit.
+        names: File names of the commit; offline, its files in the cache.
 
     Raises:
-        InvalidArgumentError: There is no such repository, or no access to it.
+        InvalidArgumentError: The repository does not exist or is not accessible.
     """
 
     def __init__(self, repo: str, revision: str | None) -> None:
@@ -74,7 +74,7 @@ class Repository:
         try:
             found = HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
             self.commit, self.names = str(found.sha), [file.rfilename for file in found.siblings or ()]
-        except Exception as error:  # HTTP clients have many, and another client came with huggingface_hub 2
+        except Exception as error:  # errors of the HTTP client, which depends on the version of huggingface_hub
             if isinstance(error, RevisionNotFoundError):
                 raise self._refused(error) from error
             self._failure, folder = error, self._kept_folder()
@@ -84,10 +84,10 @@ class Repository:
             self.names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
     def get(self, names: Sequence[str]) -> Path:
-        """The folder with these files; missing ones are downloaded, with a progress bar on a terminal.
+        """Download missing files, with a progress bar on a terminal, and return the folder.
 
         Raises:
-            InvalidArgumentError: They cannot be downloaded.
+            InvalidArgumentError: The files cannot be downloaded.
         """
         if all(self._kept(name) for name in names):
             folder = self._kept_folder()
@@ -106,10 +106,10 @@ class Repository:
         return folder
 
     def read(self, name: str) -> bytes:
-        """Content of a small file.
+        """Read a small file.
 
         Raises:
-            InvalidArgumentError: It cannot be downloaded.
+            InvalidArgumentError: The file cannot be downloaded.
         """
         kept = self._kept(name)
         try:
@@ -120,38 +120,38 @@ class Repository:
             raise self._refused(error, downloading=True) from error
 
     def lacks(self, what: str) -> InvalidArgumentError:
-        """The error of a repository without a file that is needed."""
+        """Error for a required file that the repository does not have."""
         if self._failure is not None:
             return self._refused(self._failure)
         return InvalidArgumentError(f"--model {self.repo}: {constants.ENDPOINT}/{self.repo} has no {what}")
 
     def _kept(self, name: str) -> Path | None:
-        """The file in the cache, if it has it as of this commit."""
+        """Path of the file in the cache; `None` if the cache does not have it for this commit."""
         file = try_to_load_from_cache(self.repo, name, revision=self._revision)
         return Path(file) if isinstance(file, str) and self.commit in Path(file).parts else None
 
     def _kept_folder(self) -> Path | None:
-        """The folder of the revision in the cache."""
+        """Folder of the revision in the cache."""
         try:
-            # No pattern: a cache with a part of the files is good enough, as long as it has those that are needed.
+            # Without patterns a partial download is found too; its files are checked one by one.
             kept = snapshot_download(self.repo, revision=self._revision, local_files_only=True, allow_patterns=[])
         except (OSError, ValueError):  # ValueError: a name that no repository can have
             return None
         return Path(kept)
 
     def _refused(self, error: Exception, downloading: bool = False) -> InvalidArgumentError:
-        """The error of the Hub, in words."""
+        """Error in one line for an error of huggingface_hub."""
         page, name = f"{constants.ENDPOINT}/{self.repo}", f"--model {self.repo}"
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         if isinstance(error, OfflineModeIsEnabled):
             return InvalidArgumentError(
-                f"{name}: HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} has no whole copy; unset it, "
-                "or give a local folder"
+                f"{name}: HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} has no complete copy; unset "
+                "it, or give a local folder"
             )
         if isinstance(error, GatedRepoError):
             return InvalidArgumentError(
-                f"{name}: its owners give access on request; ask for it on {page}, then log in with hf auth login"
+                f"{name}: access has to be requested; do so on {page}, then log in with hf auth login"
             )
         if isinstance(error, RepositoryNotFoundError):
             return InvalidArgumentError(
@@ -165,12 +165,13 @@ class Repository:
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return InvalidArgumentError(
-                f"{name}: no room in {constants.HF_HUB_CACHE} ({reason}); HF_HOME moves the cache"
+                f"{name}: no space left in {constants.HF_HUB_CACHE} ({reason}); set HF_HOME to move the cache"
             )
         if downloading:
             return InvalidArgumentError(
-                f"{name}: the download broke off ({reason}); try again, and only the rest is downloaded"
+                f"{name}: the download failed ({reason}); run the command again to download the rest"
             )
         return InvalidArgumentError(
-            f"{name}: no such folder, the cache has no whole copy, and {constants.ENDPOINT} does not answer ({reason})"
+            f"{name}: no such folder, the cache has no complete copy, and {constants.ENDPOINT} does not answer "
+            f"({reason})"
         )

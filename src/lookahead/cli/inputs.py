@@ -1,4 +1,4 @@
-"""Prompt, model, adapters and keys that the command line names, checked before torch is imported."""
+"""Prompt, model, adapters and API keys of the command line, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def read_prompt(settings: PromptSource, default: str = "") -> str:
-    """The prompt from its one source: the argument, a file, or standard input.
+    """Read the prompt from the argument, a file, or standard input.
 
     Args:
-        default: The prompt where none is named, and standard input holds nothing, as in a scheduled job.
+        settings: Settings with the argument and the file.
+        default: Prompt if none is given and standard input is empty, as in a scheduled job.
 
     Raises:
-        InvalidArgumentError: There is none, or it is empty.
+        InvalidArgumentError: No prompt, an empty one, or two are given.
     """
     prompt, file, source = settings.prompt, settings.file, "standard input"
     if prompt is not None and file is not None:
@@ -54,12 +55,12 @@ def read_prompt(settings: PromptSource, default: str = "") -> str:
 
 
 def stdin_is(*, typed: bool) -> bool:
-    """Whether standard input is there, and is a keyboard or not."""
+    """Whether standard input is open, and is a terminal (`typed`) or not."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty() == typed
 
 
 def read_text(path: Path, what: str, option: str) -> str:
-    """The text of the file that `option` names; `what` says in errors what it was to be."""
+    """Read a UTF-8 file; errors name its purpose `what` and its `option`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -68,9 +69,9 @@ def read_text(path: Path, what: str, option: str) -> str:
 
 
 def decoded(content: bytes, what: str) -> str:
-    """UTF-8 bytes as text; `what` says in errors what they were to be."""
+    """Decode UTF-8 bytes; errors name their source `what`."""
     try:
-        return content.decode("utf-8-sig")  # a byte order mark says how to read the file; it is no part of the text
+        return content.decode("utf-8-sig")  # without the byte order mark, which is not part of the text
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(
             f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
@@ -78,7 +79,7 @@ def decoded(content: bytes, what: str) -> str:
 
 
 def checked(text: str, what: str) -> str:
-    """Refuse text that holds bytes which the locale could not decode, as a command line or a keyboard may."""
+    """Return `text`, or raise an error that names `what` if it has bytes that the locale could not decode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -94,17 +95,17 @@ def _read_stdin() -> str:
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Names of weights, or of the list of their parts, as transformers looks for them."""
+"""File names of weights, or of the index of their parts, in the order of transformers."""
 
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^:]+)?")
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """The model that `--model` names, on this machine.
+    """Local files of the model that `--model` names.
 
     Attributes:
-        path: Its folder, or the GGUF file.
+        path: Model folder, or GGUF file.
         origin: `NAME@COMMIT` of a model of the Hub.
     """
 
@@ -118,17 +119,19 @@ class FoundModel:
 
 
 def find_model(settings: ModelSettings, notes: Console) -> FoundModel:
-    """Find the model that the settings name: a folder or a GGUF file or, if there is none, a model of the Hub, which is
-    downloaded; the demonstration model if they name none.
+    """Find the model that the settings name.
+
+    A name is a local folder, else a local GGUF file, else a model of the Hub, which is downloaded. Without a name, the
+    demonstration model is used.
 
     Raises:
-        InvalidArgumentError: There can be no model; the message says what is missing.
+        InvalidArgumentError: The model does not exist, or a file is missing.
     """
     name = settings.model
     path = demo_model_path() if name is None else Path(name)
     is_here = path.exists()
     if name is not None and not is_here and _HUB_NAME.fullmatch(name) and not _is_file_name(name):
-        from lookahead.cli.hub import find_on_hub  # late, as the Hub's library takes its time to import
+        from lookahead.cli.hub import find_on_hub  # late, as the Hub's library is slow to import
 
         return find_on_hub(name, settings.revision, settings.trust_remote_code, settings.allow_pickle, notes)
     if not is_here:
@@ -139,7 +142,7 @@ def find_model(settings: ModelSettings, notes: Console) -> FoundModel:
         )
     if settings.revision is not None:
         raise InvalidArgumentError(
-            f"--revision {settings.revision} is about models of the Hub, but --model {path} is on this machine"
+            f"--revision {settings.revision} applies to models of the Hub only, but --model {path} is a local path"
         )
     found = FoundModel(path)
     if not found.is_gguf:
@@ -148,7 +151,7 @@ def find_model(settings: ModelSettings, notes: Console) -> FoundModel:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a name is that of a GGUF file rather than of a repository with such files."""
+    """Whether a name is a path of a GGUF file rather than a repository."""
     return ":" not in name and name.lower().endswith(".gguf")
 
 
@@ -168,46 +171,46 @@ def _check_folder(path: Path, pickles: bool) -> None:
 
 
 def weights_among(names: Collection[str], pickles: bool, model: str) -> str | None:
-    """The name of the weights, or of the list of their parts; `None` if there are none.
+    """File name of the weights, or of the index of their parts; `None` if there are none.
 
     Raises:
-        InvalidArgumentError: They are pickles, and these are not allowed.
+        InvalidArgumentError: The only weights are pickles, and `pickles` is not set.
     """
     found = next((name for name in (*SAFE, *PICKLED) if name in names), None)
     if found in PICKLED and not pickles:
         raise InvalidArgumentError(
-            f"--model {model}: its weights are pickles ({found}), a format that can run code as it is read; take a "
-            "model with safetensors, or load them all the same with --allow-pickle"
+            f"--model {model}: its weights are pickles ({found}), a format that can run code when it is read; use a "
+            "model with safetensors, or allow it with --allow-pickle"
         )
     return found
 
 
 def adapter_folders(given: Sequence[str] | None) -> dict[str, Path]:
-    """The folders of LoRA adapters, by the names that `NAME=PATH` gives them.
+    """Folders of LoRA adapters by name, from texts `NAME=PATH`.
 
     Raises:
-        InvalidArgumentError: There is no adapter in one, or two have one name.
+        InvalidArgumentError: A text is malformed, a name occurs twice, or a folder has no adapter.
     """
     found: dict[str, Path] = {}
     for text in given or ():
         name, separator, path = text.partition("=")
         if not (name and separator and path):
-            raise InvalidArgumentError(f"--lora {text}: give NAME=PATH, the name that clients ask for and the folder")
+            raise InvalidArgumentError(f"--lora {text}: give NAME=PATH, the name for clients and the folder")
         if name in found:
-            raise InvalidArgumentError(f"--lora {text}: there is another adapter of this name; choose another one")
+            raise InvalidArgumentError(f"--lora {text}: another adapter has this name; choose another name")
         if not (Path(path) / "adapter_config.json").is_file():
             raise InvalidArgumentError(
-                f"--lora {text}: {path} is no folder with an adapter_config.json, as peft saves it"
+                f"--lora {text}: {path} is not a folder with an adapter_config.json, as peft saves it"
             )
         found[name] = Path(path)
     return found
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line, beside comments that begin with `#`; none if there is no file.
+    """Read API keys from a file, one per line; lines that begin with `#` are comments. No keys without a file.
 
     Raises:
-        InvalidArgumentError: It cannot be read, holds no key, or one that no header can carry.
+        InvalidArgumentError: The file cannot be read, has no key, or has a key that is not valid in an HTTP header.
     """
     if path is None:
         return ()
@@ -215,10 +218,10 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if line[:1] != "#" and not (line.isascii() and line.isprintable()):
             raise InvalidArgumentError(
-                f"--api-key-file {path}: line {number} has characters that cannot be sent in a header; use letters, "
-                "digits and marks of ASCII"
+                f"--api-key-file {path}: line {number} has characters that cannot be sent in a header; use printable "
+                "ASCII characters"
             )
     keys = tuple(line for line in lines if line and line[0] != "#")
     if not keys:
-        raise InvalidArgumentError(f"--api-key-file {path}: holds no key; write one a line")
+        raise InvalidArgumentError(f"--api-key-file {path}: contains no key; write one per line")
     return keys

@@ -1,4 +1,4 @@
-"""The model that a command names, loaded quietly and made ready."""
+"""Loading and preparation of the model that a command names."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarn
 
 
 def compile_drafting(notes: Console) -> None:
-    """Have the drafting loops compiled before anything is timed; says so where none are kept from earlier."""
+    """Compile the drafting loops before anything is timed; print a note unless they are in the cache."""
     with spinner(notes, "compiling"), on_first_compilation(lambda: notes.print("compiling the drafting loops (once)")):
         compile_loops()
 
 
 def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
-    """Load the model that the settings name; a spinner shows that something happens."""
+    """Load the model that the settings name, with a spinner on terminals."""
     device, found = check_device(settings.device), settings.found
     assert found is not None, "found before torch is imported"
     gguf = _gguf_options(found, settings)
@@ -65,46 +65,48 @@ def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
 
 
 def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
-    """Arguments of `load_gguf`.
+    """Arguments of `load_gguf`; none for a transformers model.
 
     Raises:
-        InvalidArgumentError: There are options that are about models of the other kind.
+        InvalidArgumentError: An option does not apply to this kind of model.
     """
     name = settings.model or found.path
     if not isinstance(settings, TextSettings):
         if found.is_gguf:
             raise InvalidArgumentError(
-                f"--model {name}: tune measures models of transformers; what a step of a GGUF model costs is learned "
-                "as it runs"
+                f"--model {name}: tune measures transformers models only; the step times of a GGUF model are learned "
+                "during decoding"
             )
         return {}
     if found.is_gguf:
         if settings.trust_remote_code or settings.allow_pickle:
             option = "--trust-remote-code" if settings.trust_remote_code else "--allow-pickle"
-            raise InvalidArgumentError(f"{option} is about models of transformers; a GGUF file holds no code")
+            raise InvalidArgumentError(f"{option} applies to transformers models only; a GGUF file contains no code")
         if settings.dtype not in ("auto", "float32"):
             raise InvalidArgumentError(
-                f"--dtype {settings.dtype} is about models of transformers; the weights of a GGUF file have types of "
-                "their own"
+                f"--dtype {settings.dtype} applies to transformers models only; the types of a GGUF file's weights "
+                "are fixed"
             )
         if settings.device not in (None, "cpu"):
             raise InvalidArgumentError(
-                f"--device {settings.device} is about models of transformers; --gpu-layers puts layers of a GGUF on a "
-                "GPU"
+                f"--device {settings.device} applies to transformers models only; use --gpu-layers to put layers of a "
+                "GGUF model on a GPU"
             )
         return {"n_gpu_layers": settings.gpu_layers, "fast_kv": settings.fast_kv}
     for option, given in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
         if given:
             value = "" if given is True else f" {given}"
             raise InvalidArgumentError(
-                f"{option}{value} is about GGUF models, but --model {name} is none; leave {option} out"
+                f"{option}{value} applies to GGUF models only, but --model {name} is not one; leave {option} out"
             )
     return {}
 
 
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
-    """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
-    show. Where no `Engine` is to be made, what runs the model is made as well, as its first call would."""
+    """Load and check the model, compile the drafting loops, and let Ctrl-C raise `KeyboardInterrupt` from here on.
+
+    For commands without an `Engine`, the model is also prepared as on its first call.
+    """
     waiting = CompareSettings, TraceSettings, WarmUpSettings
     waits = isinstance(settings, waiting) or not settings.config.compile_in_background
     if not waits:
@@ -118,16 +120,19 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
             session.prepare(settings.config)
     if waits:
         compile_drafting(notes)
-    if not isinstance(settings, ServeSettings):  # a server finishes what it has by itself
+    if not isinstance(settings, ServeSettings):  # the server handles signals itself
         signals.raise_on_interrupt()
     return loaded
 
 
 @contextmanager
 def quiet_libraries(worded: Callable[[str], str] = str) -> Iterator[None]:
-    """Keep warnings, logs and progress bars of the libraries below off the terminal for a while.
+    """Hide warnings, logs and progress bars of other libraries.
 
-    What this library itself warns of is said in one line on standard error, `worded` for whoever gave a command.
+    Warnings of this library are printed in one line on standard error.
+
+    Args:
+        worded: Function that adapts their text to the command line.
     """
 
     def say(message: Warning | str, *where: Any, **more: Any) -> None:
@@ -146,12 +151,12 @@ def quiet_libraries(worded: Callable[[str], str] = str) -> Iterator[None]:
 
 
 class OutOfMemoryError(LookaheadError):
-    """The device has no memory left for what was asked."""
+    """Raised if the device has too little memory for a command."""
 
 
 @contextmanager
 def memory_errors_explained(where: str, advice: str) -> Iterator[None]:
-    """Turn running out of memory into an `OutOfMemoryError` that says what to try."""
+    """Turn out-of-memory errors of torch into an `OutOfMemoryError` with advice."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Commands whose options are the fields of a settings class, declared there once."""
+"""Commands with options that a settings class declares as its fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING = "Sampling"
 RUN = "Running"
 OUTPUT = "Output"
 PANELS = (SOURCE, CONVERSATION, NETWORK, LIMITS, DRAFT, SAMPLING, RUN, OUTPUT)
-"""Panels of the help texts, in their order."""
+"""Panels of the help texts, in order."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,7 +34,7 @@ _SettingsT = TypeVar("_SettingsT", bound="Settings")
 
 
 def _number(kind: type[Any], allowed: str = "", fits: Callable[[Any], bool] = lambda number: True) -> Any:
-    """A parser of numbers that refuses what is none, and what does not fit."""
+    """Make a parser of numbers that raises an error for texts that are not numbers or not in range."""
 
     def parse(text: str) -> Any:
         try:
@@ -59,23 +59,26 @@ probability = _number(float, "above 0 and at most 1", lambda number: 0 < number 
 
 
 def not_empty(text: str) -> str:
-    """A text. An empty one would end every text at once, and Python takes it for the path of the current folder."""
+    """Return `text`, or raise an error if it is empty.
+
+    An empty stop text would match at once, and an empty path is the current folder.
+    """
     if not text:
         raise typer.BadParameter("'' is empty; give a text, or leave the option out")
     return text
 
 
 def output_file(text: str) -> Path:
-    """A file to write. Standard output is none: files are gone on with, or replaced as a whole."""
+    """Path of a file to write. Standard output is refused, as files are resumed or replaced as a whole."""
     if text == "-":
-        raise typer.BadParameter("'-' is no file; give the name of one")
+        raise typer.BadParameter("'-' is not a file; give the name of a file")
     return Path(not_empty(text))
 
 
 def dtype(text: str) -> str:
-    """One of `DTYPES`."""
+    """Return `text`, or raise an error if it is not in `DTYPES`."""
     if text not in DTYPES:
-        raise typer.BadParameter(f"{text!r} is not known; choose one of {', '.join(DTYPES)}")
+        raise typer.BadParameter(f"{text!r} is not a type; choose one of {', '.join(DTYPES)}")
     return text
 
 
@@ -87,15 +90,16 @@ _METAVARS: dict[Any, str] = {
 
 
 def option(usage: str, panel: str, help: str, parser: Any = None, default: Any = None, shown: str | bool = True) -> Any:
-    """A field that is an option: of its long name.
+    """Declare a field that is an option.
 
     Args:
-        usage: Its names on the command line and, unless the parser says it, what stands for its value.
-        panel: Where the help shows it.
-        help: What it is.
-        parser: Makes a value of its text, or refuses it; by the field's type if not given.
-        default: The field's value without the option; `...` where there must be one.
-        shown: What the help says about the default; `False` for nothing.
+        usage: Names on the command line and, unless the parser has one, a placeholder for the value.
+        panel: Panel of the help text.
+        help: Help text.
+        parser: Function that converts the text of the option or raises an error; typer's own for the field's type if
+            not given.
+        default: Value without the option; `...` if the option is required.
+        shown: Default in the help text; `True` for the value, `False` for none.
     """
     names = [word for word in usage.split() if word.startswith("-")]
     metavar = " ".join(usage.split()[len(names) :]) or _METAVARS.get(parser)
@@ -112,7 +116,7 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
 
 
 def _completing(choices: Sequence[str] | None) -> Callable[[str], list[str]] | None:
-    """Completion of a value by a shell: the `choices` that begin with it; files if there are no choices."""
+    """Shell completion of a value from `choices`; of file names if there are none."""
 
     def begun(incomplete: str) -> list[str]:
         return [choice for choice in choices or () if choice.startswith(incomplete)]
@@ -121,7 +125,7 @@ def _completing(choices: Sequence[str] | None) -> Callable[[str], list[str]] | N
 
 
 def argument(name: str, help: str, default: Any = ...) -> Any:
-    """A field that is an argument, required unless it has a default."""
+    """Declare a field that is an argument, required unless it has a default."""
     return _field(typer.Argument(metavar=name, help=help), default)
 
 
@@ -132,27 +136,27 @@ def _field(declared: Any, default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the options of one command line add up to. The field without one, `config`, is made of options in `of`."""
+    """Parsed options of a command. The field `config` has no option of its own; `of` makes it from several."""
 
-    argv: Sequence[str] = ()  # the command line itself
+    argv: Sequence[str] = ()  # arguments of the command line
     no_color: bool = option("--no-color", OUTPUT, "Print without colours.", default=False)
 
     @classmethod
     def of(cls: type[_SettingsT], options: Mapping[str, Any]) -> _SettingsT:
-        """Settings from the values of all options; those not given have their default."""
+        """Make settings from option values; other fields have their default."""
         return cls(**{spec.name: options[spec.name] for spec in fields(cls) if spec.name in options})
 
     @classmethod
     def in_options(cls, message: str) -> str:
-        """Replace names of arguments in a message of the library by their options."""
+        """Replace argument names in a message of the library by option names."""
         options = {parameter.name: parameter for parameter in _parameters(cls) if _panel(parameter) >= 0}
-        options.pop("model", None)  # an object to the library
+        options.pop("model", None)  # the library's `model` is an object, not a name
 
         def named(found: re.Match[str]) -> str:
             name, value = found.groups()
             flag = "--" + name.replace("_", "-")
             if value is None:
-                return flag if "_" in name else name  # `memory` is a word as well
+                return flag if "_" in name else name  # names like `memory` also occur as plain words
             if value == "False":
                 return f"no {flag}" if options[name].default is False else flag.replace("--", "--no-")
             return flag if value == "True" else f"{flag} {quote(value.strip(_QUOTES))}"
@@ -165,10 +169,10 @@ _VALUE = r"""('[^']*'|"[^"]*"|[\w.-]+)"""
 
 
 class _WithoutTypes:
-    """Help without `<bool>` behind switches, which take no value."""
+    """Mixin that removes `<bool>` after switches in help texts."""
 
     def get_params(self, context: Any) -> list[Any]:
-        """See click."""
+        """Return all parameters, without placeholders for switches."""
         parameters: list[Any] = cast(Any, super()).get_params(context)
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -187,7 +191,7 @@ class Group(_WithoutTypes, TyperGroup):
 def command(
     app: typer.Typer, settings: type[_SettingsT], name: str | None = None
 ) -> Callable[[Callable[[_SettingsT], int]], Callable[[_SettingsT], int]]:
-    """Make a command of a function that takes settings and returns an exit code."""
+    """Register a function that takes settings and returns an exit code as a command of `app`."""
 
     def register(function: Callable[[_SettingsT], int]) -> Callable[[_SettingsT], int]:
         def run(_context: typer.Context, **options: Any) -> int:
@@ -199,7 +203,7 @@ def command(
 
         context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = sorted(_parameters(settings), key=_panel)
-        # Read from the command line itself where errors are told, as one may occur before there are settings.
+        # Declared for the help only: the error handler reads it from `argv`, as parsing may fail.
         debug = typer.Option("--debug", help="Print the traceback of an error.", rich_help_panel=OUTPUT)
         parameters.append(_parameter("debug", bool, debug, False))
         cast(Any, run).__signature__ = inspect.Signature([context, *parameters])
@@ -211,13 +215,13 @@ def command(
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """Where the panel of a parameter comes in the help; arguments have none."""
+    """Index of a parameter's panel in `PANELS`; -1 for arguments."""
     panel = parameter.annotation.__metadata__[0].rich_help_panel
     return PANELS.index(panel) if panel else -1
 
 
 def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
-    """Parameters as typer reads them: for the fields, and in the place of the configuration for each of its fields."""
+    """Yield a typer parameter for each field; in place of `config` one for each field of `LookaheadConfig`."""
     types = get_type_hints(settings)
     for spec in fields(settings):
         if "option" in spec.metadata:
@@ -228,7 +232,7 @@ def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
 
 
 def _config_parameters() -> Iterator[inspect.Parameter]:
-    """A parameter for each field of `LookaheadConfig` that has a help text; values are checked by the class itself."""
+    """Yield a parameter for each field of `LookaheadConfig` with a help text; the class checks their values."""
     types = get_type_hints(LookaheadConfig)
     for spec in fields(LookaheadConfig):
         about = spec.metadata

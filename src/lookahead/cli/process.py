@@ -1,4 +1,4 @@
-"""This process: exit codes, library versions, and `--parallel`, where it is one of several ranks."""
+"""Exit codes, library versions, and the ranks of `--parallel`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 OK = 0
 DIFFERENT = 1
-"""`compare`: the outputs are not identical."""
+"""Outputs differ, or prompts were not answered."""
 ERROR = 2
 BROKEN_PIPE = 141
-"""128 + SIGPIPE: whoever read the output has gone."""
+"""128 + SIGPIPE: the reader of the output has closed it."""
 
 
 def versions() -> dict[str, str]:
-    """What a report of results has to name so that others can repeat them."""
+    """Versions of lookahead, torch, transformers and Python, for reports."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"lookahead": __version__, **libraries, "python": platform.python_version()}
 
 
 def started_together() -> bool:
-    """Whether this process is a rank already: `torchrun` or `--parallel` has set its environment variables."""
+    """Whether this process is a rank, with environment variables from `torchrun` or `--parallel`."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_ranks(count: int, settings: GenerateSettings) -> int:
-    """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
+    """Check the settings, run the same command line on `count` ranks, and return the exit code."""
     if not hasattr(signal, "pthread_sigmask"):
         raise InvalidArgumentError(f"--parallel {count} is not supported on Windows; leave it out")
     from lookahead.parallel import check_memory
@@ -51,17 +51,19 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
 
     check_memory(settings.config, count)
     if find_model(settings, Consoles(no_color=settings.no_color).notes).is_gguf:  # downloaded once, not by each rank
-        raise InvalidArgumentError(f"--parallel {count} is about models of transformers; leave it out for a GGUF file")
+        raise InvalidArgumentError(
+            f"--parallel {count} applies to transformers models only; leave it out for a GGUF file"
+        )
     if settings.device not in (None, "cpu"):
-        from lookahead.backends.loading import check_device  # which takes torch to know
+        from lookahead.backends.loading import check_device  # late, as it imports torch
 
         check_device(settings.device)
-    text = read_prompt(settings)  # once, as there is one standard input
+    text = read_prompt(settings)  # here, as ranks cannot share standard input
     return run_ranks(count, "lookahead.cli:main", settings.argv, text.encode())
 
 
 def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
-    """The configuration of one device for `count` of them, or for as many as this process was started with."""
+    """Scale the configuration from one device to `count`; by default to the number of ranks."""
     if count is None and not started_together():
         return config
     from lookahead.parallel import environment_number, scale_config
@@ -72,7 +74,7 @@ def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[ParallelGroup | None]:
-    """The ranks that this process was started with, if it was; all but rank 0 are silent."""
+    """Join the group of ranks, `None` without one. Output of all ranks but 0 is discarded."""
     if not started_together():
         yield None
         return
@@ -88,14 +90,14 @@ def joined_ranks() -> Iterator[ParallelGroup | None]:
 
 
 def stopped_by_parent(group: ParallelGroup | None) -> contextlib.AbstractContextManager[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
+    """Let SIGTERM raise `KeyboardInterrupt` on rank 0: the launcher turns Ctrl-C into SIGTERM."""
     if group is None or group.rank:
         return contextlib.nullcontext()
     return signals.handling(signal.SIGTERM, signal.default_int_handler)
 
 
 def on_own_device(settings: DecodingSettings) -> DecodingSettings:
-    """Settings with this rank's own GPU, where there are GPUs and none was chosen."""
+    """Settings with this rank's own GPU, if there are GPUs and `--device` was not given."""
     import torch
 
     if settings.device is None and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""How text and figures look on a terminal, on a pipe, and as JSON."""
+"""Output of text and figures on terminals, on pipes, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from rich.style import Style
 from lookahead.text import TextBuilder, Tokenizer
 
 STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
-"""Steps take turns with these; both can be read on a dark and on a light background."""
+"""Styles of alternate steps, readable on dark and light backgrounds."""
 
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Visible replacements, so that a model cannot send escape sequences to the terminal."""
 
 
 def visible(text: str) -> str:
-    """`text` with pictures of control characters in their place."""
+    """Replace control characters by visible symbols."""
     return text.translate(_CONTROL_PICTURES)
 
 
 class _Console(Console):
-    """Lets a broken pipe through to the caller, where rich would end the process with exit code 1."""
+    """Console that raises `BrokenPipeError`, where rich would end the process with exit code 1."""
 
     def on_broken_pipe(self) -> None:
         raise  # rich calls this while it handles the BrokenPipeError
 
 
 class Consoles:
-    """Where results go (`out`, standard output), and where everything about them goes (`notes`, standard error)."""
+    """Consoles for results (`out`, standard output) and for notes about them (`notes`, standard error)."""
 
     def __init__(self, *, no_color: bool) -> None:
         self.out, self.notes = _console(no_color), _console(no_color, stderr=True)
 
 
 def _console(no_color: bool, stderr: bool = False) -> Console:
-    """A console, which follows the stream where that is redirected."""
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()  # rich would also listen to environment variables
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()  # rich would also read environment variables
     return _Console(
         stderr=stderr,
         force_terminal=terminal,
@@ -57,24 +56,26 @@ def _console(no_color: bool, stderr: bool = False) -> Console:
 
 
 def measuring_progress(notes: Console, auto_refresh: bool = False) -> Progress:
-    """A bar, on a terminal only. Unless it is to refresh itself it is redrawn when told to: a thread that redraws would
-    add its CPU time to what is measured."""
+    """Progress bar, on a terminal only.
+
+    By default it is redrawn only on updates with `refresh=True`: a redrawing thread would add CPU time to measurements.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=notes, auto_refresh=auto_refresh, transient=True, disable=not notes.is_terminal)
 
 
 def spinner(notes: Console, message: str) -> Live:
-    """Shows that something is going on, on a terminal only, and there at once."""
+    """Spinner with a message, on a terminal only."""
     return Live(Spinner("dots", text=message), console=notes, transient=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of generated tokens, without special tokens."""
+    """Text of generated tokens, without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def bytes_in_words(count: float) -> str:
-    """A number of bytes with a unit, as disks and networks are measured."""
+    """Number of bytes with a decimal unit (1 kB is 1000 bytes)."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -83,13 +84,13 @@ def bytes_in_words(count: float) -> str:
 
 
 def counts_line(tokens: int, steps: int, seconds: float) -> str:
-    """What an answer took, in words."""
+    """Line with tokens, steps, step compression and tokens per second."""
     compression, speed = tokens / steps if steps else 0.0, tokens / seconds if seconds else 0.0
     return f"{tokens} tokens in {steps} steps, step compression {compression:.2f}, {speed:.1f} tokens/s"
 
 
 class StepPrinter:
-    """Prints generated tokens as text as they arrive, those of one step in one colour."""
+    """Printer of generated tokens as they arrive, with one colour per step."""
 
     def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
         self._out, self._text = out, TextBuilder(tokenizer)
@@ -97,7 +98,7 @@ class StepPrinter:
         self._last = "\n"
 
     def step(self, tokens: Sequence[int]) -> None:
-        """Print what is certain of the text after one more step."""
+        """Print the text of one more step, up to the last complete character."""
         for token in tokens:
             self._text.add(token)
         self._show(self._text.take())
@@ -111,7 +112,7 @@ class StepPrinter:
     def _show(self, text: str) -> None:
         if text and self._out.is_terminal:
             segment = Segment(visible(text), STEP_STYLES[self._steps % len(STEP_STYLES)])
-            # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
+            # A bare segment: rich would wrap words and expand tabs in text that begins mid-line.
             self._out.print(Segments([segment]), end="", soft_wrap=True)
         elif text:
             self._out.file.write(text)
@@ -121,6 +122,6 @@ class StepPrinter:
 
 
 def print_json(out: Console, result: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line, in ASCII so that no encoding can spoil it."""
+    """Print one JSON object on one line, in ASCII for any encoding of the terminal."""
     out.file.write(json.dumps(result) + "\n")
     out.file.flush()

@@ -20,14 +20,14 @@ from lookahead.serving.kv_memory import PREFIX_BYTES
 DEMO_NAME = "demo"
 
 _SHORTEST = 64
-"""Tokens of a text that there has to be room for, at least."""
+"""Minimum capacity of the key-value memory, in tokens of one text."""
 
 _SHARE = 2
-"""Part of the free memory that keys and values take where nothing is said about it."""
+"""Divisor of the free memory: keys and values take this fraction without `--kv-bytes`."""
 
 
 def run(settings: ServeSettings, consoles: Consoles) -> int:
-    """Serve until a signal ends it, and return the exit code."""
+    """Serve until a signal arrives, and return the exit code."""
     try:
         from lookahead.server.process import bind, serve
         from lookahead.server.served_model import ServedModel
@@ -47,7 +47,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
             raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
         all_loaded = {name: main} | {name: with_adapter(main, path) for name, path in adapters.items()}
         room = settings.kv_bytes
-        if room is None and not main.is_gguf:  # llama.cpp takes its room at once, no more than can be used
+        if room is None and not main.is_gguf:  # llama.cpp allocates its memory at load
             room = free_bytes(main.model.device) // _SHARE
         room = None if room is None else room // len(all_loaded)
         models = []
@@ -72,7 +72,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
 
 
 def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
-    """With a memory file of the adapter's own, if there is one: what the model predicts is another thing with it."""
+    """Configuration with the adapter's own memory file, as its predictions differ from the model's."""
     if config.memory in ("request", "process"):
         return config
     path = Path(config.memory)
@@ -80,8 +80,10 @@ def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
 
 
 def _longest_text(engine: Engine) -> int:
-    """Most tokens of a text that the memory for keys and values has room for."""
+    """Maximum length of a text in the memory for keys and values, in tokens."""
     longest, kv_bytes = engine.longest_text or 0, engine.load.most_kv_bytes
     if longest < _SHORTEST:
-        raise InvalidArgumentError(f"--kv-bytes: {kv_bytes} bytes have room for a text of {longest} tokens; give more")
+        raise InvalidArgumentError(
+            f"--kv-bytes: {kv_bytes} bytes hold a text of {longest} tokens, at least {_SHORTEST} are needed; give more"
+        )
     return longest

@@ -1,4 +1,4 @@
-"""What the options of each command add up to, and all that there is to be said about them."""
+"""Settings of each command, with the declarations and help texts of its options."""
 # ruff: noqa: RUF009, as `option` and `argument` make dataclass fields
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def _dtype(default: str) -> Any:
-    about = "Type of the weights; 'auto' is the one they were saved in."
+    about = "Type of the weights; 'auto' is the type in the file."
     return option("--dtype", RUN, about, dtype, default)
 
 
@@ -46,7 +46,7 @@ def _drawing(names: str, about: str, parser: Any, shown: str = "the model's") ->
 
 
 def _max_new_tokens(default: int) -> Any:
-    return option("--max-new-tokens -n", RUN, "Most tokens to generate.", positive_whole_number, default)
+    return option("--max-new-tokens -n", RUN, "Maximum number of tokens to generate.", positive_whole_number, default)
 
 
 def _json(about: str = "Print one JSON object and nothing else.") -> Any:
@@ -55,7 +55,7 @@ def _json(about: str = "Print one JSON object and nothing else.") -> Any:
 
 def _device() -> Any:
     about = "Device to run on, such as cpu, cuda or cuda:1."
-    return option("--device NAME", RUN, about, not_empty, shown="cuda where there is one, else cpu")
+    return option("--device NAME", RUN, about, not_empty, shown="cuda if available, else cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ModelSettings(Settings):
         "--model -m NAME",
         SOURCE,
         "Model of the Hugging Face Hub, such as Qwen/Qwen3-0.6B, or folder of a causal language model with its "
-        "tokenizer. A GGUF file: its path, or OWNER/REPOSITORY:FILE.",
+        "tokenizer. For a GGUF file, its path or OWNER/REPOSITORY:FILE.",
         not_empty,
         shown="the demonstration model",
     )
@@ -74,49 +74,49 @@ class ModelSettings(Settings):
         "--revision NAME", SOURCE, "Branch, tag or commit of a model of the Hub.", not_empty, shown="main"
     )
     trust_remote_code: bool = option(
-        "--trust-remote-code", SOURCE, "Run the Python code that a model brings. Read it first.", default=False
+        "--trust-remote-code", SOURCE, "Run Python code from the model's folder. Read it first.", default=False
     )
     allow_pickle: bool = option(
-        "--allow-pickle", SOURCE, "Load weights that are pickles, which can run code as well.", default=False
+        "--allow-pickle", SOURCE, "Load weights in pickle format, which can run code too.", default=False
     )
-    found: FoundModel | None = None  # the model, once it is on this machine
+    found: FoundModel | None = None  # local files of the model, once found or downloaded
     dtype: str = _dtype("auto")
     device: str | None = _device()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(ModelSettings):
-    """Settings of the commands that make texts, of GGUF files as well."""
+    """Settings of the commands that generate text, with transformers models or GGUF files."""
 
     gpu_layers: int = option(
         "--gpu-layers",
         RUN,
-        "Layers of a GGUF model to keep on a GPU, -1 for all; llama-cpp-python must have been built for one.",
+        "Layers of a GGUF model to keep on a GPU, -1 for all; needs a GPU build of llama-cpp-python.",
         layers,
         0,
     )
     fast_kv: bool = option(
         "--fast-kv",
         RUN,
-        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but "
-        "near-ties may be decided otherwise.",
+        "Keep keys and values of a GGUF model in float16, with llama.cpp's own choice of attention: faster, but "
+        "tokens may differ at near-ties.",
         default=False,
     )
     config: LookaheadConfig
-    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # by preset, what is chosen for options not given
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # by preset, defaults of options not given
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
-        """Settings from the values of all options.
+        """Make settings from the values of all options.
 
         Raises:
-            InvalidArgumentError: Some of them make no sense together.
+            InvalidArgumentError: Options contradict each other.
         """
         return super().of({**options, "config": cls.configuration(options)})
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
-        """How to draft; options that were not given keep the library's defaults."""
+        """Configuration of drafting; options that were not given keep the library's defaults."""
         declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
         given = {name: options[name] for name in declared if options.get(name) is not None}
         config = LookaheadConfig.from_dict(given)
@@ -126,48 +126,48 @@ class TextSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(TextSettings):
-    """Settings of the commands that decode. What is `None` is left to the model's own generation configuration."""
+    """Settings of the commands that decode. `None` means the value of the model's generation configuration."""
 
     sample: bool = option(
         "--sample/--greedy",
         SAMPLING,
-        "Sample tokens, or take the likeliest ones. Options below that are not given come from the model's own "
+        "Sample tokens, or always take the most likely one. Defaults of the options below come from the model's "
         "generation configuration.",
         default=False,
         shown="greedy",
     )
     temperature: float | None = _drawing(
-        "--temperature", "Divides the logits; below 1 favours likely tokens.", positive
+        "--temperature", "Divisor of the logits; below 1 favours likely tokens.", positive
     )
     top_p: float | None = _drawing(
-        "--top-p", "Draw from the likeliest tokens that together are at least this probable.", probability
+        "--top-p", "Draw from the most likely tokens with at least this total probability.", probability
     )
-    top_k: int | None = _drawing("--top-k", "Draw from this many of the likeliest tokens, 0 for all.", count)
+    top_k: int | None = _drawing("--top-k", "Draw from this number of most likely tokens, 0 for all.", count)
     min_p: float | None = _drawing(
-        "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
+        "--min-p", "Draw from tokens with at least this fraction of the highest probability.", probability
     )
-    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", seed, shown="a new one every time")
+    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", seed, shown="a new seed in each run")
     repetition_penalty: float | None = _drawing(
         "--repetition-penalty",
-        "Above 1, tokens that the text already has become less likely, in greedy decoding as well.",
+        "Above 1, tokens that are already in the text become less likely, also in greedy decoding.",
         positive,
     )
     stop: list[str] | None = option(
-        "--stop TEXT", RUN, "End after this text; give it several times for several.", not_empty, shown="the model's"
+        "--stop TEXT", RUN, "End after this text; repeat for several.", not_empty, shown="the model's"
     )
     max_new_tokens: int = _max_new_tokens(128)
     json: bool = _json()
-    page: Path | None = None  # of a trace
+    page: Path | None = None  # output file of a trace
 
     def __post_init__(self) -> None:
         for name in (*DRAWING, "sampling_seed"):
             if not self.sample and (value := getattr(self, name)) is not None:
                 given = f"--{name.replace('_', '-')} {value}"
-                raise InvalidArgumentError(f"{given} is about sampling, but decoding is greedy; add --sample")
+                raise InvalidArgumentError(f"{given} applies to sampling only, but decoding is greedy; add --sample")
 
     @property
     def sampling(self) -> dict[str, Any] | None:
-        """How tokens are sampled, as far as that was said; `None` for greedy decoding."""
+        """Sampling options that were given, by name; `None` for greedy decoding."""
         if not self.sample:
             return None
         given = {name: getattr(self, name) for name in DRAWING}
@@ -175,14 +175,14 @@ class DecodingSettings(TextSettings):
 
 
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
-"""Settings of sampling, as `generate` calls them."""
+"""Names of sampling options, which are also arguments of `generate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Where a prompt comes from: the argument, where `-` stands for standard input, or a file."""
+    """Sources of a prompt: an argument, where `-` is standard input, or a file."""
 
-    prompt: str | None = argument("PROMPT", "Text to continue, taken as it is; '-' reads standard input.", None)
+    prompt: str | None = argument("PROMPT", "Text to continue, unchanged; '-' reads standard input.", None)
     file: Path | None = option("--file -f PATH", SOURCE, "Read the prompt from this UTF-8 file.")
 
 
@@ -193,15 +193,15 @@ class GenerateSettings(DecodingSettings, PromptSource):
     parallel: int | None = option(
         "--parallel",
         RUN,
-        "Decode on this many processes of this machine, each with the model on a device of its own. Sizes grow "
-        "with it where none is given. For several machines start this command with torchrun instead.",
+        "Number of processes on this machine, each with the model on its own device. Without size options, the sizes "
+        "grow with it. For several machines start this command with torchrun instead.",
         positive_whole_number,
-        shown="this process alone",
+        shown="this process only",
     )
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
-        """How to draft, on as many devices as there are ranks."""
+        """Configuration of drafting, scaled to the number of ranks unless sizes are given."""
         config = super().configuration(options)
         sized = any(options[name] is not None for name in ("step_budget", "window_size", "guess_set_size"))
         return config if sized else process.scaled(config, options["parallel"])
@@ -211,7 +211,7 @@ class GenerateSettings(DecodingSettings, PromptSource):
 class TraceSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead trace`."""
 
-    page: Path = option("--output -o FILE", OUTPUT, "The page.", output_file, Path("trace.html"))
+    page: Path = option("--output -o FILE", OUTPUT, "HTML file to write.", output_file, Path("trace.html"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +228,12 @@ class ChatSettings(DecodingSettings):
 
     system: str | None = option("--system TEXT", CONVERSATION, "System message before the first turn.")
     template: Path | None = option(
-        "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the one that comes with the tokenizer."
+        "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the tokenizer's own."
     )
     raw: bool = option(
         "--raw",
         CONVERSATION,
-        "Use no chat template: append every turn on a new line. The default for the demonstration model, which has "
-        "none.",
+        "Use no chat template: append every turn on a new line. This is the default for the demonstration model.",
         default=False,
     )
     max_new_tokens: int = _max_new_tokens(512)
@@ -246,7 +245,7 @@ class ChatSettings(DecodingSettings):
         output_file,
         shown=False,
     )
-    # Turns learn from each other, and answers repeat what was said before.
+    # Turns learn from each other, and answers repeat text of earlier turns.
     learning: ClassVar = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
 
 
@@ -254,13 +253,13 @@ class ChatSettings(DecodingSettings):
 class EngineSettings(TextSettings):
     """Settings of the commands that decode many texts at once."""
 
-    max_rows: int = option("--max-rows", RUN, "Most answers decoded at once.", positive_whole_number, 16)
+    max_rows: int = option("--max-rows", RUN, "Maximum number of answers decoded at once.", positive_whole_number, 16)
     kv_bytes: int | None = option(
         "--kv-bytes",
         RUN,
-        "Most bytes of keys and values that are held at once.",
+        "Maximum bytes of keys and values.",
         positive_whole_number,
-        shown="any number; a server takes half of the free memory",
+        shown="no limit; for a server half of the free memory",
     )
     # Requests learn from each other, unless a memory is given.
     learning: ClassVar = {"auto": {"memory": "process"}}
@@ -270,9 +269,9 @@ class EngineSettings(TextSettings):
 class BatchSettings(DecodingSettings, EngineSettings):
     """Settings of `lookahead batch`."""
 
-    prompts: Path = argument("PROMPTS", "JSON lines with an `id`, and a text in `prompt`.")
-    output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", output_file, ...)
-    restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
+    prompts: Path = argument("PROMPTS", "JSON lines with the fields `id` and `prompt`.")
+    output: Path = option("--output -o PATH", OUTPUT, "JSON lines to write, one for each prompt.", output_file, ...)
+    restart: bool = option("--restart", OUTPUT, "Discard the answers in an existing output file.", default=False)
     json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
 
 
@@ -281,50 +280,50 @@ class ServeSettings(EngineSettings):
     """Settings of `lookahead serve`."""
 
     name: str | None = option(
-        "--name TEXT", SOURCE, "What clients call the model.", shown="its name on the Hub, or that of its folder"
+        "--name TEXT", SOURCE, "Name of the model for clients.", shown="its name on the Hub, or its folder's name"
     )
     lora: list[str] | None = option(
         "--lora NAME=PATH",
         SOURCE,
-        "Serve the model with this LoRA adapter as well, as model NAME; give it several times for several.",
+        "Also serve the model with this LoRA adapter, as model NAME; repeat for several.",
         shown=False,
     )
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
-    port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
+    port: int = option("--port", NETWORK, "Port to listen on, 0 for any free port.", port, 8000)
     api_key_file: Path | None = option(
-        "--api-key-file FILE", NETWORK, "Keys of which clients must send one, one a line.", shown="no keys"
+        "--api-key-file FILE", NETWORK, "File of keys, one per line; clients must send one.", shown="no keys"
     )
     cors_origin: list[str] | None = option(
         "--cors-origin ORIGIN",
         NETWORK,
-        "Let web pages of this origin (https://example.org) read answers; several times for several, * for all.",
+        "Let web pages of this origin (https://example.org) read answers; repeat for several, * for all.",
         shown="none",
     )
-    queue: int = option("--queue", LIMITS, "Most requests that wait for their turn.", count, 128)
-    timeout: float = option("--timeout", LIMITS, "Seconds after which a request is given up.", positive, 600.0)
-    read_timeout: float = option(
-        "--read-timeout", LIMITS, "Seconds in which a request must have arrived.", positive, 30.0
+    queue: int = option("--queue", LIMITS, "Maximum number of waiting requests.", count, 128)
+    timeout: float = option(
+        "--timeout", LIMITS, "Maximum seconds for a request; later it is cancelled.", positive, 600.0
     )
+    read_timeout: float = option("--read-timeout", LIMITS, "Maximum seconds for a request to arrive.", positive, 30.0)
     max_prompt_tokens: int | None = option(
-        "--max-prompt-tokens", LIMITS, "Most tokens of a prompt.", positive_whole_number, shown="the model's context"
+        "--max-prompt-tokens", LIMITS, "Maximum tokens of a prompt.", positive_whole_number, shown="the model's context"
     )
     max_new_tokens: int = option(
-        "--max-new-tokens -n", LIMITS, "Most tokens of an answer.", positive_whole_number, 16384
+        "--max-new-tokens -n", LIMITS, "Maximum tokens of an answer.", positive_whole_number, 16384
     )
     image_host: list[str] | None = option(
         "--image-host HOST",
         LIMITS,
-        "Fetch images from this host (with :PORT, if it has one), for models that see; several times for several.",
-        shown="none; images come as data URLs",
+        "Fetch images from this host (with :PORT, if it has one), for vision models; repeat for several.",
+        shown="none; images must be data URLs",
     )
     max_image_bytes: int = option(
-        "--max-image-bytes", LIMITS, "Most bytes of an image that is fetched.", positive_whole_number, 8 * 2**20
+        "--max-image-bytes", LIMITS, "Maximum bytes of a fetched image.", positive_whole_number, 8 * 2**20
     )
     max_body_bytes: int = option(
-        "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
+        "--max-body-bytes", LIMITS, "Maximum bytes of a request.", positive_whole_number, 8 * 2**20
     )
     prompt_tokens: int = option(
-        "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
+        "--prompt-tokens", RUN, "Maximum tokens of prompts in one step.", positive_whole_number, 512
     )
     prefix_cache: bool = option(
         "--prefix-cache/--no-prefix-cache",
@@ -341,28 +340,31 @@ class TuneSettings(ModelSettings):
     context: list[int] | None = option(
         "--context -c",
         RUN,
-        "Tokens of text before the step; give it several times for several lengths.",
+        "Tokens of text before the step; repeat for several lengths.",
         positive_whole_number,
-        shown="128, 512 and 2048, as far as the model has room",
+        shown="128, 512 and 2048, if the model's context allows",
     )
     nodes: list[int] | None = option(
         "--nodes",
         RUN,
-        "Tokens of one step; give it several times for several sizes. A step of 1 is always measured.",
+        "Tokens of one step; repeat for several sizes. A step of 1 is always measured.",
         positive_whole_number,
         shown="1, 2, 4, ... 128",
     )
     repeats: int = option(
-        "--repeats", RUN, "Timed steps of each size at each length; medians count.", positive_whole_number, 7
+        "--repeats", RUN, "Timed steps of each size at each length; the median is used.", positive_whole_number, 7
     )
     pack_weights: bool = option(
         "--pack-weights",
         RUN,
-        "Measure with `pack_weights=True`, on CPUs only; curves with and without are kept apart.",
+        "Measure with `pack_weights=True`, on CPUs only; its curve is stored separately.",
         default=False,
     )
     store: bool = option(
-        "--store/--no-store", OUTPUT, "Keep the curve for later runs; `lookahead cache show` says where.", default=True
+        "--store/--no-store",
+        OUTPUT,
+        "Keep the curve for later runs; `lookahead cache show` prints the folder.",
+        default=True,
     )
     json: bool = _json()
 
@@ -371,7 +373,7 @@ class TuneSettings(ModelSettings):
 class WarmUpSettings(TextSettings):
     """Settings of `lookahead warm-up`."""
 
-    price: bool = option("--price/--no-price", RUN, "Measure what steps cost, as `tune` does in short.", default=True)
+    price: bool = option("--price/--no-price", RUN, "Measure step times, like a short `tune`.", default=True)
     json: bool = _json()
 
 
@@ -383,19 +385,15 @@ class BenchSettings(Settings):
     output: Path = option(
         "--output -o FILE",
         OUTPUT,
-        "Raw results as JSON lines; what the file has already is not measured again.",
+        "Raw results as JSON lines; results that are already in the file are not measured again.",
         output_file,
         default=...,
     )
     data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", shown="the folder of SUITE")
-    limit: int | None = option(
-        "--limit", SOURCE, "Take only the first so many prompts of each task.", positive_whole_number
-    )
-    restart: bool = option("--restart", OUTPUT, "Throw earlier results in the file away.", default=False)
+    limit: int | None = option("--limit", SOURCE, "Number of prompts to take from each task.", positive_whole_number)
+    restart: bool = option("--restart", OUTPUT, "Discard earlier results in the file.", default=False)
     device: str | None = _device()
-    threads: int | None = option(
-        "--threads", RUN, "CPU threads.", positive_whole_number, shown="as many as torch takes"
-    )
+    threads: int | None = option("--threads", RUN, "CPU threads.", positive_whole_number, shown="torch's own number")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Signals that ask this process to end. Imported first, and so without any other module of this package."""
+"""Signals that end this process. This module is imported first, and imports no other module of the package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if
 
 
 class Ending:
-    """Handles the signals that ask to end.
+    """Handler of SIGINT, SIGTERM and SIGHUP.
 
-    At first they end the process at once and quietly: a KeyboardInterrupt halfway through an import comes out as
-    another error, or is dropped. Once there is something to finish or to show, they raise it.
+    At first they end the process at once and without output: a KeyboardInterrupt during an import may become another
+    error or be dropped. Once there is work to finish or to show, they raise KeyboardInterrupt.
 
     Attributes:
-        raises: Whether they do.
-        number: The signal that asked last.
+        raises: Whether signals raise KeyboardInterrupt.
+        number: Number of the last signal, `None` before the first.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Ending:
         """Handle a signal.
 
         Raises:
-            KeyboardInterrupt: There is something to finish.
+            KeyboardInterrupt: `raises` is set.
         """
         self.number = number
         if self.raises:
@@ -48,9 +48,9 @@ class Ending:
 
 @contextlib.contextmanager
 def ending() -> Iterator[Ending]:
-    """Handle the signals that ask to end, those that are ours to handle, until the end of the process.
+    """Install a handler for the signals that this process may handle, until the end of the process.
 
-    Behind the block they end it at once again: nothing is left to finish.
+    After the block signals end the process at once again.
     """
     handler = Ending()
     for number in filter(_is_ours, _NUMBERS):
@@ -62,29 +62,28 @@ def ending() -> Iterator[Ending]:
 
 
 def _current() -> Ending:
-    """The handler of this process; one that knows of nothing if there is none."""
+    """Handler of this process; a new one without effect if none is installed."""
     handlers = (signal.getsignal(number) for number in _NUMBERS)
     return next((handler for handler in handlers if isinstance(handler, Ending)), Ending())
 
 
 def raise_on_interrupt() -> None:
-    """Let signals raise `KeyboardInterrupt`: from here on there is something to finish or to show."""
+    """Let signals raise `KeyboardInterrupt` from here on, as there is work to finish or to show."""
     _current().raises = True
 
 
 def asked_to_end() -> bool:
-    """Whether a signal came that asks for more than to interrupt an answer."""
+    """Whether the last signal ends the program: any signal but SIGINT, which interrupts an answer."""
     return _current().number not in (None, signal.SIGINT)
 
 
 def exit_code(code: int, number: int | None) -> int:
-    """The exit code of a run that a signal may have interrupted."""
+    """Exit code of a run: 128 plus the signal's number if a signal interrupted it, else `code`."""
     return 128 + number if code == INTERRUPTED and number is not None else code
 
 
 def _is_ours(number: int) -> bool:
-    """Whether a signal is ours to handle: not where it is ignored, where somebody else handles it, or in another thread
-    than the main one."""
+    """Whether to handle a signal: it is not ignored, has no foreign handler, and this is the main thread."""
     handler = signal.getsignal(number)
     usual = handler in (signal.default_int_handler, signal.SIG_DFL) or isinstance(handler, Ending)
     return usual and threading.current_thread() is threading.main_thread()
@@ -92,7 +91,7 @@ def _is_ours(number: int) -> bool:
 
 @contextlib.contextmanager
 def handling(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle a signal in another way for a while, if it is ours to handle."""
+    """Replace the handler of a signal inside a block, if this process may handle it."""
     if not _is_ours(number):
         yield
         return
@@ -104,11 +103,11 @@ def handling(number: int, handler: Callable[[int, FrameType | None], None]) -> I
 
 
 def open_standard_streams() -> None:
-    """Give the numbers of standard streams that are closed to `os.devnull`, lest another file gets them."""
+    """Open `os.devnull` in place of closed standard streams, so that no other file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115

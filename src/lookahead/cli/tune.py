@@ -1,4 +1,4 @@
-"""`lookahead tune`: measures what steps cost on this machine, shows it, and stores it for later runs."""
+"""`lookahead tune`: measure step times on this machine, print them, and store their curve for later runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def run(settings: TuneSettings, consoles: Consoles) -> int:
-    """Measure, print, store, and return the exit code."""
+    """Measure step times, print and store them, and return the exit code."""
     nodes = sorted({1, *(settings.nodes or NODE_COUNTS)})
     if nodes[-1] > MAX_NODES_PER_STEP:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
@@ -58,12 +58,12 @@ def run(settings: TuneSettings, consoles: Consoles) -> int:
 
 
 def curve(points: Sequence[Point]) -> StepCosts:
-    """The curve through what was measured."""
+    """Curve of step times, fitted to measured points."""
     return StepCosts.fit((point.nodes, point.context, point.seconds) for point in points)
 
 
 def keep_curve(loaded: LoadedModel, points: Sequence[Point], pack_weights: bool) -> Path:
-    """Store the curve through what was measured; returns its file."""
+    """Fit and store the curve of measured points, and return its file."""
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=pack_weights))
     found = {"measured": _as_values(points, clock_of(loaded.model.device)), "date": date.today().isoformat()}
     return store_costs(setting, curve(points), found)
@@ -74,7 +74,11 @@ def _as_values(points: Sequence[Point], clock: str) -> dict[str, Any]:
 
 
 def fitting_contexts(asked: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
-    """The lengths to measure at; those that were asked for must fit, the usual ones are left out if they do not."""
+    """Text lengths to measure at. Defaults longer than the model's context are left out.
+
+    Raises:
+        InvalidArgumentError: A requested length exceeds the model's context.
+    """
     most = loaded.context_length
     contexts = sorted(set(asked or CONTEXTS))
     fitting = [context for context in contexts if most is None or context <= most]
@@ -88,7 +92,7 @@ def fitting_contexts(asked: Sequence[int] | None, loaded: LoadedModel, notes: Co
 def measured_steps(
     loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], repeats: int, pack_weights: bool, notes: Console
 ) -> list[Point]:
-    """Time steps of so many nodes after texts of so many tokens; see `measure`."""
+    """Time steps of each size in `nodes` after texts of each length in `contexts`, with a progress bar."""
     advice = "a shorter --context, fewer --nodes or --dtype bfloat16"
     with measuring_progress(notes) as bar, memory_errors_explained(f"on {loaded.model.device} while measuring", advice):
         task = bar.add_task("warming up", total=timings(nodes, contexts, repeats))
@@ -100,7 +104,7 @@ def measured_steps(
 
 
 def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> Table:
-    """A line for each size at each length: its time, that over a one-token step, the fit."""
+    """Table with a row for each size and length: time, ratio to a one-token step, fitted time."""
     table = Table(title=f"{'CPU' if clock == 'cpu' else 'wall'} time of a step")
     for title in ("context", "nodes", "ms", "over one token", "fit, ms"):
         table.add_column(title, justify="right")
@@ -120,6 +124,6 @@ def measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> T
 
 
 def fit_line(points: Sequence[Point], cost: StepCosts) -> str:
-    """How far the curve is from the points."""
+    """Line with the median and maximum relative error of the curve."""
     errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in points]
     return f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most"

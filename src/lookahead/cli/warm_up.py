@@ -1,4 +1,4 @@
-"""`lookahead warm-up`: compiles loops, tries a model and prices its steps, before a first call has to."""
+"""`lookahead warm-up`: compile loops, try a model and time its steps, before the first call."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lookahead.core.files import OWN_FOLDER, user_cache
 from lookahead.errors import InvalidArgumentError
 
 _REPEATS = 3
-"""Timed steps of each size, fewer than `tune` times: later steps correct the curve."""
+"""Timed steps of each size; fewer than in `tune`, as decoding corrects the curve."""
 
 
 def run(settings: WarmUpSettings, consoles: Consoles) -> int:
-    """Compile, try and measure, say where it is kept, and return the exit code."""
+    """Compile, try and measure, print the folders of the results, and return the exit code."""
     own = user_cache() / OWN_FOLDER
     loaded = load_for_decoding(settings, consoles.notes)
     if not are_kept():
         raise InvalidArgumentError(f"{own} cannot keep compiled loops; name another folder by XDG_CACHE_HOME")
     kept = {"loops": str(loops_folder()), "trials": str(own / "findings")}
     config = settings.config
-    if settings.price and not loaded.is_gguf and not config.invariant:  # `tune` measures no such steps
+    if settings.price and not loaded.is_gguf and not config.invariant:  # `tune` cannot measure invariant steps
         contexts = fitting_contexts(None, loaded, consoles.notes)
-        contexts = contexts[: len(CONTEXTS) - 1]  # the longest one takes the longest
+        contexts = contexts[: len(CONTEXTS) - 1]  # without the longest, which takes most of the time
         try:
             points = measured_steps(loaded, NODE_COUNTS, contexts, _REPEATS, config.pack_weights, consoles.notes)
         except KeyboardInterrupt:

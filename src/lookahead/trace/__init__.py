@@ -1,4 +1,4 @@
-"""Traces: what every step of a run sent, where it came from, and what became of it; as objects, and as a page."""
+"""Traces of runs: the nodes of every step, their sources and the accepted path; as objects, and as a page."""
 
 from lookahead.trace.recorder import Trace, TracedStep, TracedText
 

@@ -1,5 +1,4 @@
-"""The recorder: handed over in a configuration, read afterwards, and written as a page: one HTML file with its style,
-its script and its data."""
+"""Recorder of steps, which a configuration takes, and its page: one HTML file with style, script and data."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from lookahead.text import TextBuilder
 from lookahead.version import __version__
 
 MOST_LISTED = 5
-"""Likeliest tokens that are kept after each node of the accepted path."""
+"""Number of most likely tokens to record after each node of the accepted path."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,20 @@ class TracedStep:
     """One step of one text. Nodes are counted from the root, which is node 0.
 
     Attributes:
-        tokens: Token of each node; the root's is the last one of the text so far.
+        tokens: Token of each node; the root has the last token of the text so far.
         parents: Parent of each node; -1 for the root.
-        window: The nodes of a lookahead window, which are read and never accepted.
-        origins: Where each node below the root came from.
-        path: The accepted nodes, downwards.
-        added: The tokens that the step added to the text: those of the path, and the model's own behind it.
-        predictions: The model's likeliest token after each node; -1 where it was not read.
-        certainties: The probability of that token, 0 where it is not known.
-        likeliest: For the root and each accepted node the model's likeliest tokens with their probabilities; empty
-            for methods that do not ask for them.
-        entries: Entries of the memory or the pool before the step; `None` where there is none.
-        learned: Predictions that it was shown by the step.
-        seconds: Time of each part of the step, of all rows of a batch together.
-        finished: Whether the text was complete with it.
+        window: Nodes of a lookahead window, which are read and never accepted.
+        origins: Source of each node below the root.
+        path: Accepted nodes, from the root downwards.
+        added: Tokens that the step added to the text: the accepted path, and the model's own token after it.
+        predictions: Most likely token after each node; -1 if its logits were not read.
+        certainties: Probability of that token; 0 if unknown.
+        likeliest: Most likely tokens with their probabilities, for the root and each accepted node; empty for methods
+            that do not read them.
+        entries: Number of entries in the memory or the pool before the step; `None` without either.
+        learned: Number of predictions that the drafter learned from the step.
+        seconds: Time of each part of the step, summed over all rows of the batch.
+        finished: Whether the step completed the text.
     """
 
     tokens: list[int]
@@ -67,7 +66,7 @@ class TracedStep:
 
     @classmethod
     def of(cls, result: StepResult, explanation: Explanation, seconds: Seconds, finished: bool) -> TracedStep:
-        """What is kept of a step (`StepWatcher`), in lists of its own."""
+        """Copy the recorded values of a step; see `StepWatcher` for the arguments."""
         tree = result.tree
         root = tree.root
         ids, probabilities = result.top_ids, result.top_probabilities
@@ -95,11 +94,11 @@ class TracedStep:
 
 @dataclass
 class TracedText:
-    """One text: a row of a call.
+    """Trace of one text, which is one row of a call.
 
     Attributes:
-        prompt: Token ids that it begins with.
-        steps: Its steps so far.
+        prompt: Token ids of the prompt.
+        steps: Steps so far.
     """
 
     prompt: list[int]
@@ -107,12 +106,12 @@ class TracedText:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that were generated."""
+        """Generated token ids."""
         return [token for step in self.steps for token in step.added]
 
     @property
     def nodes(self) -> int:
-        """Nodes that all steps sent, roots included."""
+        """Number of nodes in all steps, roots included."""
         return sum(len(step.tokens) for step in self.steps)
 
     @property
@@ -122,25 +121,25 @@ class TracedText:
 
 
 class Trace:
-    """Records the steps of all calls that its configuration is used in. It changes no text.
+    """Recorder of the steps of all calls with its configuration. It never changes the text.
 
-    As a context manager it writes its page at the end, whatever ended it:
+    As a context manager it writes its page at the end, also after an error:
 
         with lookahead.Trace("trace.html", tokenizer) as trace:
             config = lookahead.LookaheadConfig(trace=trace)
             lookahead.generate(model, input_ids, lookahead_config=config, max_new_tokens=200)
 
     Args:
-        path: Where the page goes; `write` takes one as well.
-        tokenizer: Names the tokens on the page, which shows their ids without one.
+        path: Path of the page; `write` takes one too.
+        tokenizer: Tokenizer for the texts of tokens; the page shows token ids without one.
         title: Heading of the page.
-        facts: What else the page is to say about the run, by name.
+        facts: Further facts about the run for the page, by name.
 
     Attributes:
-        texts: What was recorded: one for each row of each call, in the order in which they began.
+        texts: Recorded texts, one for each row of each call, in the order of their start.
 
     Raises:
-        InvalidArgumentError: Nothing can be written to `path`, or an argument is of another kind.
+        InvalidArgumentError: `path` cannot be written, or an argument has the wrong type.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Trace:
         if path is not None:
             values.check_path("path", path, _PATH)
         decodes = tokenizer is None or callable(getattr(tokenizer, "decode", None))
-        values.require(decodes, "tokenizer", tokenizer, "decodes nothing; give the model's tokenizer, or None")
+        values.require(decodes, "tokenizer", tokenizer, "has no decode method; give the model's tokenizer, or None")
         values.require(isinstance(title, str), "title", title, "must be a text")
         values.require(facts is None or isinstance(facts, Mapping), "facts", facts, "must be texts by name, in a dict")
         self.path = None if path is None else Path(path)
@@ -165,25 +164,25 @@ class Trace:
             check_path(self.path)
 
     def begin(self, prompt: Sequence[int]) -> StepWatcher:
-        """Begin a text with this prompt; returns the function to call after each of its steps."""
+        """Begin a text with this prompt, and return the function to call after each of its steps."""
         text = TracedText(list(prompt))
         self.texts.append(text)
         return lambda *step: text.steps.append(TracedStep.of(*step))
 
     def write(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the page: one HTML file, which needs no network. It is whole at any time, or as it was.
+        """Write the page, one HTML file that needs no network, and return its path. An old page is replaced atomically.
 
         Args:
-            path: Where to; `self.path` if not given.
+            path: Path of the page; `self.path` if not given.
 
         Raises:
-            InvalidArgumentError: There is no path, or it cannot be written.
+            InvalidArgumentError: No path is given, or it cannot be written.
         """
         if path is not None:
             values.check_path("path", path, _PATH)
         chosen = self.path if path is None else Path(path)
         if chosen is None:
-            raise InvalidArgumentError("path is not given; say where to write the page, as in write('trace.html')")
+            raise InvalidArgumentError("path is not given; give the path of the page, as in write('trace.html')")
         check_path(chosen)
         try:
             with replaced(chosen) as file:
@@ -200,21 +199,21 @@ class Trace:
             self.write()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
-        return self  # copies of a configuration record to the same place
+        return self  # copies of a configuration share the recorder
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that nothing can be written to.
+    """Check that a page can be written to a path.
 
     Raises:
-        InvalidArgumentError: The message says why.
+        InvalidArgumentError: The path is not a file, is not writable, or is a file but not a trace page.
     """
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-        raise InvalidArgumentError(f"trace: {path} is no file, or may not be written; choose another file")
+        raise InvalidArgumentError(f"trace: {path} is not a file, or is not writable; choose another file")
     try:
         if path.exists() and not _is_page(path):
             raise InvalidArgumentError(
-                f"trace: {path} holds something else than a trace, and was left as it is; choose another file"
+                f"trace: {path} is not a trace page, and was left unchanged; choose another file"
             )
         NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
     except OSError as error:
@@ -222,7 +221,7 @@ def check_path(path: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file is empty, or a page of a trace."""
+    """Whether a file is empty or a trace page."""
     with path.open("rb") as file:
         beginning = file.read(_HEAD)
     return not beginning or _MARK in beginning
@@ -237,38 +236,41 @@ FORMAT = 1
 _PATH = "must be the path of the page, as in 'trace.html'"
 
 _MARK, _HEAD = b'<meta name="generator" content="lookahead trace">', 256
-"""What tells our pages from others, and within how many bytes it comes."""
+"""Mark of a trace page, and the number of bytes at its start that contain the mark."""
 
 _PARTS = ("draft", "forward", "verify", "commit")
-"""Parts of a step, in the order that the script has them in."""
+"""Parts of a step, in the order of the page's script."""
 
 MOST_PROMPT = 20_000
-"""Characters of a prompt that are shown: its last ones."""
+"""Maximum number of characters of a prompt on the page, counted from its end."""
 
 
 def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: dict[str, str]) -> str:
-    """The page, whole: nothing on it comes from elsewhere."""
+    """Make the page as one self-contained HTML text."""
     data = json.dumps(to_data(texts, tokenizer, facts), ensure_ascii=False, separators=(",", ":"))
     folder = files("lookahead.trace")
     parts = {
         "title": html.escape(title),
         "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
         "script": "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("tree.js", "page.js")),
-        # Nothing that a text says may end the element that holds it.
+        # Escaped, so that no text can end the script element around it.
         "data": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     }
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], page)
-    return page.encode("utf-8", "replace").decode("utf-8")  # a tokenizer may give halves of characters
+    return page.encode("utf-8", "replace").decode("utf-8")  # a tokenizer may return lone surrogates
 
 
 Numbers = defaultdict[Any, int]
-"""Of what is asked for, as it comes."""
+"""Numbers of values, assigned in the order of first use."""
 
 
 def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) -> dict[str, Any]:
-    """What the page shows, as plain numbers and lists: tokens and sets of sources are named once, and numbered. A node
-    is attributed to the first source of its set."""
+    """Data of the page, as plain numbers and lists.
+
+    Tokens and sets of sources are listed once, and referred to by number. A node is attributed to the first source of
+    its set.
+    """
     vocabulary, evidence, sources = (Numbers(count().__next__) for _ in range(3))
     shown_texts = [
         {
@@ -298,10 +300,13 @@ def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) 
 
 
 def _step(step: TracedStep, vocabulary: Numbers, evidence: Numbers) -> dict[str, Any]:
-    """One step. By node below the root: `t` token, `p` parent, `e` evidence, `q` estimated probability in thousandths
-    (-1 for none). By node: `m` the model's likeliest token, `c` its probability in percent. `w` window nodes, `a`
-    accepted ones, `k` tokens added, `l` the likeliest tokens after root and accepted nodes in thousandths, `d`
-    microseconds of each part, `n` entries of the memory, `r` predictions learned."""
+    """Data of one step.
+
+    For each node below the root: `t` token, `p` parent, `e` evidence, `q` estimated probability in thousandths (-1 for
+    none). For each node: `m` most likely token after it, `c` its probability in percent. `o` is the root's token, `w`
+    window nodes, `a` accepted nodes, `k` added tokens, `l` most likely tokens after the root and accepted nodes with
+    probabilities in thousandths, `d` microseconds of each part, `n` entries of the memory, `r` predictions learned.
+    """
     likely = [-1 if origin.probability is None else round(1000 * origin.probability) for origin in step.origins]
     fields: dict[str, Any] = {
         "o": vocabulary[step.tokens[0]],
@@ -328,20 +333,20 @@ def _step(step: TracedStep, vocabulary: Numbers, evidence: Numbers) -> dict[str,
 
 
 def decode(tokens: Sequence[int], tokenizer: Any) -> str:
-    """Their text, special tokens included; their ids without a tokenizer."""
+    """Text of tokens, special tokens included; their ids without a tokenizer."""
     if tokenizer is None:
         return " ".join(f"#{token}" for token in tokens)
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def shown_prompt(prompt: Sequence[int], tokenizer: Any) -> str:
-    """The end of a prompt's text."""
+    """End of a prompt's text, at most `MOST_PROMPT` characters."""
     text = decode(prompt[-MOST_PROMPT:], tokenizer)
     return text if len(text) <= MOST_PROMPT else "…" + text[-MOST_PROMPT:]
 
 
 def pieces(steps: Sequence[Sequence[int]], tokenizer: Any, prompt: Sequence[int]) -> list[str]:
-    """The text that each step added. A character that two steps share belongs to the later one."""
+    """Text that each step added. A character with tokens in two steps belongs to the later one."""
     if tokenizer is None:
         return [decode(step, None) + " " for step in steps]
     builder, parts = TextBuilder(tokenizer, prompt, dropped=()), []
