@@ -37,7 +37,7 @@ def main() -> int:
         for run in runs:
             name = "the script" if run[0] == "-c" else shlex.join(run[1:])
             call = [sys.executable, "-W", "error::FutureWarning", *run]
-            done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=1800)
             is_wrong = done.returncode != 0 or "deprecated" in done.stderr
             failed += is_wrong
             print(f"{'FAILED' if is_wrong else 'ok    '} {name}", flush=True)

@@ -246,7 +246,7 @@ class ChatSettings(DecodingSettings):
         shown=False,
     )
     # Turns learn from each other, and answers repeat text of earlier turns.
-    learning: ClassVar = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ class EngineSettings(TextSettings):
         shown="no limit; for a server half of the free memory",
     )
     # Requests learn from each other, unless a memory is given.
-    learning: ClassVar = {"auto": {"memory": "process"}}
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}}
 
 
 @dataclass(frozen=True, kw_only=True)
