@@ -246,7 +246,10 @@ class ChatSettings(DecodingSettings):
         shown=False,
     )
     # Turns learn from each other, and answers repeat text of earlier turns.
-    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "auto": {"memory": "process"},
+        "paper": {"pool_from_prompt": True},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
