@@ -98,7 +98,7 @@ WHOLE = MODEL + TASK + PLAIN
 @pytest.mark.parametrize(
     ("suite", "words"),
     [
-        ("models = [", ["no TOML"]),
+        ("models = [", ["not a TOML file"]),
         (TASK + PLAIN, ["models", "at least one table"]),
         (MODEL + PLAIN, ["tasks", "at least one table"]),
         ("models = 3\n" + TASK + PLAIN, ["models", "[[models]]"]),

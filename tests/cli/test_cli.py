@@ -260,7 +260,7 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (["--device", ""], ["--device", "empty"]),
         (["--model", "none.gguf"], ["--model none.gguf: no such file"]),
         (["more"], ["more"]),
-        (["--invariant", "--fallback", "plain"], ["--fallback plain does not keep what --invariant promises"]),
+        (["--invariant", "--fallback", "plain"], ["--fallback plain cannot be combined with --invariant"]),
         (["--no-pool-from-output", "--preset", "jacobi"], ["--no-pool-from-output applies to preset"]),
         (["-W", "500", "-N", "50"], ["--window-size 500, --ngram-size 50, --guess-set-size 15"]),
         (["--memory", "pack_weights"], ["--memory pack_weights is", "./pack_weights"]),

@@ -107,7 +107,7 @@ def test_a_report_counts_the_answers(arguments: list[str], tmp_path: Path, capsy
 
 
 def test_options_of_another_kind_of_model_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for options, told in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv is")):
+    for options, told in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv applies")):
         assert main([*arguments, *options]) == 2
         assert told in capsys.readouterr().err
 
