@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAME = "lookahead-trial"
+NAME, IMAGE = "lookahead-trial", "lookahead:trial"
 URL = "http://127.0.0.1:8000"
 _PATIENCE = 600
 """Seconds until a container has to be healthy, on a machine that does much else."""
@@ -55,7 +55,7 @@ class Trial:
 
     def build(self, options: Sequence[str]) -> None:
         """Build the image."""
-        subprocess.run([*self._engine, "build", "--tag", NAME, *options, str(ROOT)], check=True)
+        subprocess.run([*self._engine, "build", "--tag", IMAGE, *options, str(ROOT)], check=True)
 
     def say(self, *words: str) -> str:
         """Run a command of the engine; its output."""
@@ -68,7 +68,7 @@ class Trial:
         """Start it with a new volume; the seconds until it is healthy."""
         begin = time.monotonic()
         where = ["--volume", f"{NAME}:/data", "--publish", "127.0.0.1:8000:8000"]
-        self.say("run", "--detach", "--name", NAME, *where, *self._options, NAME)
+        self.say("run", "--detach", "--name", NAME, *where, *self._options, IMAGE)
         while time.monotonic() - begin < _PATIENCE:
             with suppress(RuntimeError):
                 self.say("exec", NAME, *health_check())
@@ -88,7 +88,7 @@ class Trial:
 
     def files(self) -> list[str]:
         """Names of the files in the volume, from a second container."""
-        call = ["run", "--rm", "--volume", f"{NAME}:/data", *self._options, "--entrypoint", "ls", NAME, "-A", "/data"]
+        call = ["run", "--rm", "--volume", f"{NAME}:/data", *self._options, "--entrypoint", "ls", IMAGE, "-A", "/data"]
         return self.say(*call).split()
 
     def remove(self) -> None:
@@ -126,7 +126,8 @@ def try_container(trial: Trial) -> dict[str, bool]:
     print(f"first answer after {time.monotonic() - begin:.1f} s: {text!r}")
     with urllib.request.urlopen(URL, timeout=60) as page:
         html = page.read().decode()
-    compiled = [line for line in trial.say("diff", NAME).splitlines() if line.startswith("A ") and ".nbi" in line]
+    changes = trial.say("container", "diff", NAME).splitlines()
+    compiled = [line for line in changes if line.startswith("A ") and ".nbi" in line]
     code = trial.stop()
     return {
         f"user {user} is not root": user != "0",

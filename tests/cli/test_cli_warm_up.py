@@ -25,7 +25,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_it_says_where_loops_and_prices_are_kept(cache: Path, capsys: pytest.CaptureFixture[str], demo: Any) -> None:
     assert main(["warm-up", "--json", *CPU]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert any(Path(report["loops"]).glob("all-*"))
+    assert all(any(Path(report["loops"]).glob(name)) for name in ("all-*", "snapshots._add_up*"))
     assert Path(report["costs"]) in cache.rglob("*.json")
     assert load_costs(describe_setting(demo[0], LookaheadConfig())) is not None
 

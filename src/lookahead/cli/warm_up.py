@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from lookahead.backends.transformers.snapshots import fingerprint
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS
 from lookahead.cli import process, signals
 from lookahead.cli.loading import load_for_decoding
@@ -20,6 +23,7 @@ def run(settings: WarmUpSettings, consoles: Consoles) -> int:
     """Compile, try and measure, print the folders of the results, and return the exit code."""
     own = user_cache() / OWN_FOLDER
     loaded = load_for_decoding(settings, consoles.notes)
+    fingerprint(torch.zeros(1))  # compiles the loop that finds changes of packed weights
     if not are_kept():
         raise InvalidArgumentError(f"{own} cannot keep compiled loops; name another folder by XDG_CACHE_HOME")
     kept = {"loops": str(loops_folder()), "trials": str(own / "findings")}
