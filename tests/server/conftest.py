@@ -1,4 +1,4 @@
-"""A server process with a model that has a chat template; all tests of the folder speak to it."""
+"""A server process with a chat model, shared by all tests of the folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Print with a failure what the servers have logged: it names errors, and tokens of answers that are no JSON."""
+    """Add the servers' logs to a failure: they name errors, and the tokens of answers that are not JSON."""
     report = yield
     if report.failed:
         for process in ServerProcess.running:
@@ -47,10 +47,10 @@ def chat_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A running server with small limits, that asks for a key."""
+    """A running server with small limits and an API key."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text(f"another-key\n{KEY}\n")
-    # Longer than clients keep idle connections, 5 s: one must not be closed while a request is on its way.
+    # Longer than clients keep idle connections (5 s), or the server could close one just as a request arrives.
     limits = ["--max-rows", "8", "--queue", "56", "--max-body-bytes", "300000", "--read-timeout", "8"]
     options = ["--dtype", "float32", "--step-budget", "16", *limits]
     with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options, from_scratch=True) as process:
@@ -59,7 +59,7 @@ def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def _end_in_the_middle(process: ServerProcess) -> None:
-    """A signal takes effect when the running answers are complete."""
+    """Signal the server during an answer, which must still be complete."""
     client = OpenAI(base_url=f"{process.url}/v1", api_key=KEY, max_retries=0, timeout=600)
     stream = client.completions.create(model="chatty", prompt="x", max_tokens=40, temperature=0, stream=True)
     next(iter(stream))
@@ -71,13 +71,13 @@ def _end_in_the_middle(process: ServerProcess) -> None:
 
 @pytest.fixture(scope="session")
 def client(server: ServerProcess) -> OpenAI:
-    """OpenAI's client, connected to it."""
+    """OpenAI's client, connected to the server."""
     return OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=600)
 
 
 @pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    """Requests to it that OpenAI's client does not make."""
+    """A plain HTTP client, for requests that OpenAI's client does not make."""
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=600) as made:
         yield made

@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kinds that programs use, each with few enough values that an answer comes to an end."""
+"""Random JSON schemas of common kinds, with few enough values that answers end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Throws what is hostile, and what is random, at a server process: `make test-hostile`.
+"""Send hostile and random requests to a server process: `make test-hostile`.
 
-Every part says what it did; the exit status is 1 if the server failed, grew beyond its bound, or did not serve others.
+Each part prints its result. The exit status is 1 if the server failed, grew beyond its bound, or stopped serving
+other clients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from server_process import ServerProcess
 
 MOST_GROWTH = 400 * 2**20
-"""Bytes that a server may grow by; a body of 100 MB that was taken in would be a part of it."""
+"""Largest growth of a server, in bytes; a stored body of 100 MB would exceed it."""
 
 WEIGHTS = {
     "/v1/chat/completions": 8,
@@ -36,13 +37,13 @@ WEIGHTS = {
     "/detokenize": 2,
     "/v1/models/{name}": 1,
 }
-"""Shares of the random requests. What takes no input is asked for once."""
+"""Shares of the random requests. Paths without input get one request."""
 
-ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
+REQUEST = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
 
 
 class Target:
-    """A server, and whether it serves."""
+    """A server, with a check that it still serves."""
 
     def __init__(self, process: ServerProcess) -> None:
         self.process = process
@@ -59,8 +60,8 @@ class Target:
         return self.memory - self._before
 
     def serve(self) -> str:
-        """What a well-behaved client gets."""
-        answer = self.http.post("/v1/completions", json=ASKED)
+        """Return the text for a well-behaved client."""
+        answer = self.http.post("/v1/completions", json=REQUEST)
         answer.raise_for_status()
         return str(answer.json()["choices"][0]["text"])
 
@@ -70,7 +71,7 @@ class Target:
 
 
 def large_body(target: Target) -> None:
-    """100 MB, said beforehand and not."""
+    """100 MB, with and without a Content-Length."""
     assert target.http.post("/v1/completions", content=b"x" * 100_000_000).status_code == 413
     parts = (b"x" * 1_000_000 for _ in range(100))
     with suppress(httpx.TransportError):  # closed on the way
@@ -79,7 +80,7 @@ def large_body(target: Target) -> None:
 
 def many_stops(target: Target) -> None:
     """A million stop strings, within the size of a body."""
-    body = json.dumps(ASKED | {"stop": []})[:-2] + ",".join(['"a"'] * 1_000_000) + "]}"
+    body = json.dumps(REQUEST | {"stop": []})[:-2] + ",".join(['"a"'] * 1_000_000) + "]}"
     answer = target.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "too_many_values"
@@ -107,7 +108,7 @@ def silent_connections(target: Target) -> None:
 
 def slow_readers(target: Target) -> None:
     """Clients that read one byte a second."""
-    body = json.dumps(ASKED | {"max_tokens": 64, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps(REQUEST | {"max_tokens": 64, "stream": True, "logprobs": 20}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     readers = [target.connect() for _ in range(4)]
     for reader in readers:
@@ -123,7 +124,7 @@ def slow_readers(target: Target) -> None:
 
 
 def many_at_once(target: Target) -> None:
-    """64 clients at once, each with the text that it gets alone."""
+    """64 clients at once, each with the same text as by itself."""
     texts: list[str] = []
     threads = [threading.Thread(target=lambda: texts.append(target.serve())) for _ in range(64)]
     for thread in threads:
@@ -134,7 +135,7 @@ def many_at_once(target: Target) -> None:
 
 
 def random_requests(target: Target, cases: int) -> None:
-    """Requests made from the server's own OpenAPI document: none is an error of the server."""
+    """Requests made from the server's own OpenAPI document: none may cause a server error."""
     schema = schemathesis.openapi.from_url(f"{target.process.url}/openapi.json")
     operations = [operation.ok() for operation in schema.get_all_operations()]
     weights = [WEIGHTS.get(operation.path, 0) for operation in operations]
@@ -174,8 +175,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000, help="random requests (2000)")
     cases = parser.parse_args().cases
     failed = 0
-    kept = ("--kv-bytes", str(2**27))  # texts that are kept for others may take 1 GiB if nothing bounds them
-    options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8", *kept)
+    memory = ("--kv-bytes", str(2**27))  # without a bound, cached prefixes may take 1 GiB
+    options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8", *memory)
     with ServerProcess(*options, from_scratch=True) as process:
         target = Target(process)
         parts: list[Callable[[Target], None]] = [large_body, many_stops, bad_bytes, silent_connections, slow_readers]

@@ -1,4 +1,4 @@
-"""Libraries for agents against the server: functions, what they return, and answers in a form."""
+"""Libraries for agents against the server: function calls, their results, and structured answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "a-key"
 
 
 class Place(BaseModel):
-    """What answers are to look like."""
+    """Schema of the answers."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ class Place(BaseModel):
 
 @pytest.fixture
 def no_calls(client: OpenAI) -> dict[str, Any]:
-    """Forbids `<`, with which calls begin: only where one is required there is one."""
+    """Forbid `<`, the first token of a call, so that only required calls occur."""
     answer = client.post("../tokenize", body={"prompt": "<"}, cast_to=object)
     return {"logit_bias": {str(answer["tokens"][0]): -100}}  # type: ignore[index]
 

@@ -1,4 +1,4 @@
-"""Anthropic's protocol, by requests as its clients send them, and by the official client where it is installed."""
+"""Anthropic's protocol: requests as its clients send them, and the official client if it is installed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def test_texts_are_those_of_a_chat(http: httpx.Client, client: OpenAI) -> None:
     assert answer["content"] == [{"type": "text", "text": expected.choices[0].message.content}]
     assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "max_tokens")
     assert answer["usage"]["output_tokens"] == 16
-    told = answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
-    assert told == expected.usage.prompt_tokens
-    assert http.post("/v1/messages/count_tokens", json={**ASKED, "max_tokens": None}).json() == {"input_tokens": told}
+    input_tokens = answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
+    assert input_tokens == expected.usage.prompt_tokens
+    assert http.post("/v1/messages/count_tokens", json={**ASKED, "max_tokens": None}).json() == {
+        "input_tokens": input_tokens
+    }
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     more = {"system": system, "metadata": {"user_id": "u"}, "thinking": {"type": "disabled"}, "top_k": 1}
     answer = http.post("/v1/messages", json=ASKED | more).json()
@@ -48,8 +50,8 @@ def test_texts_are_those_of_a_chat(http: httpx.Client, client: OpenAI) -> None:
 
 def test_a_conversation_with_a_call_is_that_of_a_chat(http: httpx.Client, client: OpenAI) -> None:
     choice = {"type": "tool", "name": "place"}
-    asked = ASKED | {"tools": [TOOL], "tool_choice": choice, "max_tokens": 120}
-    answer = http.post("/v1/messages", json=asked).json()
+    request = ASKED | {"tools": [TOOL], "tool_choice": choice, "max_tokens": 120}
+    answer = http.post("/v1/messages", json=request).json()
     (call,) = answer["content"]
     assert (answer["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "place")
     assert set(call["input"]) == {"name", "large"}
@@ -106,7 +108,7 @@ def test_errors_have_their_form(http: httpx.Client, fields: Any, message: str) -
 
 def test_the_official_client(server: ServerProcess, client: OpenAI) -> None:
     anthropic = pytest.importorskip("anthropic")
-    plain = {name: value for name, value in ASKED.items() if name != "temperature"}  # which it has no argument for
+    plain = {name: value for name, value in ASKED.items() if name != "temperature"}  # the client has no such argument
     greedy: dict[str, Any] = plain | {"extra_body": {"temperature": 0}}
     reached = anthropic.Anthropic(base_url=server.url, api_key="a-key", max_retries=0)
     answer = reached.messages.create(**greedy)
@@ -114,8 +116,8 @@ def test_the_official_client(server: ServerProcess, client: OpenAI) -> None:
     with reached.messages.stream(**greedy) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
         assert stream.get_final_message().usage.output_tokens == 16
-    asked = greedy | {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
-    with reached.messages.stream(**asked | {"max_tokens": 120}) as stream:
+    request = greedy | {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    with reached.messages.stream(**request | {"max_tokens": 120}) as stream:
         final = stream.get_final_message()
     assert final.stop_reason == "tool_use"
     assert set(final.content[0].input) == {"name", "large"}

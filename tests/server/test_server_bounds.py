@@ -1,4 +1,4 @@
-"""What one request may take of a server: others are answered meanwhile, and it is refused or ended."""
+"""Bounds of one request: a costly one is refused or ended, and others are answered meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from server_process import ServerProcess
 
 SHORT = {"model": "demo", "prompt": "def f(", "max_tokens": 2}
 HOURS = {"type": "integer", "multipleOf": 4000037}
-"""A schema that takes minutes to prepare, and a gigabyte."""
+"""A schema that takes minutes and a gigabyte to prepare."""
 
 AMBIGUOUS = "start: s\ns: " + " | ".join(" ".join("s" * count) for count in range(2, 20)) + ' | "a" | ""'
 TIMEOUT = 8
@@ -47,12 +47,12 @@ def http(process: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
-def structured(**asked: Any) -> dict[str, Any]:
-    return SHORT | {"max_tokens": 16, "structured_outputs": asked}
+def structured(**constraint: Any) -> dict[str, Any]:
+    return SHORT | {"max_tokens": 16, "structured_outputs": constraint}
 
 
 def until_served(http: httpx.Client) -> None:
-    """Wait until there is room for a request again."""
+    """Wait until the server accepts a request again."""
     end = time.monotonic() + 120
     while http.post("/v1/completions", json=SHORT).status_code == 429:
         assert time.monotonic() < end
@@ -61,7 +61,7 @@ def until_served(http: httpx.Client) -> None:
 
 def test_a_grammar_that_takes_minutes_holds_nobody_up(http: httpx.Client) -> None:
     boolean = structured(json={"type": "boolean"})
-    assert http.post("/v1/completions", json=boolean).status_code == 200  # what tries grammars has been started
+    assert http.post("/v1/completions", json=boolean).status_code == 200  # starts the process that tries grammars
     with ThreadPoolExecutor() as threads:
         slow = threads.submit(http.post, "/v1/completions", json=structured(json=HOURS))
         time.sleep(0.2)
@@ -75,7 +75,7 @@ def test_a_grammar_that_takes_minutes_holds_nobody_up(http: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "constraint",
     [
         {"json": {"$ref": "#"}},
         {"json": {"enum": [f"value {number}" for number in range(70_000)]}},
@@ -91,8 +91,8 @@ def test_a_grammar_that_takes_minutes_holds_nobody_up(http: httpx.Client) -> Non
     ],
     ids=["loop", "values", "length", "alternatives", "nesting", "rules", "ambiguous"],
 )
-def test_grammars_beyond_the_limits_are_refused(http: httpx.Client, asked: Any) -> None:
-    body = structured(**asked) | {"max_tokens": 200, "logit_bias": {"0": -100}}
+def test_grammars_beyond_the_limits_are_refused(http: httpx.Client, constraint: Any) -> None:
+    body = structured(**constraint) | {"max_tokens": 200, "logit_bias": {"0": -100}}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400, answer.text
     assert http.post("/v1/completions", json=SHORT).status_code == 200
@@ -119,7 +119,7 @@ def test_a_text_has_as_many_tokens_as_the_model_takes(http: httpx.Client) -> Non
 
 def test_the_queue_is_that_of_all_that_work(http: httpx.Client) -> None:
     endless = {**SHORT, "max_tokens": 1500, "n": 16, "stream": True, "temperature": 1, "logit_bias": {"0": -100}}
-    asked = {
+    requests = {
         "/tokenize": {"prompt": "x"},
         "/detokenize": {"tokens": [5]},
         "/v1/completions": SHORT,
@@ -128,10 +128,10 @@ def test_the_queue_is_that_of_all_that_work(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json=endless) as answer:
         chunks = answer.iter_bytes()
         next(chunks)
-        assert [http.post(path, json=body).status_code for path, body in asked.items()] == [429] * 4
+        assert [http.post(path, json=body).status_code for path, body in requests.items()] == [429] * 4
         assert [http.get(path).status_code for path in ("/health", "/load", "/metrics")] == [200] * 3
     until_served(http)
-    assert [http.post(path, json=body).status_code for path, body in asked.items()] == [200] * 4
+    assert [http.post(path, json=body).status_code for path, body in requests.items()] == [200] * 4
 
 
 def test_a_client_that_never_reads_is_ended(process: ServerProcess, http: httpx.Client) -> None:
@@ -144,7 +144,7 @@ def test_a_client_that_never_reads_is_ended(process: ServerProcess, http: httpx.
         silent.connect((host, int(port)))
         silent.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         silent.settimeout(120)
-        assert silent.recv(1)  # its answers have begun
+        assert silent.recv(1)  # the answers have begun
         assert http.post("/v1/completions", json=SHORT).status_code == 429
         until_served(http)
 
@@ -154,10 +154,10 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     server = Command(["serve", "--port", "0"], {2: theirs})
     os.close(theirs)
-    said = b""
-    while b" at http" not in said or not said.endswith(b"\n"):
-        said += os.read(ours, 4096)
-    url = said.decode().rsplit(" ", 1)[1].strip()
+    log = b""
+    while b" at http" not in log or not log.endswith(b"\n"):
+        log += os.read(ours, 4096)
+    url = log.decode().rsplit(" ", 1)[1].strip()
     with httpx.Client(base_url=url, timeout=60) as client:
         for number in range(100):
             assert client.get(f"/none/{number}/{'x' * 100}").status_code == 404
@@ -167,7 +167,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
     server.wait(60)
 
 
-def test_what_is_wrong_in_a_list_is_told_once() -> None:
+def test_repeated_errors_in_a_list_are_reported_once() -> None:
     part = {"type": "no such"}
     user = {"role": "user", "content": [part] * 1000}
     bodies: list[tuple[Any, dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""Libraries that programs reach OpenAI's API with: a few calls of each, against the same texts of `model.generate`."""
+"""Client libraries for OpenAI's API: a few calls of each, against the texts of `model.generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACE = {
 
 @pytest.fixture(scope="module")
 def texts(demo: Any) -> dict[str, str]:
-    """What transformers says by itself after a prompt, and after a turn of a chat."""
+    """Texts of `model.generate` after a prompt and after a chat turn."""
     model, tokenizer = demo
 
     def after(text: str) -> str:
@@ -48,8 +48,8 @@ def reached(server: ServerProcess) -> dict[str, Any]:
 
 
 def light(reached: dict[str, Any], **options: Any) -> Any:
-    asked = {"model": "openai/chatty", "messages": TURN, "max_tokens": 16, "temperature": 0} | options
-    return litellm.completion(**reached, **asked)
+    request = {"model": "openai/chatty", "messages": TURN, "max_tokens": 16, "temperature": 0} | options
+    return litellm.completion(**reached, **request)
 
 
 def test_litellm_gets_the_text_whole_and_streamed(reached: dict[str, Any], texts: dict[str, str]) -> None:
@@ -74,8 +74,8 @@ def test_litellm_with_a_schema_and_tools(reached: dict[str, Any]) -> None:
     answer = light(reached, response_format=form, max_tokens=60)
     assert set(json.loads(answer.choices[0].message.content)) == {"name", "large"}
     tool = {"type": "function", "function": {"name": "go", "parameters": PLACE}}
-    asked = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "go"}}, "max_tokens": 120}
-    (call,) = light(reached, **asked).choices[0].message.tool_calls
+    request = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "go"}}, "max_tokens": 120}
+    (call,) = light(reached, **request).choices[0].message.tool_calls
     assert set(json.loads(call.function.arguments)) == {"name", "large"}
 
 

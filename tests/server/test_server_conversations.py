@@ -1,4 +1,4 @@
-"""Conversations of several turns with functions, with OpenAI's client, and what models write around text and calls."""
+"""Conversations of several turns with function calls, and parsing of reasoning, channels and calls in answers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ FORM = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": 
 
 
 def test_chats_carry_function_calls_and_results(client: OpenAI) -> None:
-    """A call, what it returned, and an answer in a form, by chats and by responses, streaming and not."""
+    """A call, its result, and a structured answer; whole and streamed."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
-    asked: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": [WEATHER, CLOCK]}
-    first = client.chat.completions.create(**asked, messages=TURN, tool_choice="required", parallel_tool_calls=False)
+    request: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": [WEATHER, CLOCK]}
+    first = client.chat.completions.create(**request, messages=TURN, tool_choice="required", parallel_tool_calls=False)
     message = first.choices[0].message
     (call,) = message.tool_calls or []
     result = {"role": "tool", "tool_call_id": call.id, "content": "12 C"}
-    asked |= {
+    request |= {
         "messages": [*TURN, message, result],
         "response_format": form,
         "logit_bias": {str(token_of(client, "<")): -100},
     }
-    second = client.chat.completions.create(**asked, max_tokens=40)
+    second = client.chat.completions.create(**request, max_tokens=40)
     assert set(json.loads(second.choices[0].message.content or "")) == {"a"}
-    with client.chat.completions.stream(**asked, max_tokens=40) as stream:
+    with client.chat.completions.stream(**request, max_tokens=40) as stream:
         assert stream.get_final_completion().choices[0].message.content == second.choices[0].message.content
 
 
@@ -59,8 +59,8 @@ def token_of(client: OpenAI, text: str) -> int:
 
 def test_responses_carry_function_calls_and_results(client: OpenAI) -> None:
     flat = [{"type": "function", **WEATHER["function"]}, {"type": "function", **CLOCK["function"]}]
-    asked: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": flat}
-    begun = asked | {"input": TURN, "tool_choice": {"type": "function", "name": "weather"}}
+    request: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": flat}
+    begun = request | {"input": TURN, "tool_choice": {"type": "function", "name": "weather"}}
     first = client.responses.create(**begun)
     (call,) = first.output
     assert call.type == "function_call"
@@ -74,7 +74,7 @@ def test_responses_carry_function_calls_and_results(client: OpenAI) -> None:
     assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}
     history = [*TURN, *(item.model_dump() for item in first.output), result]
-    last = client.responses.create(**asked, input=history, tool_choice="none", max_output_tokens=8)
+    last = client.responses.create(**request, input=history, tool_choice="none", max_output_tokens=8)
     messages = [
         *TURN,
         {
@@ -102,9 +102,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def special(demo: Any) -> Iterator[tuple[TestClient, Any]]:
-    """A model whose marks are special tokens, as Mistral's are."""
+    """A model with special tokens as marks, like Mistral's."""
     model, tokenizer = deepcopy(demo[0]), deepcopy(demo[1])
-    torch.manual_seed(0)  # of the new tokens
+    torch.manual_seed(0)  # embeddings of the new tokens are random
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = TEMPLATE
@@ -114,8 +114,8 @@ def special(demo: Any) -> Iterator[tuple[TestClient, Any]]:
 
 
 def ask(client: TestClient, **fields: Any) -> Any:
-    asked = {"model": "x", "messages": TURN, "temperature": 0, "max_tokens": 300} | fields
-    answer = client.post("/v1/chat/completions", json=asked)
+    request = {"model": "x", "messages": TURN, "temperature": 0, "max_tokens": 300} | fields
+    answer = client.post("/v1/chat/completions", json=request)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
 
@@ -144,13 +144,13 @@ def test_reasoning_between_special_tokens_is_parsed(special: tuple[TestClient, A
     never = ask(client, reasoning_effort="high", logit_bias={end: -100}, max_tokens=8)["message"]
     assert never["content"] == ""
     assert never["reasoning_content"]
-    asked = {"model": "x", "input": TURN, "reasoning": {"effort": "high"}, "max_output_tokens": 8, "temperature": 0}
-    answer = client.post("/v1/responses", json=asked | {"logit_bias": {end: -100}}).json()
+    request = {"model": "x", "input": TURN, "reasoning": {"effort": "high"}, "max_output_tokens": 8, "temperature": 0}
+    answer = client.post("/v1/responses", json=request | {"logit_bias": {end: -100}}).json()
     (item,) = answer["output"]
     assert item["type"] == "reasoning"
     assert item["content"][0]["text"] == never["reasoning_content"]
-    told = client.post("/v1/responses", json=asked | {"logit_bias": {end: 100}, "max_output_tokens": 40}).json()
-    assert [item["type"] for item in told["output"]] == ["message"]
+    answered = client.post("/v1/responses", json=request | {"logit_bias": {end: 100}, "max_output_tokens": 40}).json()
+    assert [item["type"] for item in answered["output"]] == ["message"]
 
 
 CHANNELS = (
@@ -161,7 +161,7 @@ CHANNELS = (
 
 
 def test_answers_in_channels(demo: Any) -> None:
-    """As GPT-OSS writes them: between special tokens, of which some end the answer."""
+    """GPT-OSS's form: channels between special tokens, some of them end tokens."""
     model, tokenizer = deepcopy(demo[0]), deepcopy(demo[1])
     torch.manual_seed(0)
     marks = [f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "return", "call")]
@@ -181,17 +181,17 @@ def test_answers_in_channels(demo: Any) -> None:
         formed = ask(client, response_format=form, logit_bias=bias)["message"]
         assert set(json.loads(formed["content"])) == {"a"}
         begun = ask(client, tools=[CLOCK], logit_bias={str(ids["<|channel|>"]): 100}, max_tokens=30)["message"]
-        told = [begun.get("reasoning_content"), begun["content"], begun.get("tool_calls")]
-        assert any(told)
-        assert not any("<|" in text for text in told[:2] if text)
+        parts = [begun.get("reasoning_content"), begun["content"], begun.get("tool_calls")]
+        assert any(parts)
+        assert not any("<|" in text for text in parts[:2] if text)
 
 
 CODEX = json.loads((Path(__file__).parent / "codex_request.json").read_text())
-"""What Codex CLI 0.171 sent after two calls, texts cut short."""
+"""Request of Codex CLI 0.171 after two calls, with shortened texts."""
 
 
 def flat_messages() -> list[dict[str, Any]]:
-    """The same conversation as a chat has it."""
+    """Return the same conversation as chat messages."""
 
     def call(number: int, name: str, arguments: str) -> dict[str, Any]:
         return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -212,8 +212,8 @@ def flat_messages() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("items", "messages"), [(4, 4), (7, 6), (10, 8)])
 def test_codex_is_answered_as_a_chat_is(client: OpenAI, items: int, messages: int) -> None:
-    asked = CODEX | {"model": "chatty", "input": CODEX["input"][:items], "temperature": 0, "max_output_tokens": 24}
-    answer = streamed(client, asked)
+    request = CODEX | {"model": "chatty", "input": CODEX["input"][:items], "temperature": 0, "max_output_tokens": 24}
+    answer = streamed(client, request)
     assert [tool["type"] for tool in answer["tools"]] == ["function", "function", "namespace"], "web_search is left out"
     functions = [tool for tool in CODEX["tools"] if tool["type"] == "function"]
     functions += [
@@ -231,9 +231,9 @@ def test_codex_is_answered_as_a_chat_is(client: OpenAI, items: int, messages: in
     assert answer["output"][0]["content"][0]["text"] == same.choices[0].message.content
 
 
-def streamed(client: OpenAI, asked: dict[str, Any]) -> Any:
-    """The response at the end of a stream."""
-    with client._client.stream("POST", "responses", json=asked, headers=client.auth_headers) as answer:
+def streamed(client: OpenAI, request: dict[str, Any]) -> Any:
+    """Return the response at the end of a stream."""
+    with client._client.stream("POST", "responses", json=request, headers=client.auth_headers) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
     return json.loads(lines[-1].removeprefix("data: "))["response"]
 
@@ -244,8 +244,8 @@ def test_calls_in_namespaces_come_back_with_them(client: OpenAI, http: httpx.Cli
     target = {"type": "object", "properties": {"target": {"enum": ["x"]}}, "required": ["target"]}
     inner = {"type": "function", "name": "close_agent", "parameters": target | {"additionalProperties": False}}
     space = {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [inner]}
-    asked = CODEX | {"model": "chatty", "tools": [space, *CODEX["tools"][:1]], "tool_choice": choice}
-    answer = streamed(client, asked | {"parallel_tool_calls": False})
+    request = CODEX | {"model": "chatty", "tools": [space, *CODEX["tools"][:1]], "tool_choice": choice}
+    answer = streamed(client, request | {"parallel_tool_calls": False})
     (call,) = answer["output"]
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "multi_agent_v1", "close_agent")
     assert call["arguments"] == '{"target":"x"}'
@@ -256,7 +256,7 @@ def test_calls_in_namespaces_come_back_with_them(client: OpenAI, http: httpx.Cli
         ("tools", [inner, inner]),
         ("tool_choice", some | {"tools": [{"type": "function", "name": "other"}]}),
     ):
-        answer = http.post("/v1/responses", json=asked | {field: value})
+        answer = http.post("/v1/responses", json=request | {field: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"].startswith(field)
 
@@ -276,18 +276,18 @@ ONE_OF = {"type": "object", "properties": {"c": {"enum": ["a", "b"]}}, "required
 
 def test_answers_cut_behind_a_call_say_so(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "w", "parameters": ONE_OF}}
-    asked: dict[str, Any] = {"model": "chatty", "messages": TURN, "tools": [tool], "tool_choice": "required"}
-    # The grammar's end is forbidden: the model goes on with further calls.
-    asked |= {"temperature": 0, "logit_bias": {"0": -100}, "max_tokens": 60}
-    cut = client.chat.completions.create(**asked).choices[0]
+    request: dict[str, Any] = {"model": "chatty", "messages": TURN, "tools": [tool], "tool_choice": "required"}
+    # The grammar's end is forbidden, so that the model writes further calls.
+    request |= {"temperature": 0, "logit_bias": {"0": -100}, "max_tokens": 60}
+    cut = client.chat.completions.create(**request).choices[0]
     assert (cut.finish_reason, len(cut.message.tool_calls or [])) == ("length", 2)
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**request, stream=True)]
     assert chunks[-1].finish_reason == "length"
-    one = client.chat.completions.create(**asked | {"parallel_tool_calls": False}).choices[0]
+    one = client.chat.completions.create(**request | {"parallel_tool_calls": False}).choices[0]
     assert (one.finish_reason, len(one.message.tool_calls or [])) == ("tool_calls", 1)
     flat = {"type": "function", **tool["function"]}  # type: ignore[dict-item]
-    asked = {"model": "chatty", "input": TURN, "tools": [flat], "tool_choice": "required", "temperature": 0}
-    answer = client.responses.create(**asked, max_output_tokens=60, extra_body={"logit_bias": {"0": -100}})
+    request = {"model": "chatty", "input": TURN, "tools": [flat], "tool_choice": "required", "temperature": 0}
+    answer = client.responses.create(**request, max_output_tokens=60, extra_body={"logit_bias": {"0": -100}})
     assert (answer.status, [item.type for item in answer.output]) == ("incomplete", ["function_call"] * 2)
 
 

@@ -1,4 +1,4 @@
-"""Faults of requests: status 400 and what is wrong, never 500, and what looks like a fault but asks for nothing."""
+"""Faulty requests: status 400 with the reason, never 500; unusual fields without effect are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nested(depth: int) -> str:
 
 
 def called(arguments: str) -> str:
-    """A conversation with a call of these arguments."""
+    """Return a conversation that holds a call with these arguments."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return json.dumps({**PLAIN, "messages": [{"role": "assistant", "tool_calls": [call]}, *TURN]})
 
@@ -60,7 +60,7 @@ def with_format(schema: str) -> str:
         (json.dumps({**PLAIN, "structured_outputs": {"regex": "a{1000000}"}}), "structured_outputs", "too many"),
     ],
 )
-def test_what_is_wrong_is_told(http: httpx.Client, body: str, param: str | None, message: str) -> None:
+def test_errors_name_the_field_and_the_reason(http: httpx.Client, body: str, param: str | None, message: str) -> None:
     answer = http.post(PATHS["chat"], content=body.encode(), headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -81,8 +81,8 @@ def test_bodies_that_are_no_plain_json_are_told_apart(http: httpx.Client) -> Non
     )
 
 
-def asked(server: ServerProcess, data: bytes, end: bool = False) -> bytes:
-    """What a server answers to bytes, of which all are sent before anything is read; `end` ends that half."""
+def answer_to(server: ServerProcess, data: bytes, end: bool = False) -> bytes:
+    """Send all bytes, then read the server's whole answer; `end` closes the sending half first."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(data)
@@ -100,18 +100,18 @@ def head(size: int, version: str = "1.1") -> bytes:
 
 def test_a_client_that_sends_too_much_reads_that_it_is_too_much(server: ServerProcess) -> None:
     for size in (400_000, 2_000_000):
-        assert b" 413 " in asked(server, head(size) + b" " * size)
+        assert b" 413 " in answer_to(server, head(size) + b" " * size)
     waiting = head(2_000_000).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
-    assert asked(server, waiting).startswith(b"HTTP/1.1 413 "), "it has not to send the body"
+    assert answer_to(server, waiting).startswith(b"HTTP/1.1 413 "), "it has not to send the body"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_ends_its_half_is_answered(server: ServerProcess, stream: bool) -> None:
     body = json.dumps({**PLAIN, "stream": stream}).encode()
-    answer = asked(server, head(len(body)) + body, end=True)
+    answer = answer_to(server, head(len(body)) + body, end=True)
     assert b"HTTP/1.1 200 OK" in answer
     assert b'"finish_reason":"length"' in answer
-    assert asked(server, head(len(body)) + body[:-1], end=True) == b"", "the body is not whole"
+    assert answer_to(server, head(len(body)) + body[:-1], end=True) == b"", "the body is not whole"
 
 
 def test_a_bad_memory_file_is_told_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,11 +202,11 @@ def test_pages_of_named_origins_may_read_answers(open_to_pages: TestClient, http
 
 def test_heads_are_those_of_answers(http: httpx.Client) -> None:
     for path in ("/health", "/", "/v1/models", "/page/page.js"):
-        told, answer = http.head(path), http.get(path)
-        assert (told.status_code, told.content) == (200, b"")
-        assert told.headers["content-length"] == str(len(answer.content))
+        head_only, answer = http.head(path), http.get(path)
+        assert (head_only.status_code, head_only.content) == (200, b"")
+        assert head_only.headers["content-length"] == str(len(answer.content))
 
 
 def test_probes_without_a_host_are_answered(demo: Any) -> None:
     with ServerProcess() as server:
-        assert asked(server, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        assert answer_to(server, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")

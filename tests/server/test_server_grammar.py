@@ -1,4 +1,4 @@
-"""Answers that follow a schema, and calls of functions; texts are those of plain decoding with the same grammar."""
+"""Answers that follow a schema, and function calls; texts equal plain decoding with the same grammar."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING
 
 
 class Masked(LogitsProcessor):
-    """A grammar for plain decoding: anew from the whole answer for each token.
+    """A grammar for plain decoding, evaluated from scratch for each token.
 
     Attributes:
-        choices: How many tokens were allowed in each place.
+        choices: Number of tokens allowed at each index.
     """
 
     def __init__(self, tokenizer: Any, schema: Any, prompt: int) -> None:
@@ -200,10 +200,10 @@ def chat_request(**fields: Any) -> ChatRequest:
 
 
 def accepted(text: str, request: ChatRequest, *rest: Any, **options: Any) -> bool:
-    """Whether the grammar of a request allows a whole answer."""
-    asked = grammar_of(request, *rest, {}, **options)
-    assert asked is not None
-    matcher = llguidance.LLMatcher(BYTES, asked[0])
+    """Return whether the grammar of a request allows a whole answer."""
+    grammar = grammar_of(request, *rest, {}, **options)
+    assert grammar is not None
+    matcher = llguidance.LLMatcher(BYTES, grammar[0])
     assert not matcher.get_error()
     return bool(matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting())
 
@@ -226,9 +226,9 @@ def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
     for text, count in ((one, 1), (two, 2), (one[: one.rindex("{}") + 1], 0)):
         for size in (1, 3, 1000):
             reader = AnswerReader(Thinking.NEVER, format_)
-            shown = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
+            visible = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
             rest, calls = reader.finish()
-            assert shown == ""
+            assert visible == ""
             assert rest.content == ("" if count else text)
             assert [each["function"] for each in calls] == [{"name": "clock", "arguments": "{}"}] * count
 
@@ -273,7 +273,10 @@ def test_an_answer_does_not_end_where_its_grammar_fails(demo: Any) -> None:
     tokens = grammar_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     wrong = tokenizer("[", return_tensors="pt", add_special_tokens=False)["input_ids"]
     grammar = llguidance.LLMatcher.grammar_from_json_schema(BOOLEAN)
-    for most in (None, llguidance.LLParserLimits(step_lexer_fuel=1)):  # which fails while it looks for what may follow
+    for most in (
+        None,
+        llguidance.LLParserLimits(step_lexer_fuel=1),
+    ):  # so little fuel fails in the search for the next tokens
         matcher = llguidance.LLMatcher(tokens, grammar, limits=most, log_level=0)
         assert not matcher.is_error()
         with pytest.raises(ValueError, match="the grammar failed"):
@@ -309,7 +312,7 @@ def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:
 
 
 def test_call_formats_are_recognised_by_chat_template() -> None:
-    """Lines of published templates."""
+    """The lines are from published templates."""
     lines = {
         "hermes": """{{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
         "llama3": """{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name """
@@ -322,9 +325,9 @@ def test_call_formats_are_recognised_by_chat_template() -> None:
         "harmony": """{{- "functions." + tool_call.name + "<|channel|>commentary " }}""",
     }
     for name, line in lines.items():
-        found = format_of("{% if tools %}" + line)
-        assert found is not None
-        assert found.name == name
+        format_ = format_of("{% if tools %}" + line)
+        assert format_ is not None
+        assert format_.name == name
     assert format_of("{% if tools %}") is FORMATS[[each.name for each in FORMATS].index("hermes")]
     assert format_of("<tool_call>") is None
 
@@ -367,9 +370,9 @@ def test_calls_are_separated_from_text() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n'
     for size in (1, 3, 100):
         reader = AnswerReader(Thinking.NEVER, HERMES)
-        shown = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
+        visible = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
         rest, calls = reader.finish()
-        assert (shown, rest.content) == ("Let me see.\n", "")
+        assert (visible, rest.content) == ("Let me see.\n", "")
         assert json.loads(calls[0]["function"]["arguments"]) == {"a": "</tool_call>"}
     reader = AnswerReader(Thinking.NEVER, HERMES)
     assert reader.add("a <b> <tool").content == "a <b> "

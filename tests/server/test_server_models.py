@@ -1,4 +1,4 @@
-"""Models of other kinds behind the server: LoRA adapters under names of their own, running states, images."""
+"""Other kinds of models behind the server: named LoRA adapters, running states, images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPT = "def add(a, b):\n"
 
 
 def continued(model: Any, prompt: str = PROMPT, tokens: int = 24, **options: Any) -> str:
-    """What `model.generate` continues a prompt with."""
+    """Return the text of `model.generate` after a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     ids = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
@@ -58,7 +58,7 @@ def base() -> Any:
 
 
 def adapter(base: Any, path: Path, seed: int) -> Any:
-    """The model with an adapter of random weights, which is saved."""
+    """Return the model with an adapter of random weights, and save the adapter."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -81,7 +81,7 @@ def test_adapters_are_models_beside_the_one_that_they_change(base: Any, tmp_path
         }
         for name, stream in streams.items():
             assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected[name]
-        for name in expected:  # again, so that drafts and kept keys and values come from what there was
+        for name in expected:  # again, with drafts and a KV cache from the first round
             answer = client.completions.create(model=name, prompt=PROMPT, max_tokens=24, temperature=0)
             assert answer.choices[0].text == expected[name]
         with pytest.raises(NotFoundError, match="the models are 'demo', 'one', 'two'"):
@@ -89,20 +89,20 @@ def test_adapters_are_models_beside_the_one_that_they_change(base: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("adapter_argument", "message"),
     [("one", "NAME=PATH"), ("one={folder}", "adapter_config.json"), ("demo={adapter}", "choose another")],
 )
 def test_adapters_that_cannot_be_are_refused(
-    given: str, said: str, base: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter_argument: str, message: str, base: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter(base, tmp_path / "adapter", 1)
-    given = given.format(folder=tmp_path, adapter=tmp_path / "adapter")
-    assert main(["serve", "--port", "0", "--lora", given]) == 2
-    assert said in capsys.readouterr().err
+    adapter_argument = adapter_argument.format(folder=tmp_path, adapter=tmp_path / "adapter")
+    assert main(["serve", "--port", "0", "--lora", adapter_argument]) == 2
+    assert message in capsys.readouterr().err
 
 
 def words(model: Any, path: Path, **more: Any) -> PreTrainedTokenizerFast:
-    """Save a tiny model with a tokenizer whose words are `w0`, `w1`, ..."""
+    """Save a tiny model with a tokenizer of the words `w0`, `w1`, ..."""
     known = {f"w{token}": token for token in range(VOCABULARY) if token != IMAGE_TOKEN}
     tokenizer = Tokenizer(models.WordLevel(known | {"<image>": IMAGE_TOKEN}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -150,9 +150,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that sees images of any size, whose words are `w1`, `w2`, ..."""
+    """A tiny model for images of any size, with the words `w1`, `w2`, ..."""
     path, model = tmp_path_factory.mktemp("models") / "seeing", build("llava/multimodal", Variant(window=12), "sdpa")
-    image_prompt(model, [[1]], 0)  # which sets the image token of the configuration
+    image_prompt(model, [[1]], 0)  # sets the image token of the configuration
     vision = model.config.vision_config
     size = vision.image_size
     processor = LlavaProcessor(
@@ -178,18 +178,18 @@ def as_url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def asked(url: str) -> list[dict[str, Any]]:
+def image_turn(url: str) -> list[dict[str, Any]]:
     image = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     return [{"role": "user", "content": [{"type": "text", "text": "w5"}, image, {"type": "text", "text": "w6 w7 w6"}]}]
 
 
 def seen(path: Path, data: bytes) -> str:
-    """What transformers says of an image."""
+    """Return the text of `model.generate` for an image."""
     processor, model = AutoProcessor.from_pretrained(path), AutoModelForImageTextToText.from_pretrained(path)
     inputs = processor(text=["w5 <image> w6 w7 w6 "], images=[Image.open(BytesIO(data))], return_tensors="pt")
     text = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    said = processor.tokenizer.decode(text, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return f" {said}"  # behind what was said before
+    decoded = processor.tokenizer.decode(text, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return f" {decoded}"  # the answer continues the prompt
 
 
 class Pictures(BaseHTTPRequestHandler):
@@ -218,17 +218,17 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
     with ServerProcess("--model", seeing, "--image-host", host, "--max-image-bytes", "100000") as server:
         client = connected(server)
 
-        def told(messages: Any, **options: Any) -> str:
+        def text_for(messages: Any, **options: Any) -> str:
             answer = client.chat.completions.create(
                 model="seeing", messages=messages, max_tokens=16, temperature=0, **options
             )
             return str(answer.choices[0].message.content)
 
         for _ in range(2):
-            assert [told(asked(as_url(picture(seed)))) for seed in (1, 2)] == expected
-        assert told(asked(f"http://{host}/picture")) == expected[0]
+            assert [text_for(image_turn(as_url(picture(seed)))) for seed in (1, 2)] == expected
+        assert text_for(image_turn(f"http://{host}/picture")) == expected[0]
         stream = client.chat.completions.create(
-            model="seeing", messages=asked(as_url(picture(2))), max_tokens=16, temperature=0, stream=True
+            model="seeing", messages=image_turn(as_url(picture(2))), max_tokens=16, temperature=0, stream=True
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected[1]
         parts = [
@@ -239,8 +239,8 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
         items: Any = [{"role": "user", "content": parts}]
         response = client.responses.create(model="seeing", input=items, max_output_tokens=16, temperature=0)
         assert response.output_text == expected[0]
-        assert told([{"role": "user", "content": "w5 w6"}]), "text alone is a prompt as well"
-        for url, said in {
+        assert text_for([{"role": "user", "content": "w5 w6"}]), "text alone is a prompt as well"
+        for url, message in {
             "http://127.0.0.1:1/picture": "no host",
             f"http://{host}/moved": "status 302",
             f"http://{host}/none": "status 404",
@@ -251,10 +251,10 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
             as_url(b"no image"): "no image",
             as_url(picture(1, "TIFF")): "no image in PNG",
         }.items():
-            with pytest.raises(BadRequestError, match=said):
-                told(asked(url))
+            with pytest.raises(BadRequestError, match=message):
+                text_for(image_turn(url))
         with pytest.raises(BadRequestError, match="the most is 16"):
-            told(asked(as_url(picture(1))) * 17)
+            text_for(image_turn(as_url(picture(1))) * 17)
 
 
 def test_images_are_bounded_and_of_allowed_hosts_alone(seeing: Path, host: str) -> None:
@@ -265,7 +265,7 @@ def test_images_are_bounded_and_of_allowed_hosts_alone(seeing: Path, host: str) 
         client = connected(server)
         padded = f"http://{allowed}".rjust(2048) + f":{port}/picture"
         picture_url = as_url(picture(1))
-        for urls, said in (
+        for urls, message in (
             ([padded], "characters; the most is"),
             ([padded.strip()], "no host"),
             ([f"http://{allowed}@{host}/picture"], "no host"),
@@ -273,14 +273,14 @@ def test_images_are_bounded_and_of_allowed_hosts_alone(seeing: Path, host: str) 
             ([as_url(large.getvalue())] * 3, "pixels in all"),
             ([f"data:image/png,{'%41' * 10}"], "no image"),
         ):
-            pictures = [part for url in urls for part in asked(url)[0]["content"]]
-            with pytest.raises(BadRequestError, match=said):
+            pictures = [part for url in urls for part in image_turn(url)[0]["content"]]
+            with pytest.raises(BadRequestError, match=message):
                 client.chat.completions.create(model="seeing", messages=[{"role": "user", "content": pictures}])
         with pytest.raises(BadRequestError, match="3 answers are more than the 2"):
-            client.chat.completions.create(model="seeing", messages=asked("http://host.of.nobody/"), n=3)  # type: ignore[arg-type]
-        assert client.chat.completions.create(model="seeing", messages=asked(picture_url), max_tokens=1).choices  # type: ignore[arg-type]
+            client.chat.completions.create(model="seeing", messages=image_turn("http://host.of.nobody/"), n=3)  # type: ignore[arg-type]
+        assert client.chat.completions.create(model="seeing", messages=image_turn(picture_url), max_tokens=1).choices  # type: ignore[arg-type]
 
 
 def test_a_model_that_reads_text_alone_refuses_images(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="reads text alone"):
-        client.chat.completions.create(model="chatty", messages=asked(as_url(picture(1))))  # type: ignore[arg-type]
+        client.chat.completions.create(model="chatty", messages=image_turn(as_url(picture(1))))  # type: ignore[arg-type]

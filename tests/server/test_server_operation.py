@@ -42,7 +42,7 @@ LONG = {"model": "chatty", "prompt": PROMPT, "max_tokens": 1500, "temperature": 
 
 
 def value_of(http: httpx.Client, name: str, **labels: str) -> float:
-    """A number among the metrics."""
+    """Return the value of a metric."""
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
             if sample.name == name and labels.items() <= sample.labels.items():
@@ -51,7 +51,7 @@ def value_of(http: httpx.Client, name: str, **labels: str) -> float:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
@@ -99,8 +99,8 @@ def test_silent_connections_are_closed(server: ServerProcess, http: httpx.Client
         connection.sendall((b"", b"POST /v1", head)[number % 3])
     assert http.get("/health").status_code == 200
     for number, connection in enumerate(silent):
-        said = b"".join(iter(lambda c=connection: c.recv(4096), b""))  # type: ignore[misc]
-        assert (b"408" in said) is (number % 3 == 2)
+        reply = b"".join(iter(lambda c=connection: c.recv(4096), b""))  # type: ignore[misc]
+        assert (b"408" in reply) is (number % 3 == 2)
         connection.close()
 
 
@@ -300,7 +300,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(
 
 
 class Running:
-    """A server in a thread, to which signals are told by hand."""
+    """A server in a thread; the test calls its signal handler."""
 
     def __init__(self, app: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -317,16 +317,16 @@ class Running:
 def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
     served = served_model("demo", *demo)
     running = Running(create_app([served], ServerSettings()))
-    asked = LONG | {"model": "demo", "n": 4}
+    request = LONG | {"model": "demo", "n": 4}
     with ThreadPoolExecutor() as threads, httpx.Client(base_url=running.url, timeout=60) as client:
-        whole = threads.submit(client.post, "/v1/completions", json=asked)
-        with client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+        whole = threads.submit(client.post, "/v1/completions", json=request)
+        with client.stream("POST", "/v1/completions", json=request | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             wait_for(lambda: served.engine.load.running == 8)
             running.signal()
             wait_for(lambda: not running.server.servers[0].is_serving())
-            next(line for line in lines if line)  # they go on
+            next(line for line in lines if line)  # the answers continue
             running.signal()
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
@@ -357,7 +357,7 @@ def test_the_third_signal_stops_at_once() -> None:
     server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit
     logger = logging.getLogger("uvicorn.error")
-    assert logger.disabled  # what is broken off is no error
+    assert logger.disabled  # interrupted requests are not errors
     logger.disabled = False
 
 

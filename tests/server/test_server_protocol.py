@@ -1,4 +1,4 @@
-"""The protocol, with OpenAI's own client against a server process; texts are those of `model.generate`."""
+"""The protocol: OpenAI's client against a server process; texts equal `model.generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURN_TEXT = "# user\ndef add(a, b):\n# assistant\n"
 
 
 def reference(demo: Any, prompt: str, seed: int = 0, **options: Any) -> list[int]:
-    """The new tokens that transformers gives by itself."""
+    """Return the new tokens of `model.generate`."""
     model, tokenizer = demo
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     torch.manual_seed(seed)
@@ -81,7 +81,7 @@ def test_sampled_text_is_that_of_generate(client: OpenAI, demo: Any, options: An
 
 
 class _Penalties(LogitsProcessor):
-    """OpenAI's formula, from the text anew for each token."""
+    """OpenAI's formula, computed from the whole text for each token."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -118,14 +118,14 @@ def test_logprobs_are_the_models(client: OpenAI, demo: Any) -> None:
     with torch.no_grad():
         logits = model(torch.cat([ids, torch.tensor([tokens])], dim=1)).logits[0, ids.shape[1] - 1 : -1]
     expected = logits.log_softmax(-1)
-    told = chat(client, logprobs=True, top_logprobs=3, max_completion_tokens=8).choices[0].logprobs.content
-    assert [entry.token for entry in told] == [tokenizer.decode([token]) for token in tokens]
-    for entry, row, token in zip(told, expected, tokens, strict=True):
+    entries = chat(client, logprobs=True, top_logprobs=3, max_completion_tokens=8).choices[0].logprobs.content
+    assert [entry.token for entry in entries] == [tokenizer.decode([token]) for token in tokens]
+    for entry, row, token in zip(entries, expected, tokens, strict=True):
         assert math.isclose(entry.logprob, float(row[token]), abs_tol=1e-4)
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
         assert bytes(entry.bytes).decode() == entry.token
     flat = complete(client, prompt=TURN_TEXT, max_tokens=8, logprobs=2).choices[0].logprobs
-    assert flat.token_logprobs == pytest.approx([entry.logprob for entry in told], abs=1e-4)
+    assert flat.token_logprobs == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
     assert all(len(each) == 2 for each in flat.top_logprobs)
 
 
@@ -142,15 +142,15 @@ def test_streamed_text_is_the_whole_text(client: OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert usage == whole.usage
-    for told, choice in zip(logprobs, whole.choices, strict=True):
-        assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
+    for entries, choice in zip(logprobs, whole.choices, strict=True):
+        assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
 
 
 def test_usage_with_each_chunk(client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    told = [chunk.usage.completion_tokens for chunk in complete(client, stream=True, stream_options=options)]
-    assert told == sorted(told)
-    assert told[-1] == 16
+    totals = [chunk.usage.completion_tokens for chunk in complete(client, stream=True, stream_options=options)]
+    assert totals == sorted(totals)
+    assert totals[-1] == 16
 
 
 def test_stop_strings_end_the_text_before_them(client: OpenAI, demo: Any) -> None:
@@ -188,7 +188,7 @@ def test_a_step_budget_bounds_the_nodes_of_each_step(client: OpenAI) -> None:
 @pytest.mark.parametrize(("preset", "source"), [("auto", "n-gram memory"), ("paper", "lookahead window")])
 def test_steps_name_the_source_of_each_node(client: OpenAI, preset: str, source: str) -> None:
     options = {"steps": True, "preset": preset}
-    # long enough for the whole window, which reaches no further than the text
+    # Long enough for the whole window, which ends with the text.
     stream = complete(client, lookahead=options, max_tokens=40, stream=True)
     chunks = [chunk for chunk in stream if hasattr(chunk, "lookahead")]
     trees = [chunk.lookahead["tree"] for chunk in chunks]
@@ -198,45 +198,45 @@ def test_steps_name_the_source_of_each_node(client: OpenAI, preset: str, source:
 
 
 def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
-    asked = {"max_completion_tokens": 48, "temperature": 0.7, "seed": 5, "lookahead": {"statistics": True}}
-    plain = chat(client, **asked)
+    request = {"max_completion_tokens": 48, "temperature": 0.7, "seed": 5, "lookahead": {"statistics": True}}
+    plain = chat(client, **request)
     text = plain.choices[0].message.content
-    predicted = chat(client, **asked, prediction={"type": "content", "content": text})
+    predicted = chat(client, **request, prediction={"type": "content", "content": text})
     assert predicted.choices[0].message.content == text
     details = predicted.usage.completion_tokens_details
     assert details.accepted_prediction_tokens >= 40
     assert predicted.lookahead["steps"] < plain.lookahead["steps"]
-    wrong = chat(client, **asked, prediction={"type": "content", "content": [{"type": "text", "text": "No. " * 9}]})
+    wrong = chat(client, **request, prediction={"type": "content", "content": [{"type": "text", "text": "No. " * 9}]})
     assert wrong.choices[0].message.content == text
     assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
-    details = chat(client, **asked, prediction={"type": "content", "content": ""}).usage.completion_tokens_details
+    details = chat(client, **request, prediction={"type": "content", "content": ""}).usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 def test_responses_have_the_text_of_generate_whole_and_streamed(client: OpenAI, demo: Any) -> None:
-    asked = {"model": MODEL, "input": "def add(a, b):", "max_output_tokens": 16, "temperature": 0}
+    request = {"model": MODEL, "input": "def add(a, b):", "max_output_tokens": 16, "temperature": 0}
     expected = text_of(demo, reference(demo, TURN_TEXT))
-    answer = client.responses.create(**asked)
+    answer = client.responses.create(**request)
     assert answer.output_text == expected
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.usage.output_tokens == 16
-    events = list(client.responses.create(**asked, stream=True))
+    events = list(client.responses.create(**request, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
     assert events[0].type == "response.created"
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == expected
-    told = client.responses.create(**asked | {"input": TURN}, instructions="Be brief.")
-    assert told.usage.input_tokens > answer.usage.input_tokens
+    structured = client.responses.create(**request | {"input": TURN}, instructions="Be brief.")
+    assert structured.usage.input_tokens > answer.usage.input_tokens
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}}
-    assert client.responses.create(**asked, text=form).output_text in ('{"a": true}', '{"a": false}')
+    assert client.responses.create(**request, text=form).output_text in ('{"a": true}', '{"a": false}')
     history = [*TURN, *answer.output, {"role": "user", "content": "Go on."}]  # as the client's documentation does
     plain = [*TURN, {"role": "assistant", "content": answer.output_text}, {"role": "user", "content": "Go on."}]
     for input_ in (history, [*TURN, *(item.model_dump() for item in answer.output), history[-1]]):
-        told, same = (client.responses.create(**asked | {"input": each}) for each in (input_, plain))
-        assert told.output_text == same.output_text
-        assert told.usage.input_tokens == same.usage.input_tokens
+        structured, same = (client.responses.create(**request | {"input": each}) for each in (input_, plain))
+        assert structured.output_text == same.output_text
+        assert structured.usage.input_tokens == same.usage.input_tokens
     form = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
     for field, value in (
         ("previous_response_id", "resp_1"),
@@ -246,7 +246,7 @@ def test_responses_have_the_text_of_generate_whole_and_streamed(client: OpenAI, 
         ("text", form),
     ):
         with pytest.raises(BadRequestError) as raised:
-            client.responses.create(**asked | {field: value})
+            client.responses.create(**request | {field: value})
         assert raised.value.param in (field, f"{field}.format")
         assert "response_format" not in raised.value.message
 
@@ -287,7 +287,7 @@ def test_fields_that_ask_for_nothing_are_left_out_and_others_named(place: str) -
             assert unused.reason in error.detail
 
 
-def test_what_libraries_add_to_earlier_answers_is_left_out() -> None:
+def test_fields_that_libraries_add_to_earlier_answers_are_ignored() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call]}
     added = {"index": 0, "provider_specific_fields": {"a": 1}}
@@ -298,7 +298,7 @@ def test_what_libraries_add_to_earlier_answers_is_left_out() -> None:
 
 
 def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:
-    """With the fields that clients of 2026 send along, and nothing that asks for anything."""
+    """Requests with the many fields that clients of 2026 send, all without effect here."""
     shared = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k", "user": "u"}
     shared |= {"safety_identifier": "s", "parallel_tool_calls": True, "tools": [], "temperature": 0}
     answer = client.chat.completions.create(
@@ -314,7 +314,7 @@ def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:
     )
     expected = text_of(demo, reference(demo, TURN_TEXT))
     assert answer.choices[0].message.content == expected
-    told = client.responses.create(
+    response = client.responses.create(
         model=MODEL,
         input=TURN,
         max_output_tokens=16,
@@ -324,7 +324,7 @@ def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:
         text={"verbosity": "low"},
         **shared,  # type: ignore[arg-type]
     )
-    assert told.output_text == expected
+    assert response.output_text == expected
 
 
 def test_echo_puts_the_prompt_before_the_answer(client: OpenAI) -> None:
@@ -340,21 +340,21 @@ def test_echo_puts_the_prompt_before_the_answer(client: OpenAI) -> None:
 
 def test_echoed_prompts_have_the_models_logprobs(client: OpenAI, demo: Any) -> None:
     model, tokenizer = demo
-    prompts = [PROMPT * 60, "class Stack:"]  # of which one is read in parts
+    prompts = [PROMPT * 60, "class Stack:"]  # the first is prefilled in parts
     choices = complete(client, prompt=prompts, max_tokens=1, echo=True, logprobs=2).choices
     for prompt, choice in zip(prompts, choices, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             rows = model(ids).logits[0].log_softmax(-1)
-        told, tokens = choice.logprobs, ids[0].tolist()
-        assert told.tokens[:-1] == [tokenizer.decode([token]) for token in tokens]
-        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        logprobs, tokens = choice.logprobs, ids[0].tolist()
+        assert logprobs.tokens[:-1] == [tokenizer.decode([token]) for token in tokens]
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
         expected = [float(row[token]) for row, token in zip(rows, tokens[1:], strict=False)]
-        assert told.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
-        assert [max(top.values()) for top in told.top_logprobs[1:]] == pytest.approx(
+        assert logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+        assert [max(top.values()) for top in logprobs.top_logprobs[1:]] == pytest.approx(
             rows.max(-1).values.tolist(), abs=1e-4
         )
-        assert told.text_offset[-1] == len(prompt)
+        assert logprobs.text_offset[-1] == len(prompt)
         assert choice.text.startswith(prompt)
     (chunk, *_) = complete(client, prompt=prompts[1], max_tokens=1, echo=True, logprobs=2, stream=True)
     assert chunk.choices[0].logprobs.token_logprobs == choices[1].logprobs.token_logprobs[:-1]
@@ -365,17 +365,17 @@ def test_ends_are_those_of_generate(client: OpenAI, demo: Any) -> None:
     plain = reference(demo, PROMPT, max_new_tokens=24)
     stop = plain[9]
     place = plain.index(stop)
-    told = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop]})
-    assert told.usage.completion_tokens == place + 1
-    assert told.choices[0].finish_reason == "stop"
-    assert told.choices[0].text == text_of(demo, plain[: place + 1])
+    answer = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop]})
+    assert answer.usage.completion_tokens == place + 1
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == text_of(demo, plain[: place + 1])
     expected = reference(demo, PROMPT, max_new_tokens=24, min_new_tokens=15, eos_token_id=[end, stop])
-    told = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop], "min_tokens": 15})
-    assert told.choices[0].text == text_of(demo, expected)
+    answer = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop], "min_tokens": 15})
+    assert answer.choices[0].text == text_of(demo, expected)
     bias = {str(end): 100}
     assert complete(client, max_tokens=4, logit_bias=bias).usage.completion_tokens == 1
-    told = complete(client, max_tokens=4, logit_bias=bias, extra_body={"ignore_eos": True})
-    assert (told.usage.completion_tokens, told.choices[0].finish_reason) == (4, "length")
+    answer = complete(client, max_tokens=4, logit_bias=bias, extra_body={"ignore_eos": True})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (4, "length")
     for wrong in ({"min_tokens": 25}, {"stop_token_ids": [10**6]}, {"ignore_eos": True, "structured_outputs": CHOICE}):
         with pytest.raises(BadRequestError) as raised:
             complete(client, max_tokens=24, extra_body=wrong)
@@ -416,12 +416,14 @@ def test_invalid_schemas_are_refused(client: OpenAI, form: Any) -> None:
 def test_options_of_the_chat_template_shape_the_prompt(client: OpenAI, http: httpx.Client, demo: Any) -> None:
     begun = [*TURN, {"role": "assistant", "content": "    return"}]
     extra: dict[str, Any] = {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}
-    told = client.chat.completions.create(model=MODEL, messages=begun, temperature=0, max_tokens=8, **extra)
+    answer = client.chat.completions.create(model=MODEL, messages=begun, temperature=0, max_tokens=8, **extra)
     expected = reference(demo, TURN_TEXT + "    return", max_new_tokens=8)
-    assert told.choices[0].message.content == text_of(demo, expected)
+    assert answer.choices[0].message.content == text_of(demo, expected)
     extra = {"extra_body": {"chat_template_kwargs": {"greeting": "# hello\n"}}}
-    told = client.chat.completions.create(model=MODEL, messages=TURN, temperature=0, max_tokens=8, **extra)
-    assert told.choices[0].message.content == text_of(demo, reference(demo, "# hello\n" + TURN_TEXT, max_new_tokens=8))
+    answer = client.chat.completions.create(model=MODEL, messages=TURN, temperature=0, max_tokens=8, **extra)
+    assert answer.choices[0].message.content == text_of(
+        demo, reference(demo, "# hello\n" + TURN_TEXT, max_new_tokens=8)
+    )
     extra = {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}
     with pytest.raises(BadRequestError, match="tokenize"):
         client.chat.completions.create(model=MODEL, messages=TURN, **extra)
@@ -464,7 +466,7 @@ def test_unsupported_fields_are_named(client: OpenAI, field: str, options: Any) 
 
 
 def deep(depth: int) -> bytes:
-    """A request whose schema is nested so deep."""
+    """Return a request with a schema nested to this depth."""
     schema = b'{"properties": {"a": ' * depth + b"{}" + b"}}" * depth
     form = b'{"type": "json_schema", "json_schema": {"name": "x", "schema": ' + schema + b"}}"
     return b'{"model": "chatty", "messages": [{"role": "user", "content": "x"}], "response_format": ' + form + b"}"
@@ -486,9 +488,9 @@ def test_unknown_models_and_malformed_bodies_are_refused(client: OpenAI, http: h
         answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
-    told = http.post("/v1/completions", data={"model": "chatty"})  # as curl -d does
-    assert told.status_code == 415
-    assert "Content-Type: application/json" in told.json()["error"]["message"]
+    answer = http.post("/v1/completions", data={"model": "chatty"})  # as curl -d does
+    assert answer.status_code == 415
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
     assert http.post("/v1/completions", content=b"{}", headers={"Content-Type": ""}).status_code == 415
     for depth in (100, 400):
         answer = http.post("/v1/chat/completions", content=deep(depth), headers={"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""Every feature, streaming and not: what OpenAI's client puts together from a stream is the whole answer."""
+"""Each feature, whole and streamed: the chunks add up to the whole answer in OpenAI's client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURN = [{"role": "user", "content": PROMPT}]
 
 
 class Place(BaseModel):
-    """What answers and calls are to look like."""
+    """Schema of answers and calls."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,8 +59,8 @@ FLATS: dict[str, dict[str, Any]] = {
 }
 
 
-def said(choice: Any) -> dict[str, Any]:
-    """What of a choice has to be the same in a stream; the identifiers of calls are random."""
+def content_of(choice: Any) -> dict[str, Any]:
+    """Return the parts of a choice that a stream must repeat; identifiers of calls are random."""
     message = choice.message
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     tokens = [entry.token for entry in rated(choice)]
@@ -68,46 +68,46 @@ def said(choice: Any) -> dict[str, Any]:
 
 
 def rated(choice: Any) -> list[Any]:
-    """The tokens of a choice, with their rivals, if log-probabilities were asked for."""
+    """Return the tokens of a choice and their alternatives, if log-probabilities were requested."""
     entries = (choice.logprobs.content or []) if choice.logprobs else []
-    return [told for entry in entries for told in (entry, *entry.top_logprobs)]
+    return [token for entry in entries for token in (entry, *entry.top_logprobs)]
 
 
 def counted(usage: Any) -> dict[str, Any]:
-    """All but how much of the prompt was known before."""
+    """Return the usage without the cached part of the prompt."""
     return usage.model_dump(exclude={"prompt_tokens_details"})
 
 
 @pytest.mark.parametrize("feature", CHATS)
 def test_chunks_of_a_chat_add_up_to_the_whole_answer(client: OpenAI, feature: str) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": TURN, "temperature": 0} | CHATS[feature]
-    if "max_completion_tokens" not in asked:
-        asked.setdefault("max_tokens", 16)
-    whole = client.chat.completions.create(**asked)
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+    request: dict[str, Any] = {"model": MODEL, "messages": TURN, "temperature": 0} | CHATS[feature]
+    if "max_completion_tokens" not in request:
+        request.setdefault("max_tokens", 16)
+    whole = client.chat.completions.create(**request)
+    with client.chat.completions.stream(**request, stream_options={"include_usage": True}) as stream:
         try:
             put_together: Any = stream.get_final_completion()
         except LengthFinishReasonError as cut:
             put_together = cut.completion
-    assert [said(choice) for choice in put_together.choices] == [said(choice) for choice in whole.choices]
+    assert [content_of(choice) for choice in put_together.choices] == [content_of(choice) for choice in whole.choices]
     assert counted(put_together.usage) == counted(whole.usage)
     for mine, other in zip(put_together.choices, whole.choices, strict=True):
         assert [each.logprob for each in rated(mine)] == pytest.approx(
             [each.logprob for each in rated(other)], abs=1e-4
         )
-    if "extra_body" in asked and "lookahead" in asked["extra_body"]:
-        *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-        told: Any = last
-        assert told.lookahead["tokens_per_step"] >= 1
-        assert set(told.lookahead) == set(whole.lookahead)  # type: ignore[attr-defined]
+    if "extra_body" in request and "lookahead" in request["extra_body"]:
+        *_, last = client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+        chunk: Any = last
+        assert chunk.lookahead["tokens_per_step"] >= 1
+        assert set(chunk.lookahead) == set(whole.lookahead)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("feature", FLATS)
 def test_chunks_of_a_completion_add_up_to_the_whole_answer(client: OpenAI, feature: str) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | FLATS[feature]
-    whole = client.completions.create(**asked)
+    request: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | FLATS[feature]
+    whole = client.completions.create(**request)
     texts, reasons, logprobs, usage = {}, {}, {}, None
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
@@ -121,12 +121,12 @@ def test_chunks_of_a_completion_add_up_to_the_whole_answer(client: OpenAI, featu
 
 
 def test_a_class_as_response_format_is_parsed(client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "temperature": 0}
-    answer = client.chat.completions.parse(**asked, messages=TURN, response_format=Place)  # type: ignore[arg-type]
+    request: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    answer = client.chat.completions.parse(**request, messages=TURN, response_format=Place)  # type: ignore[arg-type]
     parsed = answer.choices[0].message.parsed
     assert isinstance(parsed, Place)
-    with client.chat.completions.stream(**asked, messages=TURN, response_format=Place) as stream:  # type: ignore[arg-type]
+    with client.chat.completions.stream(**request, messages=TURN, response_format=Place) as stream:  # type: ignore[arg-type]
         assert stream.get_final_completion().choices[0].message.parsed == parsed
-    assert client.responses.parse(**asked, input=PROMPT, text_format=Place).output_parsed == parsed
-    with client.responses.stream(**asked, input=PROMPT, text_format=Place) as events:
+    assert client.responses.parse(**request, input=PROMPT, text_format=Place).output_parsed == parsed
+    with client.responses.stream(**request, input=PROMPT, text_format=Place) as events:
         assert events.get_final_response().output_parsed == parsed
