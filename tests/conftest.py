@@ -1,11 +1,11 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
-# Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
+# Before torch is imported: one thread, as in the Makefile, also for a direct call of pytest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torchvision_operators  # noqa: F401
@@ -20,7 +20,7 @@ from model_zoo import build
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Torch's own cache does not tell kernels by `ATEN_CPU_CAPABILITY`, and would run those of another run."""
+    """Torch's own cache ignores `ATEN_CPU_CAPABILITY`, and would load kernels for other capabilities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -28,7 +28,7 @@ def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was tuned or found for the user of this machine is not asked, nor added to."""
+    """Neither read nor change the findings in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: folder)
@@ -37,7 +37,7 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session", autouse=True)
 def _packed_where_asked_for() -> Iterator[None]:
-    """What is faster on this machine decides no test."""
+    """Measurements of this machine decide no test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookahead.backends.transformers.model_state.fastest_packing", lambda model: 1)
         yield
@@ -45,13 +45,13 @@ def _packed_where_asked_for() -> Iterator[None]:
 
 @pytest.fixture
 def llama() -> PreTrainedModel:
-    """A tiny random Llama, the same object for all tests; a test that changes it must change it back."""
+    """A tiny random Llama, shared by all tests; a test that changes it must restore it."""
     return build("llama")
 
 
 @pytest.fixture
 def prompt() -> torch.Tensor:
-    """A prompt for zoo models, `[1, 12]`, in which short runs repeat."""
+    """A prompt for zoo models, `[1, 12]`, with repeated short runs."""
     return torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 
 
@@ -69,7 +69,7 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_loops() -> None:
-    """The drafting loops, compiled: no test finds them missing that does not say so."""
+    """Compile the drafting loops before the first test that uses them."""
     from lookahead.drafting import compile_loops
 
     compile_loops()

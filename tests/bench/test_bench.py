@@ -1,4 +1,4 @@
-"""`lookahead bench run`: what is measured and compared, what is not measured twice, and what is kept."""
+"""`lookahead bench run`: measurements, comparisons, resumed runs, and result files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, model_folder: Path) -> Path:
 
 @pytest.fixture
 def bench(folder: Path) -> Bench:
-    """Run a benchmark, given as TOML, with more arguments if wanted; returns the exit code."""
+    """Run a benchmark from TOML, with optional further arguments; return the exit code."""
 
     def run(suite: str, *more: str) -> int:
         (folder / "suite.toml").write_text(suite)
@@ -86,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
-    """Let Ctrl-C come in the middle of the run after so many."""
+    """Simulate Ctrl-C in the middle of the run that follows `runs` complete ones."""
     done = 0
 
     class Interrupted(MethodRunner):
@@ -100,7 +100,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     monkeypatch.setattr(measuring, "MethodRunner", Interrupted)
 
 
-# what is measured
+# measurements
 
 
 def test_all_methods_write_the_reference_text_on_all_tasks(
@@ -156,7 +156,7 @@ def test_steps_of_assisted_generation_are_those_of_the_model(model_folder: Path)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     prompt = torch.tensor([[1, 2, 3, 4, 1, 2]])
     arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
-    # A drafting model that is the model itself: what it drafts is right, up to where it stops drafting.
+    # The model drafts for itself, so that every drafted token is right.
     assistant = AutoModelForCausalLM.from_pretrained(model_folder)
     assistant.generation_config.num_assistant_tokens = 5
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
@@ -224,7 +224,7 @@ def test_a_method_with_a_memory_begins_every_pass_with_an_empty_one(
     class Watched(MethodRunner):
         def run(self, *arguments: Any) -> Row:
             met.setdefault((id(self._model), self.method.name), []).append(arguments[0].tolist()[0])
-            self.models = [*getattr(self, "models", []), self._model]  # keeps their ids theirs
+            self.models = [*getattr(self, "models", []), self._model]  # a reference, so that ids are not reused
             return super().run(*arguments)
 
     monkeypatch.setattr(measuring, "MethodRunner", Watched)
@@ -235,7 +235,7 @@ def test_a_method_with_a_memory_begins_every_pass_with_an_empty_one(
     assert [len(prompts) for (_, method), prompts in met.items() if method == "auto"] == [8]
 
 
-# what is not measured twice
+# resumed runs
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
@@ -250,7 +250,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert len(rows_in(folder)) == 4
     monkeypatch.undo()
     before = (folder / "results.jsonl").read_text()
-    (folder / "results.jsonl").write_text(before + before[:100])  # a line that was cut off
+    (folder / "results.jsonl").write_text(before + before[:100])  # ends with a partial line
     assert bench(suite) == 0
     assert (folder / "results.jsonl").read_text().startswith(before)
     assert len(keys(folder)) == len(set(keys(folder))) == 6
@@ -313,7 +313,7 @@ def test_rows_measured_in_another_way_are_kept_apart(
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Let a method say another word at its fourth place."""
+    """Change the fourth token of a method's output."""
 
     class Wrong(MethodRunner):
         def run(self, *arguments: Any) -> Row:

@@ -1,4 +1,4 @@
-"""The file that describes a benchmark: what it says, and what is refused, with the key that is wrong."""
+"""Suite files of benchmarks: contents, defaults, and refusals that name the key."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_suite_of_the_repository_is_valid(path: Path, folder: Path) -> Non
     data.mkdir()
     for name in ("humaneval", "classeval", "gsm8k", "spec_bench", "stories"):
         (data / f"{name}.jsonl").write_text('{"id": "a", "prompt": "b"}\n')
-    model = folder / "models" / "stories260k"  # seen from the data, as the suite says it
+    model = folder / "models" / "stories260k"  # relative to the data, as in the suite
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     suite = read_suite(path, data)

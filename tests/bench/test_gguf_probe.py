@@ -1,4 +1,4 @@
-"""The probe of GGUF models: every way of decoding is run, and float32 texts are the same in all of them."""
+"""The probe of GGUF models: all ways of decoding run, with equal texts in float32."""
 
 import importlib
 import json

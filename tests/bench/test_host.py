@@ -1,4 +1,4 @@
-"""The host's part of a step: a stub generates recorded texts, and steps are timed by part."""
+"""The host's part of a step: a stub model replays recorded texts, and each part is timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_recorded_texts_are_served_and_their_steps_timed_by_part(tmp_path: Path)
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     requests = [{"open": "no drafts, temperature", "rows": 2}, {"turn": 0}, {"open": "auto", "rows": 0}, {"turn": 0}]
     program = [sys.executable, str(ROOT / "benchmarks/host_worker.py"), "--src", str(source), "--texts", str(texts)]
-    found = subprocess.run(
+    process = subprocess.run(
         [*program, "--prompt", "16", "--new-tokens", "32"],
         input="".join(json.dumps(request) + "\n" for request in requests),
         env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
@@ -46,7 +46,7 @@ def test_recorded_texts_are_served_and_their_steps_timed_by_part(tmp_path: Path)
         text=True,
         check=True,
     )
-    ready, _, engine, _, call = (json.loads(line) for line in found.stdout.splitlines())
+    ready, _, engine, _, call = (json.loads(line) for line in process.stdout.splitlines())
     assert ready
     parts = {"launched", "verify", "commit", "watch", "learn", "notify", "draft", "stage"}
     assert parts | {"plan"} == engine["parts_us"].keys()

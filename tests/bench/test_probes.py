@@ -1,4 +1,4 @@
-"""The probes: what their rows hold, and that a run goes on where it stopped."""
+"""The probes: their rows, and runs that continue after an interruption."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Measure = Callable[..., int]
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
-    """The command sets threads, random numbers and what transformers says; other tests want them as they were."""
+    """Restore threads, random numbers and the verbosity of transformers, which the command sets."""
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     verbosity = command.transformers.utils.logging.get_verbosity()
     yield
@@ -39,7 +39,7 @@ def as_before() -> Any:
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Measure:
-    """Run a probe; returns the exit status."""
+    """Run a probe; return the exit status."""
     return lambda name, *more: int(command.main([name, "--output", str(tmp_path / "rows.jsonl"), *map(str, more)]))
 
 
@@ -52,7 +52,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A probe of two units, `counting`, which notes the units that it measures; Ctrl-C comes before a third."""
+    """A probe `counting` of two units, which records the measured units; Ctrl-C comes before a third."""
     measured: list[str] = []
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def test_ways_take_turns_and_are_compared_with_the_first(capsys: pytest.CaptureF
 
 
 def test_the_fastest_of_several_runs_of_a_case_counts() -> None:
-    seconds = {"plain": [9.0, 2.0, 3.0], "fast": [9.0, 1.0, 0.5]}  # the first are not measured
+    seconds = {"plain": [9.0, 2.0, 3.0], "fast": [9.0, 1.0, 0.5]}  # the first run is a warm-up
 
     def way(name: str) -> probe.Way:
         return lambda case, turn: Counts([1], 1, 1, seconds[name].pop(0))

@@ -1,4 +1,4 @@
-"""The shares of repeated text, against a reference that follows the definition word by word."""
+"""The shares of repeated text, against a direct implementation of the definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lookahead.bench.summary import repeated_cycle_share, tokens_before_cycles
 
-# Few different tokens, so that runs of all periods are common; and texts made of a block said often.
+# Few distinct tokens, so that runs of all periods are common; and texts of one repeated block.
 NOISE = st.lists(st.integers(0, 2), max_size=40)
 REPEATED = st.builds(
     lambda before, block, copies, after: before + block * copies + after,
@@ -23,7 +23,7 @@ TEXTS = st.one_of(NOISE, REPEATED)
 
 
 def cycles_by_definition(tokens: list[int], max_period: int) -> Iterator[tuple[int, int]]:
-    """For every start and period the longest stretch, if it is long enough; shorter ones add nothing."""
+    """Yield the longest stretch for every start and period, if it is long enough."""
     for start in range(len(tokens)):
         for period in range(1, max_period + 1):
             end = start + period
@@ -62,12 +62,12 @@ def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
         ([], 0.0, 0),
         ([5], 0.0, 1),
         (list(range(50)), 0.0, 50),
-        ([1] * 8, 0.0, 8),  # only seven tokens repeat the one before
+        ([1] * 8, 0.0, 8),  # only seven tokens repeat their predecessor
         ([1] * 9, 1.0, 0),
         ([1, 2] * 4, 0.0, 8),
         ([1, 2] * 5, 1.0, 0),
         ([*range(20), *range(20)], 1.0, 0),  # both copies count
-        ([*range(20), *range(19)], 0.0, 39),  # not yet twice
+        ([*range(20), *range(19)], 0.0, 39),  # one token short of two copies
         ([*range(20), *range(20), *range(7)], 1.0, 0),  # the last copy is cut short
         ([*range(100, 110), *[7] * 10], 0.5, 10),
         ([*[7] * 10, *range(100, 110)], 0.5, 0),
@@ -86,5 +86,5 @@ def test_long_periods_are_left_out_on_request() -> None:
 
 
 def test_long_texts_are_no_burden() -> None:
-    """In time that grows with the square of the length this would take hours."""
+    """An algorithm of quadratic time would take hours."""
     assert repeated_cycle_share([i * i % 65521 for i in range(100_000)]) == 0.0

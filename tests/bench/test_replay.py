@@ -1,4 +1,4 @@
-"""Replays: what recordings are, what the probe writes, and what it refuses."""
+"""Replays: recordings, rows of the probe, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of rows: links stay links, what is not a regular file is left alone, and errors name the file."""
+"""Files of rows: links stay links, only regular files are replaced, and errors name the file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_irregular_files_are_refused_and_left_alone(tmp_path: Path, kind: str) -
 
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """As on a full disk: the system lets no file of this process grow beyond `size` bytes."""
+    """Simulate a full disk: no file of this process may grow beyond `size` bytes."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -89,7 +89,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
 
     with files_end_at(100), pytest.raises(OSError, match=str(path)):
         fill()
-    assert read_lines(path) == [{"id": 1}]  # the line that was cut off does not count
+    assert read_lines(path) == [{"id": 1}]  # without the partial line
     with files_end_at(2), pytest.raises(OSError, match=str(path)):
         open_rows(path, [{"id": 1}])
     assert read_lines(path) == [{"id": 1}]
@@ -134,15 +134,15 @@ THEIRS = {
 @pytest.mark.parametrize("restart", [True, False])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 @pytest.mark.parametrize("content", THEIRS.values(), ids=THEIRS)
-def test_what_does_not_begin_with_a_row_of_ours_is_left_alone(
+def test_files_that_do_not_begin_with_a_row_are_left_alone(
     tmp_path: Path, content: bytes, name: str, restart: bool
 ) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     before = path.read_bytes()
-    for asked in (path, tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"):  # either name leads to the file
+    for name_or_link in (path, tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"):  # either name leads to the file
         with pytest.raises(InvalidArgumentError, match=f"{path} does not begin with a row"):
-            kept_lines(asked, is_ours, restart=restart)
+            kept_lines(name_or_link, is_ours, restart=restart)
     assert path.read_bytes() == before
 
 
@@ -161,7 +161,7 @@ def test_a_last_line_without_an_end_counts_if_it_is_whole(tmp_path: Path) -> Non
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"id":1}\n{"id":2}')
     assert kept_lines(path, is_ours) == [{"id": 1}, {"id": 2}]
-    for half in ('{"id":2,"text":"€'.encode()[:-1], b'{"i', b"{"):  # cut in a character, in the key, behind the bracket
+    for half in ('{"id":2,"text":"€'.encode()[:-1], b'{"i', b"{"):  # cut in a character, in the key, after the bracket
         path.write_bytes(b'{"id":1}\n' + half)
         assert kept_lines(path, is_ours) == [{"id": 1}]
     path.write_bytes(b'{"id":1}\nremember: these are the good ones')

@@ -1,4 +1,4 @@
-"""The scaling law: against every outcome counted out, against simulation, and against what the paper prints."""
+"""The scaling law, against full enumeration, simulation and the paper's figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALPHAS = (0.0, 0.1, 0.425, 0.9, 1.0)
 
 
 def accepted(guess: tuple[bool, ...]) -> int:
-    """Tokens of a guess that pass before the first one that does not."""
+    """Return the number of right tokens before the first wrong one."""
     return guess.index(False) if False in guess else len(guess)
 
 
@@ -59,16 +59,16 @@ def test_s_grows_by_equal_steps_as_the_guesses_double() -> None:
     values = [PAPER_LAW.step_compression(2**power, 30) for power in range(6, 13)]
     slopes = np.diff(values)
     assert slopes == pytest.approx(slopes.mean(), rel=0.01)
-    # one doubling brings log(2) / log(1 / alpha) more tokens in one step of f
+    # Each doubling of b adds log(2) / log(1 / alpha) tokens to one step of f.
     assert slopes.mean() == pytest.approx(np.log(2) / np.log(1 / PAPER_LAW.alpha) / PAPER_LAW.f, rel=0.01)
 
 
 @pytest.mark.parametrize("law", [PAPER_LAW, ScalingLaw(0.05, 1.0), ScalingLaw(0.93, 12.0)])
 def test_fit_finds_the_law_that_made_the_points(law: ScalingLaw) -> None:
     sizes = [(w, n) for n in (3, 5, 7) for w in (1, 4, 15, 30)]
-    found, off = fit([Measured(w, n, law.step_compression(w, n)) for w, n in sizes])
-    assert found.alpha == pytest.approx(law.alpha, abs=1e-6)
-    assert found.f == pytest.approx(law.f, rel=1e-5)
+    fitted, off = fit([Measured(w, n, law.step_compression(w, n)) for w, n in sizes])
+    assert fitted.alpha == pytest.approx(law.alpha, abs=1e-6)
+    assert fitted.f == pytest.approx(law.f, rel=1e-5)
     assert off < 1e-7
 
 
@@ -76,14 +76,14 @@ def test_fit_is_a_minimum_when_the_points_scatter() -> None:
     rng = np.random.default_rng(0)
     sizes = [(w, n) for n in (3, 5) for w in (1, 4, 15)]
     points = [Measured(w, n, PAPER_LAW.step_compression(w, n) + rng.normal(0, 0.05)) for w, n in sizes]
-    found, off = fit(points)
+    fitted, off = fit(points)
 
     def deviation(alpha: float, f: float) -> float:
         law = ScalingLaw(alpha, f)
         squares = [(law.step_compression(p.window_size, p.ngram_size) - p.step_compression) ** 2 for p in points]
         return float(np.sqrt(np.mean(squares)))
 
-    alpha, f = found.alpha, found.f
+    alpha, f = fitted.alpha, fitted.f
     assert off == pytest.approx(deviation(alpha, f), abs=1e-12)
     for other_alpha, other_f in product((alpha - 1e-4, alpha, alpha + 1e-4), (f - 1e-3, f, f + 1e-3)):
         assert off <= deviation(other_alpha, other_f) + 1e-12

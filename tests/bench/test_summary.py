@@ -1,4 +1,4 @@
-"""Rows of suites: what a summary, a table and a plot say of them."""
+"""Summaries, tables and plots of suites' rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:
-    """As rows name them."""
+    """Return the options as rows name them."""
     options: dict[str, Any] = MethodSpec("", config).settings()["lookahead"]
     return options
 
@@ -48,7 +48,7 @@ def row(
     sampling: dict[str, Any] | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """A row as `bench run` would have written it, of a text of which a quarter lies in a cycle."""
+    """Return a row of `bench run` for a text with a cycle share of one quarter."""
     tokens = sum(lengths)
     early = steps_within(lengths, tokens // 2)
     return {
@@ -81,7 +81,7 @@ def row(
 
 
 ROWS = [
-    row("auto", "a", [4, 8], 0.6, nodes=8),  # done first, yet not the first method
+    row("auto", "a", [4, 8], 0.6, nodes=8),  # measured first, but not the first method
     row("plain", "a", [1] * 12, 1.2, nodes=1),
     row("engine", "a", [1] * 12, 1.0, nodes=1),
     row("lookup", "a", [6, 6], 0.4),
@@ -161,7 +161,7 @@ def test_first_difference_is_an_index_or_none(output: list[int], expected: list[
 
 
 def test_old_rows_without_nodes_of_each_step_are_summarised() -> None:
-    """Old rows know how many nodes there were in all."""
+    """Old rows have only the total number of nodes."""
     old = {**row("auto", "a", [4, 8], 0.6), "nodes": 16}
     del old["nodes_per_step"]
     auto = first(summarise([row("plain", "a", [1] * 12, 1.2), old])).methods[1]

@@ -1,4 +1,4 @@
-"""Tables of pages: what a declaration makes of rows, and that every page holds what its rows say."""
+"""Tables of pages: rows become tables, and every page matches its rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_table_is_on_a_page_and_every_mark_is_whole() -> None:
     marks = re.findall(r"(?m)^<!-- (table: \S+|end)(?:, by tools/\S+)? -->$", text)
     assert marks[1::2] == ["end"] * (len(marks) // 2)
     declared = re.findall(r"(?m)^\[(\S+)\]$", (ROOT / "benchmarks" / "tables.toml").read_text())
-    declared.append("fields")  # of the server's requests, see tests/tools/test_field_table.py
+    declared.append("fields")  # fields of requests, see tests/tools/test_field_table.py
     assert sorted(declared) == sorted(mark.removeprefix("table: ") for mark in marks[::2])
 
 

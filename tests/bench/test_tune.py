@@ -1,4 +1,4 @@
-"""`lookahead tune`: what is measured, shown, drawn and stored, and what is refused."""
+"""`lookahead tune`: measurement, table, plot, stored result, and refusals."""
 
 from __future__ import annotations
 

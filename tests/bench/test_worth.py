@@ -1,4 +1,4 @@
-"""The paired comparison of two checkouts: its intervals, its verdicts, and what it has on the disk."""
+"""The paired comparison of two checkouts: intervals, verdicts, and files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def cases(*ratios: float) -> dict[str, list[float]]:
 
 
 def test_equal_cases_have_no_interval_and_pass() -> None:
-    found = estimate(cases(*[1.0] * 10))
-    assert (found.median, found.low, found.high) == (0, 0, 0)
-    assert found.verdict(-0.01) == PASSES
+    result = estimate(cases(*[1.0] * 10))
+    assert (result.median, result.low, result.high) == (0, 0, 0)
+    assert result.verdict(-0.01) == PASSES
 
 
 @pytest.mark.parametrize(("change", "verdict"), [(0.0, PASSES), (-0.011, UNDECIDED), (-0.05, FAILS)])
@@ -51,7 +51,7 @@ def test_a_text_says_its_token_on_its_path_and_nothing_elsewhere() -> None:
 
 
 class Guess:
-    """Drafts two tokens, of which the second is wrong."""
+    """Draft one right token and one wrong token."""
 
     def propose(self, added: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         return [[int(tokens[row, length - 1]) + 1, 0] for row, length in enumerate(lengths)]
@@ -64,7 +64,7 @@ def test_vllm_keeps_what_is_right_and_one_token_more() -> None:
 
 
 def add(comparison: Comparison, case: str, *sides: list[int]) -> None:
-    """A turn of a line, of which the steps of each case are known."""
+    """Add a turn of a line, with the given steps of a case on each side."""
     for file, counts in zip(comparison._files, sides, strict=True):
         rows = [{"case": case, "tokens": 30, "steps": count, "seconds": 1.0} for count in counts]
         file.append({"line": "line", "turn": 0, "rows": rows})

@@ -1,4 +1,4 @@
-"""A Hub on this machine: repositories made of folders, of which one is slow, and one breaks off."""
+"""A local Hub: repositories made of folders; some are slow, gated, or break off."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Repository:
     Attributes:
         files: Contents by name.
         branches: Names of its commit.
-        gated: Files are given to nobody.
-        pause: Seconds before each chunk of a file, of 64 kB.
-        breaks: How often a file of more than one chunk breaks off in its middle; afterwards the server is down.
-        down: Whether files are answered with an error of the server.
+        gated: Whether all downloads are refused.
+        pause: Seconds before each chunk of 64 kB.
+        breaks: Number of downloads that break off in the middle of a file of several chunks; then the server is down.
+        down: Whether downloads get a server error.
     """
 
     files: dict[str, bytes]
@@ -39,7 +39,7 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        """Identifies the contents."""
+        """Hash of the contents."""
         digest = hashlib.sha1()
         for name, content in sorted(self.files.items()):
             digest.update(name.encode() + b"\0" + content)
@@ -47,7 +47,7 @@ class Repository:
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """Contents of a folder's files, by name."""
+    """Return the contents of a folder's files, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
@@ -57,18 +57,18 @@ class Hub:
 
     Attributes:
         url: Where it listens.
-        repositories: By name, other commits as `NAME@BRANCH`.
-        asked: Paths of all requests.
+        repositories: Repositories by name; other commits as `NAME@BRANCH`.
+        requested: Paths of all requests.
     """
 
     url: str
     repositories: dict[str, Repository]
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def hub_server(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """Serve repositories on a free port."""
+    """Serve repositories at a free port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     hub = Hub(f"http://127.0.0.1:{server.server_address[1]}", repositories)
@@ -88,9 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _hub(self) -> Hub:
-        found = self.server.hub  # type: ignore[attr-defined]
-        assert isinstance(found, Hub)
-        return found
+        hub = self.server.hub  # type: ignore[attr-defined]
+        assert isinstance(hub, Hub)
+        return hub
 
     def do_GET(self) -> None:
         self._answer()
@@ -101,14 +101,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self._hub.asked.append(path)
+        self._hub.requested.append(path)
         of_api = path.startswith("/api/models/")
         name, _, rest = path.removeprefix("/api/models/").strip("/").partition("/resolve/" if not of_api else "\0")
         if of_api:
             parts = name.split("/")
             name, rest = "/".join(parts[:2]), "/".join(parts[2:])
         kind, _, revision = rest.partition("/") if of_api else ("", "", rest.partition("/")[0])
-        commits = [found for key, found in self._hub.repositories.items() if key.partition("@")[0] == name]
+        commits = [commit for key, commit in self._hub.repositories.items() if key.partition("@")[0] == name]
         repository = next((one for one in commits if (revision or "main") in (*one.branches, one.commit)), None)
         if repository is None:
             self._fail(404 if commits else 401, "RevisionNotFound" if commits else "RepoNotFound")

@@ -1,4 +1,4 @@
-"""The command line: where prompts come from, what is printed where, what is refused, and the exit codes."""
+"""The command line: sources of prompts, output and errors, refusals, exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tokenizer: Any) -> list[int]:
-    """New tokens that transformers itself generates after PROMPT."""
+    """New tokens of `model.generate` after PROMPT."""
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)
     input_ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     output = model.generate(input_ids, do_sample=False, max_new_tokens=NEW_TOKENS)
@@ -143,13 +143,13 @@ def test_text_options_give_the_text_of_generate(
     output = model.generate(
         **inputs, **arguments, do_sample="--sample" in options, max_new_tokens=NEW_TOKENS, tokenizer=tokenizer
     )
-    wanted = output[0, inputs.input_ids.shape[1] :].tolist()
-    assert wanted != expected
+    tokens = output[0, inputs.input_ids.shape[1] :].tolist()
+    assert tokens != expected
     assert main(["generate", PROMPT, *SHORT, *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == wanted
+    assert json.loads(capsys.readouterr().out)["tokens"] == tokens
     assert main(["compare", PROMPT, *SHORT, *options, "--repeats", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["plain"]["tokens"] == result["lookahead"]["tokens"] == wanted
+    assert result["plain"]["tokens"] == result["lookahead"]["tokens"] == tokens
 
 
 def test_sampled_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_prompt_comes_from_a_file_or_a_pipe_as_it_is(
 ) -> None:
     prompt = "# naïve\r\nx = '€'\n"
     path = tmp_path / "prompt.txt"
-    path.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # the byte order mark is no part of the text
+    path.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # the byte order mark must be dropped
     if source != "file":
         pipe(monkeypatch, path.read_bytes())
     arguments = {"file": ["--file", str(path)], "file-dash": ["--file", "-"], "dash": ["-"], "pipe": []}[source]
@@ -213,13 +213,13 @@ def test_interrupt_prints_what_was_generated() -> None:
     with open(out, "rb") as output, open(err, "rb") as errors:
         first = output.read(40)  # generation is under way
         process.send_signal(signal.SIGINT)
-        rest, said = output.read(), errors.read().decode()
+        rest, messages = output.read(), errors.read().decode()
     assert process.wait(600) == 130
     assert len(first) == 40
     assert (first + rest).decode().endswith("\n")
-    assert said.startswith("interrupted: ")
-    assert "step compression" in said
-    assert said.count("\n") == 1
+    assert messages.startswith("interrupted: ")
+    assert "step compression" in messages
+    assert messages.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")
@@ -434,7 +434,7 @@ def test_a_folder_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str], 
 
 
 def fake_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let `lookahead.generate` report, and return, what `change` makes of its steps."""
+    """Let `lookahead.generate` report and return the steps that `change` makes."""
     real = lookahead.generate
 
     def fake(model: Any, input_ids: torch.Tensor, *, on_step: Any, **kwargs: Any) -> Any:
@@ -600,23 +600,23 @@ def test_models_that_ship_stop_strings(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def printed(tokenizer: Any, *steps: list[int]) -> list[str]:
-    """What is shown after each step, and at the end."""
+    """Return the text on the screen after each step, and at the end."""
     out = io.StringIO()
-    printer, shown = StepPrinter(Console(file=out), tokenizer), []
+    printer, screens = StepPrinter(Console(file=out), tokenizer), []
     for tokens in steps:
         printer.step(tokens)
-        shown.append(out.getvalue())
+        screens.append(out.getvalue())
     printer.finish()
-    return [*shown, out.getvalue()]
+    return [*screens, out.getvalue()]
 
 
 def test_characters_are_printed_whole(tokenizer: Any) -> None:
     text = "naïve 日本語 🦙 end"
     tokens = tokenizer(text).input_ids
     assert len(tokens) > len(text.split())
-    *shown, whole = printed(tokenizer, *([token] for token in tokens))
-    assert all(text.startswith(begin) for begin in shown)
-    assert len(set(shown)) < len(shown), "some tokens are parts of a character"
+    *screens, whole = printed(tokenizer, *([token] for token in tokens))
+    assert all(text.startswith(begin) for begin in screens)
+    assert len(set(screens)) < len(screens), "some tokens are parts of a character"
     assert whole == text + "\n"
 
 
@@ -628,7 +628,7 @@ def test_an_unfinished_character_is_printed_at_the_end(tokenizer: Any) -> None:
 
 def test_leading_space_rules_are_those_of_the_whole_text() -> None:
     class Words:
-        """Drops the space before the first token, as SentencePiece tokenizers do."""
+        """Drop the space before the first token, like SentencePiece tokenizers."""
 
         def decode(self, token_ids: list[int], **options: Any) -> str:
             return "".join([" once", " upon", " a", " time"][token] for token in token_ids).removeprefix(" ")
@@ -636,7 +636,7 @@ def test_leading_space_rules_are_those_of_the_whole_text() -> None:
     assert printed(Words(), [0], [1, 2], [3])[:3] == ["once", "once upon a", "once upon a time"]
 
 
-def test_what_is_piped_is_the_text_itself() -> None:
+def test_piped_text_is_unchanged() -> None:
     class Lines:
         def decode(self, token_ids: list[int], **options: Any) -> str:
             return "".join(["if x:\n\treturn", "\r\x1b[0m"][token] for token in token_ids)
@@ -651,10 +651,10 @@ def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:
     for piece in ("a long line, not wrapped", "\tx", "\x1b[2J"):
         printer.step(tokenizer(piece).input_ids)
     printer.finish()
-    shown = screen.getvalue()
-    assert shown.startswith("\x1b[36ma long line, not wrapped\x1b[0m\x1b[35m\tx\x1b[0m\x1b[36m")
-    assert "\x1b[2J" not in shown  # generated text cannot command the terminal
-    assert "␛[2J" in shown
+    screens = screen.getvalue()
+    assert screens.startswith("\x1b[36ma long line, not wrapped\x1b[0m\x1b[35m\tx\x1b[0m\x1b[36m")
+    assert "\x1b[2J" not in screens  # generated text cannot command the terminal
+    assert "␛[2J" in screens
 
 
 # the rest

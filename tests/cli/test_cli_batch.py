@@ -1,4 +1,4 @@
-"""`lookahead batch`: every answer that of `generate`, files that grow line by line, and runs that go on."""
+"""`lookahead batch`: answers equal `generate`, files grow line by line, and interrupted runs continue."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def test_a_report_counts_the_answers(arguments: list[str], tmp_path: Path, capsy
 
 
 def test_options_of_another_kind_of_model_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for options, told in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv applies")):
+    for options, message in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv applies")):
         assert main([*arguments, *options]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_what_was_done_is_said_off_a_terminal(
+def test_the_summary_is_printed_without_a_terminal(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 0
@@ -141,7 +141,7 @@ def test_bad_lines_become_errors_and_the_others_are_answered(arguments: list[str
     assert answers(tmp_path) == expected(tmp_path) | dict.fromkeys(errors)
 
     before = answers(tmp_path)
-    prompts.write_text(prompts.read_text().replace(bad["half"], '"w1"'))  # now it can be answered, and alone
+    prompts.write_text(prompts.read_text().replace(bad["half"], '"w1"'))  # now only this line is left to answer
     assert main(arguments) == 1
     after = answers(tmp_path)
     assert after.pop("half")
@@ -165,7 +165,7 @@ def test_lines_that_are_no_prompts_become_errors_until_they_are_mended(arguments
     assert answers(tmp_path) == expected(tmp_path)
 
 
-def test_what_a_tokenizer_raises_costs_one_line(
+def test_an_error_of_the_tokenizer_costs_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = type(AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True))
@@ -192,14 +192,14 @@ def test_a_device_as_output_is_refused_before_it_is_read(
     link = tmp_path / "link"
     link.symlink_to("/dev/full")
     if command == "batch":
-        given = [*arguments, "-o", str(link)]
+        command_line = [*arguments, "-o", str(link)]
     else:
         (tmp_path / "suite.toml").write_text(
             '[[models]]\nname = "demo"\npath = "demo"\n[[tasks]]\nname = "prompts"\ndata = "prompts.jsonl"\n'
             'max_new_tokens = 4\n[[methods]]\nname = "plain"\ntransformers = {}\n'
         )
-        given = ["bench", "run", str(tmp_path / "suite.toml"), "-o", str(link)]
-    assert main(given) == 2
+        command_line = ["bench", "run", str(tmp_path / "suite.toml"), "-o", str(link)]
+    assert main(command_line) == 2
     assert f"error: {link} is not a regular file" in capsys.readouterr().err
     assert os.readlink(link) == "/dev/full"
 
@@ -216,14 +216,14 @@ def test_a_file_of_something_else_is_left_alone(
     arguments: list[str], tmp_path: Path, command: str, restart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "suite.toml").write_text(SUITE)
-    given = arguments if command == "batch" else ["bench", "run", str(tmp_path / "suite.toml")]
+    command_line = arguments if command == "batch" else ["bench", "run", str(tmp_path / "suite.toml")]
     path = tmp_path / "settings.json"
     for content in ('{"theme": "dark"}', '{"id": "p1", "prompt": "w1", "request": 1}\n', '{"unit": "header"}\n'):
         path.write_text(content)
-        assert main([*given, "-o", str(path), *restart]) == 2
+        assert main([*command_line, "-o", str(path), *restart]) == 2
         assert f"error: {path} does not begin with a row of this command" in capsys.readouterr().err
         assert path.read_text() == content
-    assert main([*given, "-o", "-", *restart]) == 2
+    assert main([*command_line, "-o", "-", *restart]) == 2
     assert "'-' is not a file" in capsys.readouterr().err
     assert not Path("-").exists()
 
@@ -243,14 +243,14 @@ def test_an_empty_file_is_filled(arguments: list[str], tmp_path: Path) -> None:
     assert answers(tmp_path) == expected(tmp_path)
 
 
-def test_what_appears_while_the_model_is_loaded_is_left_alone(
+def test_a_file_that_appears_while_the_model_loads_is_left_alone(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = batch.load_for_decoding
 
-    def slow(*given: Any) -> Any:
+    def slow(*loader_arguments: Any) -> Any:
         (tmp_path / "answers.jsonl").write_text("mine")
-        return load(*given)
+        return load(*loader_arguments)
 
     monkeypatch.setattr(batch, "load_for_decoding", slow)
     assert main(arguments) == 2

@@ -1,4 +1,4 @@
-"""`lookahead cache`: what is kept in the user's cache, and its end."""
+"""`lookahead cache`: show and clear the library's files in the user's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookahead.core.files import user_cache
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library's folder in a cache that also has files of others."""
+    """The library's folder, in a cache that also has files of other programs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "lookahead-decoding"
     for name, size in {"loops-a/x.nbc": 1500, "loops-b/x.nbc": 500, "findings/x.json": 20, "cost/x.json": 999}.items():

@@ -1,4 +1,4 @@
-"""`lookahead chat`: answers are those of plain decoding, what is cached is not computed again, and nothing is lost."""
+"""`lookahead chat`: answers equal plain decoding, the KV cache is reused, and interrupted turns lose nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tiny.variant import Variant
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
-SEPARATOR = "<|endoftext|>"  # a special token, so that the text on either side is tokenized by itself
+SEPARATOR = "<|endoftext|>"  # a special token: the texts before and after it are tokenized separately
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
     + SEPARATOR
@@ -62,7 +62,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _python_handles_ctrl_c() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have been started without
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore the signal
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
@@ -81,7 +81,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> list[str]:
-    """Let somebody type `lines`, or do what raises an exception; returns where the markers will be."""
+    """Simulate a user who types `lines` or causes exceptions; return the list that collects the prompt markers."""
     typed, markers = iter(lines), []
 
     def fake_input(marker: str = "") -> str:
@@ -98,7 +98,7 @@ def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> lis
 
 
 def on_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[lookahead.StepRecord], None]) -> None:
-    """Do something after every step of `lookahead.generate`."""
+    """Call `do` after every step of `lookahead.generate`."""
     real = lookahead.generate
 
     def generate(*args: Any, on_step: Any, **kwargs: Any) -> Any:
@@ -121,14 +121,14 @@ def conversation(loaded: LoadedModel, turns: TurnFormat | None = None, **options
 
 
 def plain_answer(loaded: LoadedModel, input_ids: torch.Tensor, **options: Any) -> list[int]:
-    """New tokens that transformers itself generates after a conversation."""
+    """Return the new tokens of `model.generate` after a conversation."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     output = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
     return output[0, input_ids.shape[1] :].tolist()
 
 
 def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: Any) -> tuple[torch.Tensor, Answer]:
-    """Take a turn, whose answer must be that of plain decoding; returns its input as well."""
+    """Check that the answer of a turn equals plain decoding; return its input and the answer."""
     prompt = talk.prompt(text)
     answer = talk.answer(prompt)
     assert answer.recording.tokens == plain_answer(loaded, prompt.input_ids, **options)
@@ -150,7 +150,7 @@ def test_answers_are_those_of_plain_decoding(loaded: LoadedModel, preset: str) -
         assert answer.prefilled_tokens == input_ids.shape[1] - known
         assert answer.recording.statistics.steps <= NEW_TOKENS
         assert answer.cut == "max_new_tokens"
-        known = input_ids.shape[1] + len(answer.recording.tokens) - 1  # the last token was never read
+        known = input_ids.shape[1] + len(answer.recording.tokens) - 1  # the last token is not in the cache
         assert len(talk.cached) == known
         assert len(talk.messages) == 1 + 2 * number
     assert talk.messages[0] == {"role": "system", "content": "Write Python."}
@@ -182,7 +182,7 @@ def test_template_that_rewrites_what_was_said(loaded: LoadedModel) -> None:
     first, _ = check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert 0 < second.shape[1] - answer.prefilled_tokens < first.shape[1] + NEW_TOKENS - 1
-    # A template that changes the very beginning leaves nothing to go on from.
+    # A template that changes the beginning leaves nothing to reuse.
     counting = "{{ messages | length }}" + TEMPLATE
     talk = conversation(loaded, TurnFormat(loaded.tokenizer, counting))
     check_turn(loaded, talk, TURNS[0])
@@ -196,7 +196,7 @@ def test_template_that_shortens_the_conversation(loaded: LoadedModel) -> None:
     first, _ = check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert torch.equal(first, second)
-    assert answer.prefilled_tokens == 1  # one token must be read to see what follows it
+    assert answer.prefilled_tokens == 1  # at least one token has to be read for its logits
 
 
 def test_turns_without_a_template_are_joined_by_lines(loaded: LoadedModel) -> None:
@@ -206,7 +206,9 @@ def test_turns_without_a_template_are_joined_by_lines(loaded: LoadedModel) -> No
         input_ids, answer = check_turn(loaded, talk, turn)
         text += ("" if text.endswith("\n") else "\n") + turn
         assert loaded.tokenizer.decode(input_ids[0]) == text
-        assert input_ids.shape[1] - known <= answer.prefilled_tokens <= input_ids.shape[1] - known + 3  # at the seam
+        assert (
+            input_ids.shape[1] - known <= answer.prefilled_tokens <= input_ids.shape[1] - known + 3
+        )  # tokens merge at the seam
         known = input_ids.shape[1] + NEW_TOKENS - 1
         text += answer.text
 
@@ -244,16 +246,16 @@ def test_end_of_the_context(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", length + 7)
     _, answer = check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
     assert answer.cut == "context"
-    said = [*talk.messages]
+    history = [*talk.messages]
     with pytest.raises(InvalidArgumentError, match=rf"context is {length + 7}.*/reset"):
         talk.prompt(TURNS[1])
-    assert talk.messages == said
+    assert talk.messages == history
     talk.reset()
     check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
 
 
 class Numbers:
-    """Turns of a model without a tokenizer: each is a list of token ids, written as text."""
+    """Turn format of a model without a tokenizer: each turn is a list of token ids, written as text."""
 
     chat_template = None
 
@@ -277,7 +279,7 @@ def test_models_whose_positions_change_with_length(name: str) -> None:
         assert talk.answer(prompt).recording.tokens == expected
         reused += prompt.input_ids.shape[1] > ROPE_CONTEXT
     assert reused > 0
-    # A template that makes a long text short again: back to the positions of short texts.
+    # A shorter conversation must return to the positions of short texts.
     talk.messages = talk.messages[:2]
     prompt = talk.prompt("3 14")
     assert prompt.input_ids.shape[1] < ROPE_CONTEXT
@@ -286,21 +288,21 @@ def test_models_whose_positions_change_with_length(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "goes_on"), [("lfm2", True), ("mamba2", False)])
 def test_a_state_that_has_no_way_back_is_computed_anew(name: str, goes_on: bool) -> None:
-    """A turn that changes what was said before it, with a model whose cache cannot be cropped."""
+    """A changed history, with models that cannot crop their cache."""
     turns: Any = Numbers()
     loaded = LoadedModel(Path(name), families.build(name, Variant(), "sdpa"), turns)
     talk = conversation(loaded, turns, config=LookaheadConfig(step_budget=8), max_new_tokens=8)
     check_numbers(loaded, talk, "3 14 15 9 2 6 5")
-    kept = len(talk.cached)
-    assert (kept > 0) is goes_on
-    assert check_numbers(loaded, talk, "3 5 8 9") == talk.prompt("").input_ids.shape[1] - 8 - kept
+    cached_tokens = len(talk.cached)
+    assert (cached_tokens > 0) is goes_on
+    assert check_numbers(loaded, talk, "3 5 8 9") == talk.prompt("").input_ids.shape[1] - 8 - cached_tokens
     talk.messages = talk.messages[:2]
     prompt = talk.prompt("2 7")
     assert check_numbers(loaded, talk, "2 7") == prompt.input_ids.shape[1]
 
 
 def check_numbers(loaded: LoadedModel, talk: Conversation, turn: str) -> int:
-    """Take a turn, whose answer must be that of plain decoding; returns the tokens that were read before it."""
+    """Check that the answer of a turn equals plain decoding; return the number of prefilled tokens."""
     prompt = talk.prompt(turn)
     answer = talk.answer(prompt)
     assert answer.recording.tokens == plain_answer(loaded, prompt.input_ids, max_new_tokens=8)
@@ -324,7 +326,7 @@ def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.Mo
     assert answer.interrupted
     assert len(tokens) < NEW_TOKENS
     assert tokens == plain_answer(loaded, prompt.input_ids, max_new_tokens=len(tokens))
-    assert answer.recording.complete  # the step under way came to its end
+    assert answer.recording.complete  # the running step was completed
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
     known = prompt.input_ids.shape[1] + len(tokens) - 1
     assert len(talk.cached) == known
@@ -333,8 +335,7 @@ def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.Mo
 
 
 def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C does not wait: it may come when some layers have committed a step, and others have not. Then the
-    cache is that of the turn before."""
+    """A second Ctrl-C may leave a step committed in some layers only; the cache returns to the turn before."""
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
     known = len(talk.cached)
@@ -344,7 +345,7 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
         nonlocal moves
         moves += 1
         move(cache, *places)
-        if moves == 3:  # of steps whose paths do not lie in place
+        if moves == 3:  # only steps with out-of-place paths move entries
             for layer in cache.layers[:3]:
                 layer.length += 1
             signal.raise_signal(signal.SIGINT)
@@ -374,13 +375,13 @@ def test_a_turn_broken_off_before_its_answer_is_taken_back(
     talk = conversation(loaded)
     for text in earlier:
         check_turn(loaded, talk, text)
-    said = [*talk.messages]
+    history = [*talk.messages]
     with monkeypatch.context() as patch:
         patch.setattr(loaded.model.lm_head, "forward", broken_forward)
         answer = talk.answer(talk.prompt(TURNS[1]))
     assert answer.interrupted
     assert answer.text == ""
-    assert talk.messages == said
+    assert talk.messages == history
     check_turn(loaded, talk, TURNS[2])
 
 
@@ -391,12 +392,12 @@ def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, monkeypatch: pytes
 
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
-    said = [*talk.messages]
+    history = [*talk.messages]
     with monkeypatch.context() as patch:
         on_steps(patch, fail)
         with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):
             talk.answer(talk.prompt(TURNS[1]))
-    assert talk.messages == said
+    assert talk.messages == history
     check_turn(loaded, talk, TURNS[1])
 
 
@@ -435,7 +436,7 @@ def test_turns_through_a_pipe(
         assert report["cut"] == "max_new_tokens"
     assert again["text"] == first["text"]
     assert again["prefilled_tokens"] == first["prefilled_tokens"]
-    assert again["steps"] < first["steps"]  # the pool was kept
+    assert again["steps"] < first["steps"]  # the n-gram pool stays
 
 
 def test_text_through_a_pipe(
@@ -466,7 +467,7 @@ def test_typed_turns(
     out, err = capsys.readouterr()
     _, answer = check_turn(loaded, conversation(loaded, max_new_tokens=6), TURNS[0], max_new_tokens=6)
     assert out == answer.text + "\n"
-    assert len(markers) == err.count("> ") == 4  # not in the output, which is no terminal here
+    assert len(markers) == err.count("> ") == 4  # markers go to stderr, as the output is not a terminal
     assert "error: /nonsense is not a command" in err
     assert "not valid UTF-8" in err
     type_in(monkeypatch, KeyboardInterrupt())
@@ -559,7 +560,7 @@ def test_models_that_ship_stop_strings(
     tmp_path: Path,
 ) -> None:
     path = variant(model_path, tmp_path)
-    change(path / "generation_config.json", stop_strings=["e"])  # sooner or later
+    change(path / "generation_config.json", stop_strings=["e"])  # the answer will contain it
     pipe(monkeypatch, *TURNS)
     assert main(["chat", "--model", str(path), *CPU, "-n", str(NEW_TOKENS), "--json"]) == 0
     answers = reports(capsys.readouterr().out)
@@ -649,16 +650,16 @@ def test_on_a_terminal() -> None:
     seen = ""
 
     def wait_for(*words: str) -> str:
-        """What is on the screen up to the last of `words`, which must come in this order."""
+        """Wait for `words` in this order; return the screen up to the last one."""
         nonlocal seen
-        shown = ""
+        output = ""
         for word in words:
             while word not in seen:
-                assert select.select([keyboard], [], [], 600)[0], shown + seen
+                assert select.select([keyboard], [], [], 600)[0], output + seen
                 seen += os.read(keyboard, 1000).decode(errors="replace")
             before, seen = seen.split(word, 1)
-            shown += before + word
-        return shown
+            output += before + word
+        return output
 
     try:
         wait_for("continues code", "/help lists the commands", "\n> ")
@@ -677,5 +678,5 @@ def test_on_a_terminal() -> None:
 
 
 def test_the_tokenizer_of_a_template(model_path: Path) -> None:
-    """The template written above is the one that the model folder brings."""
+    """The template of the model folder is `TEMPLATE`."""
     assert AutoTokenizer.from_pretrained(model_path, local_files_only=True).chat_template == TEMPLATE

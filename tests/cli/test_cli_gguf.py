@@ -1,4 +1,4 @@
-"""The command line with a GGUF file for a model."""
+"""The command line with a GGUF file as the model."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 def test_generate_writes_the_text_of_the_model(
     capsys: pytest.CaptureFixture[str], demo_file: str, expected: str
 ) -> None:
-    found = report(capsys, "generate", PROMPT, "-n", "24", "--model", demo_file)
-    assert found["text"] == expected
-    assert (found["model"], found["dtype"], found["device"]) == (demo_file, "float32", "cpu")
+    result = report(capsys, "generate", PROMPT, "-n", "24", "--model", demo_file)
+    assert result["text"] == expected
+    assert (result["model"], result["dtype"], result["device"]) == (demo_file, "float32", "cpu")
 
 
 def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str], demo_file: str) -> None:
@@ -61,16 +61,18 @@ def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str
 def test_compare_finds_the_same_text_in_fewer_steps(
     capsys: pytest.CaptureFixture[str], demo_file: str, expected: str
 ) -> None:
-    found = report(capsys, "compare", PROMPT, "-n", "24", "--repeats", "1", "--model", demo_file, "--step-budget", "16")
-    assert found["identical"]
-    assert found["plain"]["text"] == found["lookahead"]["text"] == expected
-    assert found["plain"]["steps"] > found["lookahead"]["steps"]
+    result = report(
+        capsys, "compare", PROMPT, "-n", "24", "--repeats", "1", "--model", demo_file, "--step-budget", "16"
+    )
+    assert result["identical"]
+    assert result["plain"]["text"] == result["lookahead"]["text"] == expected
+    assert result["plain"]["steps"] > result["lookahead"]["steps"]
 
 
 def test_chat_writes_what_the_transformers_model_writes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str
 ) -> None:
-    """The demo model has no template, so turns are plain text or as a template on the command line says."""
+    """The demo model has no template: turns are plain text, or follow a template from the command line."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
     assert main(["chat", "--raw", "-n", "12", "--model", demo_file, "--json"]) == 0
     turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -101,7 +103,7 @@ def test_trace_writes_a_page(capsys: pytest.CaptureFixture[str], demo_file: str,
 def test_bench_finds_no_difference_between_methods(
     capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path
 ) -> None:
-    """Each method on an object of its own, with the weights of the file loaded once; none may differ."""
+    """Each method has its own object; the file's weights are loaded once."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "1", "prompt": PROMPT}) + "\n")
     (tmp_path / "suite.toml").write_text(
         f'[[models]]\nname = "file"\npath = "{demo_file}"\n'
@@ -117,7 +119,7 @@ def test_bench_finds_no_difference_between_methods(
 
 
 def test_the_server_answers_requests_side_by_side(demo_file: str, expected: str) -> None:
-    """Several requests at once, one of them with a grammar, through OpenAI's client."""
+    """Several concurrent requests, one with a grammar, through OpenAI's client."""
     openai = pytest.importorskip("openai")
     with ServerProcess("--model", demo_file, "--name", "file", "--max-rows", "4", "--step-budget", "24") as process:
         client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=600)

@@ -1,4 +1,4 @@
-"""`--model` with names of the Hub, from a Hub on this machine; `HF_HOME` is a folder of the test's own."""
+"""`--model` with names of the Hub, from a local Hub; `HF_HOME` is a temporary folder."""
 
 from __future__ import annotations
 
@@ -48,15 +48,17 @@ class OwnModel(LlamaForCausalLM):
 
 
 class Commands:
-    """Commands of one process, since that imports torch once."""
+    """Run commands in one process, which imports torch once."""
 
     def __init__(self, **environment: str) -> None:
-        given = {**os.environ, "HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+        variables = {**os.environ, "HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
         command = [sys.executable, "-c", EACH]
-        self._process = subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code, output and errors of a command."""
+        """Return the exit code, the output and the errors of a command."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(arguments) + "\n")
@@ -65,21 +67,21 @@ class Commands:
         return code, out, err
 
     def refused(self, *arguments: str) -> str:
-        """The one line with which a command is refused."""
+        """Return the error line of a command that must be refused."""
         code, out, err = self.run(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert err.startswith("error: ")
         return err
 
     def report(self, *arguments: str) -> dict[str, Any]:
-        """The JSON of a command that says nothing else."""
+        """Return the JSON of a command that must print nothing else."""
         code, out, err = self.run(*arguments)
         assert (code, err) == (0, "")
         report: dict[str, Any] = json.loads(out)
         return report
 
     def close(self) -> None:
-        self._process.kill()  # taking torch apart takes seconds
+        self._process.kill()  # the normal exit of torch takes seconds
         self._process.communicate()
 
 
@@ -91,13 +93,13 @@ def torch_bytes(weights: dict[str, torch.Tensor]) -> bytes:
 
 @pytest.fixture(scope="module")
 def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that the code of a repository makes."""
+    """A file that a repository's code creates when it runs."""
     return tmp_path_factory.mktemp("marker") / "has-run"
 
 
 @pytest.fixture(scope="module")
 def hub(marker: Path) -> Iterator[Hub]:
-    """The demo model as repositories of many forms."""
+    """A Hub with the demo model in many kinds of repositories."""
     demo = {name: content for name, content in folder_files(demo_model_path()).items() if name != "README.md"}
     weights = load_file(demo_model_path() / "model.safetensors")
     config, small = json.loads(demo["config.json"]), {**demo}
@@ -146,7 +148,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def commands(hub: Hub, home: str) -> Iterator[Commands]:
-    """Commands for which this Hub is the Hub."""
+    """Commands that use the local Hub."""
     running = Commands(HF_ENDPOINT=hub.url, HF_HOME=home)
     yield running
     running.close()
@@ -154,7 +156,7 @@ def commands(hub: Hub, home: str) -> Iterator[Commands]:
 
 @pytest.fixture(scope="module")
 def expected(demo: tuple[PreTrainedModel, Any]) -> str:
-    """What transformers itself writes."""
+    """Text of `model.generate`."""
     model, tokenizer = demo
     inputs = tokenizer(PROMPT, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
@@ -162,13 +164,13 @@ def expected(demo: tuple[PreTrainedModel, Any]) -> str:
 
 
 def files_asked(hub: Hub) -> set[str]:
-    """Files that were asked for since the last call."""
+    """Return the files requested since the last call."""
     names = {path.partition("/resolve/")[2].partition("/")[2] for path in hub.asked if "/resolve/" in path}
     hub.asked.clear()
     return names
 
 
-def test_what_a_model_needs_is_downloaded_once(hub: Hub, commands: Commands, expected: str) -> None:
+def test_only_needed_files_are_downloaded_and_only_once(hub: Hub, commands: Commands, expected: str) -> None:
     files_asked(hub)
     for needed in (
         {
@@ -180,16 +182,16 @@ def test_what_a_model_needs_is_downloaded_once(hub: Hub, commands: Commands, exp
         report = commands.report("generate", PROMPT, "--model", "tiny/once", *OPTIONS)
         assert report["text"] == expected
         assert report["model"] == f"tiny/once@{hub.repositories['tiny/once'].commit}"
-        asked = len(hub.asked)
+        requests = len(hub.requested)
         assert files_asked(hub) == needed
-    assert asked == 1, "which commit is the last one"
+    assert requests == 1, "only for the latest commit"
 
 
 def test_a_revision_is_another_model(hub: Hub, commands: Commands) -> None:
     for revision in ("short", hub.repositories["tiny/shards@short"].commit):
-        found = commands.run("generate", PROMPT, "--model", "tiny/shards", "--revision", revision, *OPTIONS)
-        report = json.loads(found[1])
-        assert report["prompt_tokens"] + len(report["tokens"]) == 16, found
+        result = commands.run("generate", PROMPT, "--model", "tiny/shards", "--revision", revision, *OPTIONS)
+        report = json.loads(result[1])
+        assert report["prompt_tokens"] + len(report["tokens"]) == 16, result
         assert report["model"].endswith(hub.repositories["tiny/shards@short"].commit)
 
 
@@ -214,7 +216,9 @@ def test_a_revision_is_another_model(hub: Hub, commands: Commands) -> None:
         (["tiny/other-gguf", "--trust-remote-code"], "--trust-remote-code applies to transformers models only"),
     ],
 )
-def test_what_the_hub_does_not_give_is_said_in_one_line(commands: Commands, model: list[str], words: str) -> None:
+def test_models_that_cannot_be_downloaded_are_refused_in_one_line(
+    commands: Commands, model: list[str], words: str
+) -> None:
     assert words in commands.refused("generate", PROMPT, "--model", *model)
 
 
@@ -233,10 +237,10 @@ def test_after_a_download_that_broke_off_the_rest_is_downloaded(
     assert "--model tiny/breaks: the download failed (" in message
     assert "503" in message
     repository.down = False
-    kept = {path.name for path in Path(home).glob("hub/models--tiny--breaks/snapshots/*/*")}
+    downloaded = {path.name for path in Path(home).glob("hub/models--tiny--breaks/snapshots/*/*")}
     files_asked(hub)
     assert commands.report("generate", PROMPT, "--model", "tiny/breaks", *OPTIONS)["text"] == expected
-    assert files_asked(hub) == repository.files.keys() - kept
+    assert files_asked(hub) == repository.files.keys() - downloaded
 
 
 def test_offline_the_cache_is_enough(hub: Hub, commands: Commands, home: str, expected: str) -> None:
@@ -293,24 +297,26 @@ def test_a_gguf_file_is_named_by_its_name_or_a_part_of_it(
     hub: Hub, commands: Commands, name: str, files: set[str]
 ) -> None:
     files_asked(hub)
-    message = commands.refused("generate", PROMPT, "--model", name)  # there is no model in the file
+    message = commands.refused("generate", PROMPT, "--model", name)  # the file holds no model
     assert f"--model {name}: " in message or "llama-cpp-python" in message
     assert files_asked(hub) == files
 
 
 def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = b"", code: int = 130) -> bytes:
-    """What a command shows on a terminal up to some text, where Ctrl-C ends it unless another exit code comes."""
+    """Return the terminal output of a command up to the text `until`; with code 130, Ctrl-C then ends the command."""
     pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x20\x00\x60\x00\x00\x00\x00\x00")
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_TOKEN": ""}
-    given = [sys.executable, "-m", "lookahead", "generate", PROMPT, "--model", model]
-    with subprocess.Popen(given, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True) as process:
+    command = [sys.executable, "-m", "lookahead", "generate", PROMPT, "--model", model]
+    with subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True
+    ) as process:
         os.close(its)
         os.write(ours, typed)
-        shown = b""
-        while until not in shown:
-            shown += os.read(ours, 1 << 16)
+        output = b""
+        while until not in output:
+            output += os.read(ours, 1 << 16)
         if code == 130:
             process.send_signal(signal.SIGINT)
         while True:
@@ -320,24 +326,24 @@ def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = 
                 break
     os.close(ours)
     assert process.returncode == code
-    return shown
+    return output
 
 
 def test_a_terminal_shows_how_far_a_download_is(hub: Hub, home: str) -> None:
-    shown = on_a_terminal(hub, home, "tiny/slow", until=b"B/s]")
-    assert b"downloading: " in shown
-    assert b"files" not in shown
+    output = on_a_terminal(hub, home, "tiny/slow", until=b"B/s]")
+    assert b"downloading: " in output
+    assert b"files" not in output
 
 
 def test_a_terminal_offers_gguf_files_to_choose_from(hub: Hub, home: str) -> None:
     files_asked(hub)
-    shown = on_a_terminal(hub, home, "tiny/gguf", until=b"loading the model", typed=b"2\n")
-    assert b"  1  F16/small-F16-00001-of-00002.gguf" in shown
-    assert b"  2  small-Q4_K_M.gguf" in shown
-    assert b"mmproj" not in shown
+    output = on_a_terminal(hub, home, "tiny/gguf", until=b"loading the model", typed=b"2\n")
+    assert b"  1  F16/small-F16-00001-of-00002.gguf" in output
+    assert b"  2  small-Q4_K_M.gguf" in output
+    assert b"mmproj" not in output
     assert files_asked(hub) <= {"small-Q4_K_M.gguf"}
 
 
 def test_no_choice_is_a_refusal(hub: Hub, home: str) -> None:
-    shown = on_a_terminal(hub, home, "tiny/gguf", until=b"several GGUF files", typed=b"\x04", code=2)
-    assert b"error: --model tiny/gguf: " in shown
+    output = on_a_terminal(hub, home, "tiny/gguf", until=b"several GGUF files", typed=b"\x04", code=2)
+    assert b"error: --model tiny/gguf: " in output

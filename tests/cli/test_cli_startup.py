@@ -1,4 +1,4 @@
-"""Starting the command line: what is imported before it is needed, and Ctrl-C before anything has happened."""
+"""Start of the command line: no early imports, and Ctrl-C during start-up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def start(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]
     )
 
 
-def test_what_needs_no_model_imports_none_of_the_heavy_packages() -> None:
+def test_commands_without_a_model_import_no_heavy_packages() -> None:
     helps = [
         [],
         ["--help"],
@@ -85,8 +85,10 @@ def test_what_needs_no_model_imports_none_of_the_heavy_packages() -> None:
         *([command, *nowhere] for command in ("chat", "tune")),
         ["bench", "run", "/no/such/suite.toml", "-o", "results.jsonl"],
     ]
-    given = "".join(json.dumps(arguments) + "\n" for arguments in helps + refused)
-    result = subprocess.run([sys.executable, "-c", EACH], input=given, capture_output=True, text=True, timeout=600)
+    command_lines = "".join(json.dumps(arguments) + "\n" for arguments in helps + refused)
+    result = subprocess.run(
+        [sys.executable, "-c", EACH], input=command_lines, capture_output=True, text=True, timeout=600
+    )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == len(helps) + len(refused), result.stderr
     for arguments, (code, out, err, loaded) in zip(helps + refused, rows, strict=True):
@@ -198,11 +200,13 @@ def test_interrupted_after_a_while(seconds: float) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals of a Unix")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("command", ["trace", "chat"])
-def test_what_there_is_of_a_trace_is_written_before_the_end(tmp_path: Path, command: str, number: int) -> None:
+def test_a_signal_writes_the_trace_so_far(tmp_path: Path, command: str, number: int) -> None:
     page = tmp_path / "page.html"
     options = ["--raw", "--trace", str(page)] if command == "chat" else [DEMO_PROMPT, "-n", "700", "-o", str(page)]
-    given = [sys.executable, "-m", "lookahead", command, *options, "--device", "cpu"]
-    with subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command_line = [sys.executable, "-m", "lookahead", command, *options, "--device", "cpu"]
+    with subprocess.Popen(
+        command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         if command == "chat":
@@ -271,10 +275,10 @@ program()
 def test_a_program_ends_once_everything_is_flushed_and_done(arguments: list[str], code: int) -> None:
     with start(PROGRAM, *arguments) as process:
         out, err = process.communicate(timeout=120)
-    said = out.decode().split("\n")
+    lines = out.decode().split("\n")
     assert process.returncode == code
-    assert said[-3:] == ["thread", "registered", ""]
-    assert len(said) == (3 if code else 4)
+    assert lines[-3:] == ["thread", "registered", ""]
+    assert len(lines) == (3 if code else 4)
     assert err.decode().count("\n") == (1 if code else 0)
 
 
@@ -312,7 +316,7 @@ program()
 
 
 def on_a_terminal(code: str, *arguments: str) -> str:
-    """What a process whose standard error is a terminal writes to it."""
+    """Return the standard error of a process, with a terminal as its standard error."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     with subprocess.Popen(
@@ -323,20 +327,20 @@ def on_a_terminal(code: str, *arguments: str) -> str:
         env=os.environ | {"TERM": "xterm"},
     ) as process:
         os.close(theirs)
-        shown = bytearray()
+        output = bytearray()
         try:
             while part := os.read(ours, 4096):
-                shown += part
-        except OSError:  # how Linux says that the other end is closed
+                output += part
+        except OSError:  # Linux reports the closed other end as an error
             pass
         os.close(ours)
-    assert process.returncode == 0, shown
-    return shown.decode()
+    assert process.returncode == 0, output
+    return output.decode()
 
 
 def test_loading_is_said_before_torch_is_imported() -> None:
-    shown = on_a_terminal(TERMINAL, "generate", "def add(a, b):", "-n", "8", "--device", "cpu", "--no-color", "torch")
-    before, moment, _ = shown.partition("MOMENT")
+    output = on_a_terminal(TERMINAL, "generate", "def add(a, b):", "-n", "8", "--device", "cpu", "--no-color", "torch")
+    before, moment, _ = output.partition("MOMENT")
     assert moment
     assert "loading the model" in before
 
@@ -351,21 +355,21 @@ with on_first_compilation(lambda: print("compiling")):
 
 @pytest.fixture
 def one_loop_is_not_compiled(tmp_path: Path, compiled_loops: None) -> dict[str, str]:
-    """The environment of a process that finds the loops that are kept, but for those of one module."""
-    kept = loops_folder()
-    assert kept is not None
+    """Environment of a process with compiled loops, except for one module."""
+    folder = loops_folder()
+    assert folder is not None
     missing = shutil.ignore_patterns("pace.*")
-    half_written = shutil.ignore_patterns("*.tmp.*")  # by tests that run beside these
-    copied = tmp_path / OWN_FOLDER / kept.name
-    shutil.copytree(kept, copied, ignore=lambda *found: missing(*found) | half_written(*found))
-    assert missing(str(kept), os.listdir(kept)), "no loop of that module is kept"
+    half_written = shutil.ignore_patterns("*.tmp.*")  # other tests may be compiling
+    copied = tmp_path / OWN_FOLDER / folder.name
+    shutil.copytree(folder, copied, ignore=lambda *names: missing(*names) | half_written(*names))
+    assert missing(str(folder), os.listdir(folder)), "no loop of that module is kept"
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
 
 def test_compiling_is_announced_once(one_loop_is_not_compiled: dict[str, str]) -> None:
-    for said in (b"compiling\n", b""):
+    for message in (b"compiling\n", b""):
         with start(COMPILE, env=one_loop_is_not_compiled) as process:
-            assert process.communicate(timeout=600) == (said, b"")
+            assert process.communicate(timeout=600) == (message, b"")
 
 
 AFTER_COMPILING = """

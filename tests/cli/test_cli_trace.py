@@ -1,4 +1,4 @@
-"""`lookahead trace` and `--trace`: the page of a run, and what is refused before it."""
+"""`lookahead trace` and `--trace`: the page of a run, and refusals before it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts_of(path: Path) -> list[dict[str, Any]]:
-    found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])["texts"]
+    data = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    assert data is not None
+    return json.loads(data[1])["texts"]
 
 
 def test_trace_writes_a_page_of_the_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`lookahead warm-up`: what a first call would do, done beforehand."""
+"""`lookahead warm-up`: the work of a first call, done in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = ["--device", "cpu", "--dtype", "float32"]
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's cache, but for loops, which are compiled already."""
+    """The user's cache; loops are stubbed, as they are compiled already."""
     monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     return tmp_path
 

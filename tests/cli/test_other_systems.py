@@ -1,4 +1,4 @@
-"""Commands on simulated other systems: `tests/support/systems` hides modules and functions of this one."""
+"""Commands on simulated operating systems: `tests/support/systems` hides modules and functions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NEW_TOKENS = 8
 
 @pytest.fixture(params=["windows", "macos"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A system that child processes take this one for."""
+    """The simulated system of child processes."""
     paths = [SYSTEMS / request.param, Path(lookahead.__file__).parents[1]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     return str(request.param)
 
 
 def expected(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> str:
-    """What transformers writes after the prompt."""
+    """Text of `model.generate` after the prompt."""
     model, tokenizer = demo
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -51,12 +51,12 @@ def test_text_is_generated(system: str, demo: tuple[PreTrainedModel, PreTrainedT
 
 
 def test_requests_are_answered(system: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
+    request = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
     with ServerProcess("--dtype", "float32", from_scratch=True) as server, httpx.Client(timeout=600) as client:
-        answer = client.post(f"{server.url}/v1/completions", json=asked).json()
+        answer = client.post(f"{server.url}/v1/completions", json=request).json()
         assert answer["choices"][0]["text"] == expected(demo)
-        grammar = {"structured_outputs": {"regex": "[a-c]{3}=é"}}  # which another process tries
-        answer = client.post(f"{server.url}/v1/completions", json=asked | grammar | {"max_tokens": 20}).json()
+        grammar = {"structured_outputs": {"regex": "[a-c]{3}=é"}}  # another process tries it
+        answer = client.post(f"{server.url}/v1/completions", json=request | grammar | {"max_tokens": 20}).json()
         assert answer["choices"][0]["text"].endswith("=é"), answer
     assert server.process.returncode == 0
 

@@ -1,4 +1,4 @@
-"""The folder `hub/` as a repository that transformers loads: texts of `model.generate`, streamers, stop strings."""
+"""The folder `hub/` as a repository for transformers: texts equal `model.generate`; streamers, stop strings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = "def add(a, b):"
 
 @pytest.fixture
 def setting(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Model, tokenizer, prompt and arguments; what transformers copies goes to a folder of its own."""
+    """Model, tokenizer, prompt and arguments; transformers copies modules to a temporary folder."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     model, tokenizer = demo

@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose files, as far as they can be tried without an image (`make test-container`)."""
+"""The Dockerfile and the compose files, without building an image (`make test-container` builds one)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _of(name: str) -> list[str]:
 
 
 def _arguments() -> list[str]:
-    """What the entry point and the default command give to `lookahead`."""
+    """Return the arguments of `lookahead` in the entry point and the default command."""
     (entry,), (command,) = _of("ENTRYPOINT"), _of("CMD")
     words = [*json.loads(entry), *json.loads(command)]
     assert words[:2] == ["lookahead", "serve"]
@@ -36,10 +36,12 @@ def _compose(path: str) -> dict[str, Any]:
     return dict(yaml.safe_load((ROOT / path).read_text(encoding="utf-8")))
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[0] == "!"}
+def test_copied_files_exist_and_are_not_ignored() -> None:
+    included = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[0] == "!"
+    }
     copied = {source for rest in _of("COPY") for source in rest.split()[:-1]}
-    assert copied == kept
+    assert copied == included
     assert [source for source in copied if not (ROOT / source).exists()] == []
 
 
@@ -89,7 +91,7 @@ def test_the_ports_are_those_of_the_image_and_of_the_balancer() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "--build-arg TORCH=cu130", "--build-arg EXTRA='ray[serve]'"])
-def test_what_the_dockerfile_says_of_building_names_its_arguments(arguments: str) -> None:
+def test_build_commands_in_the_dockerfile_name_its_arguments(arguments: str) -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert f"docker build --tag lookahead {arguments}".strip() in text
     named = re.findall(r"--build-arg (\w+)=", arguments)

@@ -1,4 +1,4 @@
-"""The converter: the tokens and the logits of the checkpoint, in every number type."""
+"""The converter: tokens and logits equal the checkpoint's, in every number type."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 def rounded(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Eight bits for each number, and a scale for each block of so many, or of 32 where the rows do not divide so."""
+    """Round to eight bits, with a scale for each block of `block` values, or of 32 if rows are no multiple of it."""
     blocks = values.unflatten(-1, (-1, 32 if values.shape[-1] % block else block))
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
     return ((blocks / scale).round() * scale).flatten(-2)
@@ -41,12 +41,12 @@ ROUNDED_INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "q8_0": partial(rounded, block=32),
     "q4_k_m": partial(rounded, block=256),
 }
-"""What llama.cpp makes of the inputs of products with weights of each type, on any processor."""
+"""Rounding of a product's inputs in llama.cpp, for each type of weights, on any processor."""
 
 
 @contextmanager
 def inputs_rounded(model: PreTrainedModel, kind: str) -> Iterator[None]:
-    """Let all linear layers round their inputs."""
+    """Make all linear layers round their inputs."""
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     change = ROUNDED_INPUTS[kind]
     hooks = [layer.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]),)) for layer in layers]
@@ -59,9 +59,9 @@ def inputs_rounded(model: PreTrainedModel, kind: str) -> Iterator[None]:
 def test_logits_of_the_demo_model(
     kind: str, weight_error: float, tmp_path: Path, demo: tuple[PreTrainedModel, Any]
 ) -> None:
-    """As transformers computes them with the weights of the file, but for what comes of rounded inputs.
+    """Logits match transformers with the file's weights, within the error of rounded inputs.
 
-    Where a rounding falls depends on the processor, but not how much it matters.
+    The processor decides which inputs are rounded up or down, but hardly changes the size of the error.
     """
     original, tokenizer = demo
     tool().convert(demo_model_path(), tmp_path / "demo.gguf", kind)
@@ -84,7 +84,7 @@ def test_logits_of_the_demo_model(
 
 
 def test_the_story_model_and_all_prompts(tmp_path: Path) -> None:
-    """A tokenizer with byte fallback, a BOS token, and fewer key-value heads than query heads."""
+    """A model with byte fallback, a BOS token, and fewer key-value heads than query heads."""
     if not SHARED.exists():
         pytest.skip("the story model is not here")
     folder = SHARED / "models" / "stories260k"

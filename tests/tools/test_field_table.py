@@ -1,4 +1,4 @@
-"""The table of fields in the documentation is what the server declares."""
+"""The table of fields in the documentation matches the server's declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The golden record: drafters send what they sent when it was made, and what is different is found."""
+"""The golden record: drafts equal the recorded ones, and every difference is detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead import LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 
 PLAYED = ("tree of 16", "chain of 4", "paper", "jacobi", "kept", "cheap", "dear", "tokens, 4 drafted", "predicted")
-"""What is played here of the record; `make golden` plays all of it."""
+"""Parts of the record that run here; `make golden` runs all."""
 
 
 def test_drafters_send_what_was_recorded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,9 +30,9 @@ def test_the_first_step_that_differs_is_printed(
     smaller = LookaheadConfig(step_budget=15)
     monkeypatch.setattr(golden, "build_drafter", lambda config, **options: build(smaller, **options))
     assert compare(lambda name: name == "demo, tree of 16") == {"different": 1}
-    shown = capsys.readouterr().out
-    assert shown.startswith("demo, tree of 16: draft ")
-    assert "recorded" in shown
+    output = capsys.readouterr().out
+    assert output.startswith("demo, tree of 16: draft ")
+    assert "recorded" in output
 
 
 def test_a_scenario_without_a_record_differs(
@@ -50,7 +50,7 @@ def test_a_scenario_without_a_record_differs(
         [Sent((1, 2), (-1, -1), 1)],  # another parent
         [Sent((1, 2), (-1, 0), 2)],  # more accepted
         [Sent((1, 2), (-1, 0), 1)],  # ends early
-        [Sent((1, 2), (-1, 0), 1), Sent((3,), (-1,), 0), Sent((), (), 0)],  # goes on
+        [Sent((1, 2), (-1, 0), 1), Sent((3,), (-1,), 0), Sent((), (), 0)],  # one step more
     ],
 )
 def test_any_difference_is_found(sent: list[Sent]) -> None:
@@ -73,14 +73,16 @@ def test_drafts_come_back_from_arrays() -> None:
 
 def test_recordings_come_back_from_a_file(tmp_path: Path) -> None:
     listed = np.array([5, 9]), np.array([0.75, 0.125], dtype=np.float32)
-    said = {(2, ()): listed, (2, (5, 6)): listed, (2, (7,)): listed, (3, ()): listed}
-    kept = {(2, ()), (2, (5, 6)), (2, (7,))}
+    predictions = {(2, ()): listed, (2, (5, 6)): listed, (2, (7,)): listed, (3, ()): listed}
+    used = {(2, ()), (2, (5, 6)), (2, (7,))}
     path = tmp_path / "said.npz.xz"
-    save(path, pack({"a": Recording([1, 2], [5, 6], Sampling(0.8, 3), said, used=kept), "b": Recording([1], [2])}))
-    found = unpack(load(path))
-    assert (found["a"].text, found["a"].sampling, found["b"].sampling) == ([1, 2, 5, 6], Sampling(0.8, 3), None)
-    assert found["a"].said.keys() == kept
-    for tokens, likely in found["a"].said.values():
+    save(
+        path, pack({"a": Recording([1, 2], [5, 6], Sampling(0.8, 3), predictions, used=used), "b": Recording([1], [2])})
+    )
+    loaded = unpack(load(path))
+    assert (loaded["a"].text, loaded["a"].sampling, loaded["b"].sampling) == ([1, 2, 5, 6], Sampling(0.8, 3), None)
+    assert loaded["a"].said.keys() == used
+    for tokens, likely in loaded["a"].said.values():
         assert (tokens.tolist(), likely.tolist()) == ([5, 9], [0.75, 0.125])
 
 

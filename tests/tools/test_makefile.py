@@ -1,4 +1,4 @@
-"""The Makefile: what targets write, and with which prompts the server is measured."""
+"""The Makefile: output paths of targets, and the prompts of the server's benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def commands(*arguments: str, **environment: str) -> str:
-    """What make would run, with what it installs taken for installed."""
+    """Return the commands of a dry run, as if all packages were installed."""
     installed = [word for target in INSTALLED for word in ("-o", target)]
     clean = {name: value for name, value in os.environ.items() if name not in ("SHARED", "RECORD", "MAKEFLAGS")}
     call = ["make", "--dry-run", "--always-make", "--no-print-directory", *installed, *arguments]
@@ -32,7 +32,7 @@ def commands(*arguments: str, **environment: str) -> str:
 
 
 def written(lines: str) -> list[str]:
-    """The paths that commands write to, by the options and programs of this Makefile."""
+    """Return the output paths of commands, by the options and programs of this Makefile."""
     places = re.findall(r"--(?:output|plots) (\S+)", lines)
     places += re.findall(r"(?:_plot|method_pictures)\.py (\S+)", lines)
     places += [place for line in re.findall(r"mkdir -p (.*)", lines) for place in line.split()]
@@ -61,9 +61,9 @@ def test_every_target_that_names_a_folder_of_results_is_tried() -> None:
 
 
 def test_the_server_is_measured_with_prompts_that_are_there(tmp_path: Path) -> None:
-    given = f"--prompts {tmp_path}/data/humaneval.jsonl"
-    assert given in commands("bench-server", f"SHARED={tmp_path}")
-    assert given in commands("bench-server", SHARED=str(tmp_path))
+    option = f"--prompts {tmp_path}/data/humaneval.jsonl"
+    assert option in commands("bench-server", f"SHARED={tmp_path}")
+    assert option in commands("bench-server", SHARED=str(tmp_path))
     assert ("--prompts" in commands("bench-server")) == (ROOT / "../shared/data/humaneval.jsonl").exists()
 
 
@@ -72,12 +72,12 @@ def test_the_library_has_prompts_enough_for_the_server() -> None:
     assert specification is not None
     assert specification.loader is not None
     load = importlib.util.module_from_spec(specification)
-    sys.modules["load_probe"] = load  # another module may have its own name
+    sys.modules["load_probe"] = load  # another module may be named `load`
     specification.loader.exec_module(load)
     assert len(set(load.own_prompts())) > sum(load.Options().requests)
 
 
 def test_installing_the_load_generator_is_announced_first() -> None:
     lines = commands("bench-server").splitlines()
-    said = next(number for number, line in enumerate(lines) if "about four minutes" in line)
-    assert said < min(number for number, line in enumerate(lines) if "pip install" in line)
+    notice = next(number for number, line in enumerate(lines) if "about four minutes" in line)
+    assert notice < min(number for number, line in enumerate(lines) if "pip install" in line)

@@ -1,4 +1,4 @@
-"""The pictures of the method show what happened."""
+"""The pictures of the method show real steps."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_pictures_show_steps_as_they_were(model_folder: Path, tmp_path: Path) ->
     assert life.found < life.accepted < life.found - n + 1 + pictures.SHOWN_STEPS
 
     assert pictures.main([str(tmp_path / "images"), "--model", str(model_folder), "--prompt", "w1 w2 w3 w4 w1 w2"]) == 0
-    found = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert found == ["method-mask.png", "method-tree.png", "method-window.png"]
+    names = sorted(path.name for path in (tmp_path / "images").iterdir())
+    assert names == ["method-mask.png", "method-tree.png", "method-window.png"]
 
 
 def test_text_without_accepted_candidates_is_refused(

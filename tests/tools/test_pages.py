@@ -1,7 +1,7 @@
-"""Code on the pages: Python runs, commands are accepted as they stand, links lead somewhere.
+"""Code on the pages: Python runs, commands parse unchanged, links have a target.
 
-A block that cannot run here has `<!-- not run: REASON -->` in the line before it. Blocks of a page run in order and see
-the names of those before, as a reader does.
+A block that cannot run here has `<!-- not run: REASON -->` in the line before it. The blocks of a page run in order
+and share their names.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 _BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.M | re.S)
 _PROGRAMS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python benchmarks|lookahead|make) ")
 MODEL = "Qwen/Qwen3-0.6B"
-"""Model of the README's example; the demo model takes its place."""
+"""Model of the README's example; the tests use the demo model instead."""
 TRIED_ELSEWHERE = {"extending.md"}
-"""Pages whose blocks need more than one model; `tests/drafting/test_extending.py` runs them."""
+"""Pages with blocks that need several models; `tests/drafting/test_extending.py` runs them."""
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """The code of a page in these languages, but for what is marked as not run."""
-    found = [match for match in _BLOCK.finditer(page.read_text()) if match["language"] in languages]
-    return [match["code"] for match in found if not match["reason"]]
+    """Return the code blocks of a page in these languages, without blocks marked as not run."""
+    matches = [match for match in _BLOCK.finditer(page.read_text()) if match["language"] in languages]
+    return [match["code"] for match in matches if not match["reason"]]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Each command line of ours on the pages, with the page, split into words as a shell does."""
+    """Yield the pages and their `lookahead` commands, split into words by shell rules."""
     for page in PAGES:
         for block in blocks(page, "", "sh"):
             for line in block.replace("\\\n", " ").splitlines():
@@ -67,7 +67,7 @@ def test_python_on_a_page_runs_as_it_stands(
     names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "input_ids": ids, "path": str(demo_model_path())}
     names |= {"prompts": [ids[0].tolist(), ids[0].tolist()[:2]], "arguments": {"max_new_tokens": 4}}
     for code in blocks(page, "python"):
-        shorter = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code)  # the same calls, in less time
+        shorter = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code)  # the same calls in less time
         exec(shorter.replace(MODEL, str(demo_model_path())), names)
 
 
@@ -83,7 +83,7 @@ def test_a_command_on_a_page_is_accepted(page: str, words: list[str]) -> None:
 
 
 def parse_lookahead(words: list[str]) -> None:
-    """Read the options of a command of the library, and run nothing."""
+    """Parse the options of a `lookahead` command without running it."""
     found: Any = typer.main.get_command(app)
     while hasattr(found, "commands"):
         name, *words = words
@@ -92,11 +92,11 @@ def parse_lookahead(words: list[str]) -> None:
 
 
 def parse_benchmark(words: list[str]) -> None:
-    """Read the options of a probe; those of other commands have to be in their source."""
+    """Parse the options of a probe; search other commands' options in their source."""
     if words[0] in command.PROBES:
         try:
             probe = importlib.import_module(words[0])
-        except ModuleNotFoundError as error:  # an engine that is installed in an environment of its own
+        except ModuleNotFoundError as error:  # an engine that needs its own environment
             pytest.skip(str(error))
         command.parse(words, words[0], probe)
         return
@@ -106,7 +106,7 @@ def parse_benchmark(words: list[str]) -> None:
 
 
 def parse_make(words: list[str]) -> None:
-    """Targets have to be there."""
+    """Check that the targets exist."""
     targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
     assert {word for word in words if "=" not in word} <= targets
 
@@ -141,7 +141,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    """Return the anchors of a page's headings, as mkdocs and GitHub make them."""
     lines = re.findall(r"(?m)^#+ (.+)$", page.read_text())
     return {re.sub(r"[^\w\- ]", "", line.replace("`", "").lower()).strip().replace(" ", "-") for line in lines}
 

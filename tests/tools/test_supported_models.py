@@ -23,7 +23,7 @@ def load_tool() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
-    sys.modules["supported_models"] = tool  # where its dataclasses look
+    sys.modules["supported_models"] = tool  # dataclasses look it up there
     spec.loader.exec_module(tool)
     return tool
 

@@ -1,4 +1,4 @@
-"""The demo model's training tool, on a model and sources small enough for seconds."""
+"""The demo model's training tool, with a model and sources that train in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
-    """The command's module; tools/ is no package, so it is loaded by path."""
+    """The command's module, loaded by path because tools/ is not a package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOLS))
         spec = importlib.util.spec_from_file_location("train_demo_model", TOOLS / "train_demo_model.py")
@@ -77,7 +77,7 @@ def train(tool: ModuleType, sources: Path, tmp_path: Path) -> Callable[..., int]
 
 
 def interrupt_in_step(step: int, patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
-    """Make something happen during a step, counted from 1."""
+    """Call `how` during a step, counted from 1."""
     trainer = importlib.import_module("demo_training.trainer")
     original = trainer.train_step
 
@@ -151,7 +151,7 @@ def test_the_loss_on_own_text_makes_what_repeats_less_likely(tool: ModuleType) -
 
     @torch.no_grad()
     def probabilities() -> list[float]:
-        """Of each token that repeats, by a pass over the text before it alone."""
+        """Return the probability of each repeated token, from a pass over only the text before it."""
         rows, places = (repeats & (torch.arange(text.shape[1]) >= prompt_length)).nonzero(as_tuple=True)
         return [
             float(model(text[row : row + 1, :place]).logits[0, -1].softmax(-1)[text[row, place]])

@@ -1,4 +1,4 @@
-"""Versions that are declared, tried by `tools/versions.py`, and warned of where they were not tried."""
+"""Declared versions, the versions that `tools/versions.py` tries, and warnings about untried ones."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_versions_outside_of_the_declared_range_are_warned_of_in_one_line(monkey
 
 
 def test_a_free_threaded_python_without_numba_is_refused_in_one_sentence() -> None:
-    said = _python(_WITHOUT_NUMBA, "t").stderr.splitlines()[-1]
-    assert said.startswith("ImportError: lookahead needs numba, which is not installed and has no release for some")
+    message = _python(_WITHOUT_NUMBA, "t").stderr.splitlines()[-1]
+    assert message.startswith("ImportError: lookahead needs numba, which is not installed and has no release for some")
     assert _python(_WITHOUT_NUMBA, "").returncode == 0
 
 
 def test_the_python_that_runs_this_is_found_or_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = ".".join(platform.python_version_tuple()[:2])
-    shim = tmp_path / f"python{name}"  # of a version that is not chosen
+    shim = tmp_path / f"python{name}"  # belongs to another version
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -88,8 +88,8 @@ def test_the_python_that_runs_this_is_found_or_none_is(monkeypatch: pytest.Monke
 
 def _row(python: str, release: str, passed: bool = True) -> dict[str, object]:
     counts = {"modules": 3, "snippets": 5, "equal": 40, "wrong": 0, "tokens": 1}
-    found = {"python": python, "transformers": release, "torch": "2", "numba": "0"}
-    return {"kind": "version", **found, **counts, "passed": passed}
+    versions_ = {"python": python, "transformers": release, "torch": "2", "numba": "0"}
+    return {"kind": "version", **versions_, **counts, "passed": passed}
 
 
 def test_rows_are_replaced_and_sorted_by_their_versions(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_rows_are_replaced_and_sorted_by_their_versions(tmp_path: Path) -> None:
     for python, release in [("3.10.1", "5.17.0"), ("3.9.1", "5.24.0"), ("3.10.4", "5.17.2"), ("3.10.1", "5.9.0")]:
         keep(_row(python, release), path)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [(row["python"], row["transformers"]) for row in rows]
-    assert found == [("3.9.1", "5.24.0"), ("3.10.1", "5.9.0"), ("3.10.4", "5.17.2")]
+    order = [(row["python"], row["transformers"]) for row in rows]
+    assert order == [("3.9.1", "5.24.0"), ("3.10.1", "5.9.0"), ("3.10.4", "5.17.2")]
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -109,8 +109,8 @@ def test_a_release_outside_of_the_range_is_tried_and_fails_nothing(
     monkeypatch.setattr(versions, "try_version", lambda *arguments: _row("3.11.1", "5.99.0", passed))
     output = tmp_path / "rows.jsonl"
     assert versions.main(["--transformers", LATEST, "--pythons", "none", "--output", str(output)]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith(
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary.startswith(
         "transformers 5.99.0 works: the range" if passed else "transformers 5.99.0 does not work yet"
     )
     assert not output.exists()

@@ -1,4 +1,4 @@
-"""Traces: they change nothing, say what the statistics say, and name where every node came from."""
+"""Traces: they change no text, agree with the statistics, and name the source of every node."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_trace_changes_nothing_and_says_what_the_statistics_say(
 
 
 def check(step: TracedStep, method: str) -> None:
-    """The step fits together: the path is one, of the tokens that were added, and probabilities fall along paths."""
+    """Check a step: the path is connected and holds the added tokens, and probabilities fall along paths."""
     assert len(step.tokens) == len(step.parents) == len(step.origins) + 1 == len(step.predictions)
     assert [step.tokens[node] for node in step.path] == step.added[: len(step.path)]
     assert [step.parents[node] for node in step.path] == [0, *step.path][: len(step.path)]
@@ -154,10 +154,10 @@ def test_a_drafter_without_origins_is_traced(llama: PreTrainedModel, prompt: tor
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """The data that a page holds."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    """Return the data in a page."""
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    return json.loads(data[1])
 
 
 def test_the_page_says_what_was_recorded_and_needs_nothing_else(
@@ -188,7 +188,7 @@ def test_the_page_says_what_was_recorded_and_needs_nothing_else(
 
 
 def test_500_tokens_take_less_than_2_mb_at_worst() -> None:
-    """Every step full, and none of it accepted: 500 steps of 128 nodes, with tokens of a large vocabulary."""
+    """The worst case: 500 full steps of 128 nodes, nothing accepted, tokens of a large vocabulary."""
     random = np.random.default_rng(0)
 
     def step() -> TracedStep:

@@ -1,4 +1,4 @@
-"""The page of a trace in a real browser, offline: three real runs; slider, keyboard, dark, narrow. Makes pictures."""
+"""The page of a trace in a real browser, offline: three runs; slider, keyboard, dark, narrow. Also takes pictures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def pages(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> dict[str, Pa
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Any]:
-    """Opens pages; nothing may be asked of a network, and nothing may go wrong on them."""
+    """Open pages; they may use no network and log no errors."""
     context = browser.new_context(viewport={"width": 1240, "height": 900}, device_scale_factor=1.25)
     wrong: list[str] = []
 
@@ -90,7 +90,7 @@ def step_of(page: Page) -> int:
 
 
 def show_a_full_step(page: Page) -> None:
-    """Go to the step with the longest accepted path and most beside it, among the trees that fit into their panel."""
+    """Go to the step with the longest accepted path and the most other nodes, among trees that fit into the panel."""
     best = """() => {
         const panel = document.getElementById("scroll");
         const fits = (index) => {
@@ -107,7 +107,7 @@ def show_a_full_step(page: Page) -> None:
 
 
 def take_picture(page: Page, path: Path) -> None:
-    """The text and the tree of a step, in panels that are low enough for a page, down to their end."""
+    """Save a picture of the text and the tree of a step, with panels short enough for a documentation page."""
     page.add_style_tag(content="#text, #scroll { height: 19rem }")
     box = page.locator("#scroll").bounding_box()
     assert box is not None
@@ -122,9 +122,9 @@ def test_the_page_shows_every_step_of_a_run(opened: Any, pages: dict[str, Path],
     expect(page.locator("h1")).to_have_text(RUNS[name].title)
     expect(page.locator("#summary")).to_contain_text(f"{TOKENS} tokens in")
     show_a_full_step(page)
-    told = page.evaluate("({ sent: text.steps[current].t.length, accepted: text.steps[current].a.length })")
-    assert page.locator("#tree .node").count() == told["sent"] + 1
-    assert page.locator("#tree .node.taken").count() == told["accepted"] + 1
+    counts = page.evaluate("({ sent: text.steps[current].t.length, accepted: text.steps[current].a.length })")
+    assert page.locator("#tree .node").count() == counts["sent"] + 1
+    assert page.locator("#tree .node.taken").count() == counts["accepted"] + 1
     assert page.locator("#tree .own").count() == 1
     assert page.locator("#legend li").count() >= 1
     assert page.locator("#sources tbody tr").count() >= 2
@@ -173,9 +173,9 @@ def test_masks_are_those_of_the_library(opened: Any, pages: dict[str, Path]) -> 
 
     page = opened(pages["code"])
     show_a_full_step(page)
-    told = page.evaluate("({ tokens: text.steps[current].t, parents: text.steps[current].p })")
+    counts = page.evaluate("({ tokens: text.steps[current].t, parents: text.steps[current].p })")
     tree = TokenTree([0])
-    tree.add_new_candidates(told["tokens"], told["parents"])
+    tree.add_new_candidates(counts["tokens"], counts["parents"])
     order = page.evaluate("sendingOrder(nodes)")
     assert order == lay_out(tree).order.tolist()
 
