@@ -1,9 +1,9 @@
-"""Algorithm 4 of the paper as published: sampling verification by accepting and rejecting.
+"""Algorithm 4 of the paper as published: verification of sampled text by rejection.
 
-This is a reference to compare laws with; decoding does not use it. `lookahead.core.step.follow` draws the token first
-and then looks whether a candidate holds it, which has the same law, works on trees, and draws once per token of the
-output as plain decoding does. Here it is the other way round: candidates come first and are accepted at random,
-which takes a random number per candidate, so that the same seed gives other tokens than plain decoding.
+A reference to compare distributions with; decoding does not use it. `lookahead.core.step.follow` draws the token first
+and then looks for a candidate that holds it. That has the same law, works on trees, and draws once per output token,
+like plain decoding. Here each candidate is accepted at random, with a random number per candidate, so the same seed
+gives other tokens than plain decoding.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import torch
 from lookahead.errors import InvalidArgumentError
 
 NextDistribution = Callable[[tuple[int, ...]], torch.Tensor]
-"""Gives the law of the next token, `[vocabulary]` probabilities, after the text and these further token ids."""
+"""Return the probabilities of the next token, `[vocabulary]`, after the text and these further token ids."""
 
 
 def verify_by_rejection(
     candidates: Sequence[Sequence[int]], next_distribution: NextDistribution, generator: torch.Generator | None = None
 ) -> list[int]:
-    """Decide the next tokens of a text from candidates, so that they have the law of plain sampling.
+    """Decide the next tokens of a text from candidates, with the law of plain sampling.
 
-    The positions are verified one after another. At each the remaining candidates have their turn: the token t of
-    the first one is accepted with probability p(t). If it is, the candidates with another token there are dropped,
-    and the next position follows. If it is not, p(t) is set to 0, p is normalised again, and it is the turn of the
-    next candidate. Where all are rejected, the token is sampled from what is left of p, and verification ends; after
-    a candidate that was accepted to its end, one more token is sampled from the distribution after it.
+    Positions are verified one after another. At each position the remaining candidates are tried in order: token t of
+    the candidate is accepted with probability p(t). Once accepted, candidates with another token there are dropped,
+    and the next position follows. Otherwise p(t) is set to 0, p is normalised again, and the next candidate is tried.
+    If all are rejected, the token is sampled from the rest of p, and verification ends. After a fully accepted
+    candidate, one more token is sampled from the distribution after it.
 
     Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-    2024, section 3.2, Algorithm 4; its Appendix B proves that the law is kept. The candidates are disjoint n-grams
-    there, as here: they may begin alike, and equal tokens are then verified together. (A random number equal to
-    p(t) rejects here and accepts there, so that a token of probability 0 is never accepted.)
+    2024, section 3.2, Algorithm 4; Appendix B proves that the law is kept. As there, candidates are distinct n-grams
+    with possibly equal beginnings, and equal tokens are verified together. (A random number equal to p(t) rejects
+    here and accepts there, so a token of probability 0 is never accepted.)
 
     Args:
-        candidates: Guesses at the next tokens, all of one length: an n-gram each, without its first token, which
-            is the last one of the text. May be empty; then one token is sampled.
-        next_distribution: Asked once for each position that is verified, and once for the token after it.
-        generator: Source of the random numbers; PyTorch's default generator if not given.
+        candidates: Guesses at the next tokens, all of one length: n-grams without the first token, which is the last
+            one of the text. May be empty; then one token is sampled.
+        next_distribution: Called once per verified position, and once for the token after it.
+        generator: Source of the random numbers; default: PyTorch's default generator.
 
     Returns:
-        The tokens decided, in order: at least one, at most one more than a candidate holds.
+        The decided tokens in order: at least one, at most one more than a candidate's length.
 
     Raises:
         InvalidArgumentError: The candidates are not of one length.
@@ -66,7 +66,7 @@ def verify_by_rejection(
 def _verify_position(
     guesses: Sequence[int], distribution: torch.Tensor, generator: torch.Generator | None
 ) -> tuple[int, bool]:
-    """The token of one position, and whether a guess was accepted for it."""
+    """Return the token of one position, and whether it is an accepted guess."""
     left = _normalised(distribution)
     for guess in guesses:
         draw = torch.rand((), generator=generator, dtype=left.dtype, device=left.device)
@@ -78,7 +78,7 @@ def _verify_position(
 
 
 def _normalised(distribution: torch.Tensor) -> torch.Tensor:
-    """A copy that sums to 1 in float64: a certain token has exactly 1 and is never rejected, so something is left."""
+    """Return a copy that sums to 1 in float64; a certain token has exactly 1 and is never rejected."""
     weights = distribution.double()
     return weights / weights.sum()
 

@@ -20,7 +20,7 @@ from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
-# One step for each of the twenty tokens, which shows that it is this configuration that is used.
+# One step per token: twenty steps show that this configuration is in use.
 CONFIG = LookaheadConfig(preset="autoregressive")
 
 
@@ -114,7 +114,7 @@ def test_a_wrapped_model() -> None:
 
 
 def test_a_copy_of_a_copy_after_use(attached: PreTrainedModel) -> None:
-    """What is kept for a model is not copied along with it."""
+    """Packed weights belong to one model object; copies make their own."""
     attached.generate(PROMPT, lookahead_config=LookaheadConfig(pack_weights=True), **GREEDY)
     other = copy.deepcopy(copy.deepcopy(attached))
     other.lm_head.weight.data.copy_(other.lm_head.weight.flip(0))

@@ -1,4 +1,4 @@
-"""Batches of lookahead decoding are the batches of `model.generate`, and each row is what it would be alone."""
+"""Batches equal `model.generate`, and each row equals its own single call."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
 from quick import quickly
 
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "llama4_chunked", "gpt_oss")
-"""Architectures that random cases are made for; `run_cases.py --batches` runs all of them."""
+"""Architectures of the random cases; `run_cases.py --batches` runs all."""
 DRAFTING = {"window_size": 4, "ngram_size": 3, "guess_set_size": 6, "pool_from_prompt": True, "pool_from_output": True}
 PROMPTS = ((3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6), (40, 41), (8, 8, 8, 8, 8), (61,))
 KEPT = {"output_scores": True, "output_logits": True}
 SEEN = KEPT | {"streamer": True}
 STOPS = tuple(sorted({*greedy(build("llama", 0, "eager"), PROMPTS[0], 9)[5:], *greedy(build("llama"), PROMPTS[1], 3)}))
-"""Tokens at which the rows of `RAGGED` end, one early and one late."""
+"""End tokens for the rows of `RAGGED`: one early, one late."""
 
 
 def ragged(name: str = "llama", prompts: tuple[tuple[int, ...], ...] = PROMPTS, **options: Any) -> Case:
-    """The rows with other settings, or another attention or way to draft."""
+    """Return the case with other settings, attention or drafting."""
     return zoo_case(name, *prompts, **{"drafting": DRAFTING, "max_new_tokens": 32} | options)
 
 
@@ -60,25 +60,25 @@ def test_rows_are_packed_with_a_cache_or_without() -> None:
             expected = model.generate(ids, **arguments)
             shapes.clear()
             torch.manual_seed(2)
-            found = lookahead.generate(model, ids, **arguments)
+            output = lookahead.generate(model, ids, **arguments)
             assert set(shapes) == {1}, options
             if "return_dict_in_generate" not in options:
-                assert torch.equal(found, expected)
+                assert torch.equal(output, expected)
                 continue
             text, longer = expected.sequences, torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
-            assert torch.equal(found.sequences, text)
+            assert torch.equal(output.sequences, text)
             arguments |= {"attention_mask": longer}
             expected = model.generate(text, past_key_values=expected.past_key_values, **arguments)
             shapes.clear()
-            found = lookahead.generate(model, text, past_key_values=found.past_key_values, **arguments)
+            output = lookahead.generate(model, text, past_key_values=output.past_key_values, **arguments)
             assert set(shapes) == {1}
-            assert torch.equal(found.sequences, expected.sequences)
+            assert torch.equal(output.sequences, expected.sequences)
     finally:
         hook.remove()
 
 
 def test_rows_may_finish_at_different_steps() -> None:
-    # Where all rows accept the same, equality says nothing about rows at different places.
+    # If all rows accept equal numbers of tokens, equality proves nothing about rows of different lengths.
     steps: list[lookahead.StepRecord] = []
     outcome = check(ragged())
     ids = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
@@ -109,7 +109,7 @@ def test_scores_and_logits_are_those_of_transformers(name: str, eos: tuple[int, 
 
 
 def test_rows_that_a_criterion_ends_go_on_as_in_transformers() -> None:
-    # Without an end-of-sequence token nothing is padded: rows go on until the last one is through.
+    # Without an end-of-sequence token nothing is padded: rows continue until the last one has ended.
     alone = check(ragged(criterion=STOPS, **SEEN)).answer
     both = check(ragged(criterion=STOPS[:1], eos=STOPS[1:], **SEEN)).answer
     never = check(ragged(criterion=(70,), streamer=True)).answer
@@ -135,7 +135,7 @@ def test_processors_treat_each_row_as_its_own(name: str, returns: int) -> None:
 
 
 def test_criteria_and_processors_get_the_row_number() -> None:
-    # With one prompt in all rows, it is the number of the row alone that makes the texts differ.
+    # All rows have one prompt, so only the row number makes the texts differ.
     prompts = ((5, 6, 7),) * 3
     check(ragged(prompts=prompts, allowed=(72, 3)))
     seen: set[int] = set()
@@ -152,7 +152,7 @@ def test_criteria_and_processors_get_the_row_number() -> None:
 
 @pytest.mark.parametrize("share_pool", [False, True])
 def test_a_pool_that_rows_share_changes_no_text(share_pool: bool) -> None:
-    # Rows of one prompt find in the pool what another row has just written, and must not take it for their own.
+    # Rows of one prompt find each other's tokens in the pool, and must not mistake them for their own text.
     prompts = (PROMPTS[0], PROMPTS[0][3:], PROMPTS[0][1:], PROMPTS[0][:-1])
     check(ragged(prompts=prompts, drafting={**DRAFTING, "share_pool": share_pool}))
     check(ragged(prompts=prompts, drafting={"preset": "jacobi"}))
@@ -186,7 +186,7 @@ def test_sampled_rows_draw_their_noise_again_where_it_was_dropped(
 
 
 def test_invariant_passes_sample_the_rows_of_transformers() -> None:
-    # Tokens that are not close do not change with the bits of the logits.
+    # Rounding cannot change these tokens, as their logits are far apart.
     check(ragged(**SAMPLING, attention="sdpa", drafting={**DRAFTING, "invariant": True}))
 
 
@@ -203,7 +203,7 @@ def test_several_sampled_texts_differ_and_are_repeated_under_the_same_seed() -> 
 @pytest.mark.parametrize("name", quickly(["gpt2", "gpt_bigcode", "opt"]))
 @pytest.mark.parametrize("uneven", [False, True])
 def test_rows_to_the_last_learned_position(name: str, uneven: bool) -> None:
-    # A row that is through must not stand in the way of the others, which still have positions to go.
+    # An ended row must not keep the others from their remaining positions.
     prompts = PROMPTS if uneven else ((5, 6, 7) * 4, (9,) * 12, PROMPTS[0])
     check(ragged(name, prompts, max_new_tokens=MAX_POSITIONS + 1 - len(PROMPTS[0])))
 
@@ -211,7 +211,7 @@ def test_rows_to_the_last_learned_position(name: str, uneven: bool) -> None:
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "rope_parameters" in ARCHITECTURES[name].overrides])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_where_positions_depend_on_the_longest_row_texts_are_exact_or_refused(name: str, uneven: bool) -> None:
-    # All rows share the frequencies of the longest one in a forward pass, and rows are at different places here.
+    # The longest row sets the frequencies of a forward pass for all rows, and these rows differ in length.
     random = Random(name)
     lengths = [9, 3, 20] if uneven else [9, 9, 9]
     prompts = tuple(tuple(random.choices(range(72), k=length)) for length in lengths)
@@ -226,17 +226,17 @@ _commit, _narrow_all = ModelRunner.commit, lookahead.serving.request.row_process
 
 
 def _commits_the_first_row(self: ModelRunner, kept: list[list[int]]) -> None:
-    """Every row keeps the states that the first row accepted."""
+    """Commit the first row's accepted path in all rows."""
     _commit(self, [list(kept[0])[: len(nodes)] + list(nodes)[len(kept[0]) :] for nodes in kept])
 
 
 def _narrows_to_the_first_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
-    """Every row has the processors of the first."""
+    """Give every row the processors of the first."""
     return _narrow_all(processors, 0, batch_size)
 
 
 def _hands_over_at_once(self: StreamFeeder, step: lookahead.StepRecord) -> None:
-    """Streams the tokens of a row when they come, whatever the others have."""
+    """Stream a row's tokens at once, without waiting for the other rows."""
     for token in step.tokens:
         self._streamer.put(torch.tensor([token] * len(self._waiting)))
 

@@ -1,4 +1,4 @@
-"""The cache under either name: `cache`, as transformers calls it from 5.24 on, and `past_key_values`."""
+"""The cache under either name: `past_key_values`, and `cache` as in transformers from 5.24."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_a_call_goes_on_from_a_cache_under_either_name(prompt: torch.Tensor, nam
     first = lookahead.generate(model, prompt, return_dict_in_generate=True, **GREEDY)
     assert isinstance(first.cache, DynamicCache)
     assert first.past_key_values is first.cache
-    given = {name: first.cache}
+    cache_argument = {name: first.cache}
     if door == "generate":
-        text = lookahead.generate(model, first.sequences, **given, **GREEDY)
+        text = lookahead.generate(model, first.sequences, **cache_argument, **GREEDY)
     elif door == "attach":
         lookahead.attach(model)
-        text = model.generate(first.sequences, **given, **GREEDY)
+        text = model.generate(first.sequences, **cache_argument, **GREEDY)
         lookahead.detach(model)
     else:
-        text = model.generate(first.sequences, custom_generate=lookahead.generate, **given, **GREEDY)
+        text = model.generate(first.sequences, custom_generate=lookahead.generate, **cache_argument, **GREEDY)
     assert torch.equal(text, whole)
 
 

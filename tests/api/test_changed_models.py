@@ -1,5 +1,5 @@
-"""A model that changes after its first call is tried anew: it writes what `generate` writes now, or is refused with the
-words that a fresh model gets."""
+"""A model that changes after its first call gets a new trial: its text equals `generate`, or it is refused with the
+message for a fresh model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Hook = Callable[..., Any]
 
 
 def shifted(where: Callable[[torch.Tensor], Any]) -> Hook:
-    """A hook that adds to the states of a pass in the places that `where` chooses."""
+    """Return a hook that adds to the hidden states at the indices chosen by `where`."""
 
     def hook(module: Any, inputs: Any, output: Any) -> Any:
         states = (output[0] if isinstance(output, tuple) else output).clone()
@@ -92,7 +92,7 @@ def layer_forward_replaced(model: PreTrainedModel) -> Any:
 
 
 class Mixing(torch.nn.Module):
-    """A layer that looks at all places of a pass."""
+    """A layer that mixes all positions of a pass."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ CHANGES: dict[str, Change] = {
 
 
 UNDONE = [name for name in CHANGES if "hook" in name or name == "code of a class"]
-"""Changes that `changed` takes back at its end."""
+"""Changes that `changed` undoes at its end."""
 
 
 @contextmanager
@@ -214,14 +214,14 @@ def plainly(model: PreTrainedModel) -> list[int]:
     return text
 
 
-def check(found: list[int] | str, model: PreTrainedModel, door: Callable[[PreTrainedModel], torch.Tensor]) -> None:
-    """The text of `generate`; or the refusal that a model gets which was never called before."""
-    if isinstance(found, str):
+def check(result: list[int] | str, model: PreTrainedModel, door: Callable[[PreTrainedModel], torch.Tensor]) -> None:
+    """Check an outcome: the text of `generate`, or the refusal of a model without earlier calls."""
+    if isinstance(result, str):
         twin = copy.deepcopy(model)
         vars(twin).pop("generate", None)
-        assert found == outcome(lambda: door(twin))
+        assert result == outcome(lambda: door(twin))
     else:
-        assert found == plainly(model)
+        assert result == plainly(model)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -254,7 +254,7 @@ def test_a_live_engine_tries_a_changed_model_anew(name: str) -> None:
         try:
             engine.run()
         except LookaheadError:
-            handle.result()  # raises the same
+            handle.result()  # raises the same error
             raise
         text: torch.Tensor = handle.result()
         return text
@@ -273,12 +273,12 @@ def test_a_changed_model_is_decoded_plainly_where_that_is_asked_for(name: str) -
         expected = plainly(model)
         torch.manual_seed(0)
         with pytest.warns(lookahead.LookaheadWarning, match="decoded plainly"):
-            found = lookahead.generate(model, PROMPT, lookahead_config=config, **GREEDY)
-    assert found[0].tolist() == expected
+            text = lookahead.generate(model, PROMPT, lookahead_config=config, **GREEDY)
+    assert text[0].tolist() == expected
 
 
 def test_a_model_that_changes_while_it_writes_is_an_error() -> None:
-    """Here in a callback; another thread may do the same."""
+    """The change happens in a callback; another thread could cause it as well."""
     model = fresh()
     handles: list[Any] = []
 
@@ -325,7 +325,7 @@ def test_a_changed_model_is_not_kept_alive_by_what_was_tried() -> None:
 
 
 class Steered(torch.nn.Module):
-    """A layer with the usual switches of a steering vector, which acts on the last place of a pass."""
+    """A layer with the usual switches of a steering vector, acting on the last position of a pass."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def test_a_trial_puts_no_hook_back_that_was_removed() -> None:
 
 
 class Counting(torch.nn.Module):
-    """A layer that notes numbers, names and functions of each pass."""
+    """A layer that stores numbers, names and functions in each pass."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -407,7 +407,7 @@ def test_notes_that_passes_make_in_a_model_are_no_change() -> None:
 
 
 def test_loading_another_model_is_no_change(tmp_path: Path) -> None:
-    """transformers replaces methods of all models meanwhile."""
+    """While transformers loads a model, it replaces methods of all models."""
     model = fresh()
     model.save_pretrained(tmp_path)
     engine = Engine(model, DRAFTS)
@@ -448,7 +448,7 @@ def test_values_that_cannot_be_copied_in_a_configuration_are_refused() -> None:
 
 
 class OtherBehindACache(LlamaForCausalLM):
-    """Another head where the cache holds something already."""
+    """A model with another head if the cache is not empty."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
@@ -460,7 +460,7 @@ class OtherBehindACache(LlamaForCausalLM):
 
 
 def test_an_engine_refuses_a_model_that_reads_prompts_in_parts_otherwise() -> None:
-    """Requests that share a beginning read the rest of their prompts behind what is cached."""
+    """Requests with a common prefix read the rest of their prompts after the cached part."""
     model = fresh()
     model.__class__ = OtherBehindACache
     with pytest.raises(lookahead.UnsupportedModelError, match="read in parts"):

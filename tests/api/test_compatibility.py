@@ -1,4 +1,4 @@
-"""What `docs/compatibility.md` says of each argument of `generate` is so, and it speaks of all of them."""
+"""`docs/compatibility.md` covers every argument of `generate`, and its statements hold."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Generate = Callable[..., Any]
 EXACT, DIFFERENCE, REFUSED, NO_EFFECT = "exact", "exact, with a difference", "refused", "no effect"
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
-# What the zoo's Llama adds to PROMPT: 24 66 32 36 19 24 26 14 69 32 36 19.
+# The zoo's Llama continues PROMPT with 24 66 32 36 19 24 26 14 69 32 36 19.
 FIRST, THIRD, FOURTH, UNSAID = 24, 32, 36, 50
-"""Tokens of that text, and one that is not in it."""
+"""Tokens of that text, and one token outside of it."""
 NEW = {"max_new_tokens": 12}
 GREEDY = {**NEW, "do_sample": False}
 SAMPLED = {**NEW, "do_sample": True}
@@ -52,7 +52,7 @@ SCORED = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
 
 @dataclass(frozen=True)
 class Row:
-    """One name in the tables of `docs/compatibility.md`."""
+    """One argument in the tables of `docs/compatibility.md`."""
 
     name: str
     verdict: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def read_rows() -> Iterator[Row]:
-    """The rows of all tables that give verdicts."""
+    """Yield the rows of all tables with verdicts."""
     page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
     within = False
     for line in page.splitlines():
@@ -80,13 +80,13 @@ ROWS = list(read_rows())
 
 
 def configuration_fields() -> set[str]:
-    """All that the installed transformers keeps in a `GenerationConfig`."""
+    """Return the fields of `GenerationConfig` in the installed transformers."""
     config = GenerationConfig()
     return {*config.to_dict(), *vars(config), *GenerationConfig.__annotations__}
 
 
 def generate_arguments() -> set[str]:
-    """All that the installed transformers' `generate` takes, those that it looks for among the others included."""
+    """Return the arguments of `generate` in the installed transformers, named ones and those read from `kwargs`."""
     code = "".join(
         inspect.getsource(function)
         for function in (GenerationMixin.generate, GenerationMixin._extract_generation_mode_kwargs)
@@ -96,7 +96,7 @@ def generate_arguments() -> set[str]:
 
 
 def model_inputs() -> set[str]:
-    """All that the forward passes of the architectures in the zoo take."""
+    """Return the arguments of the forward passes of all architectures in the zoo."""
     names = set(TransformersKwargs.__optional_keys__)
     for architecture in ARCHITECTURES.values():
         config = type(AutoConfig.for_model(architecture.model_type))
@@ -128,14 +128,14 @@ def test_arguments_missing_in_this_transformers_are_marked() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A value for an argument, and the call that it is part of.
+    """A value for an argument, and the call around it.
 
     Attributes:
-        value: What the argument is set to.
-        beside: The other arguments, with and without it.
+        value: Value of the argument.
+        beside: Other arguments of the call.
         model: Name in the zoo.
         prompt: The prompt, or none.
-        in_config: Set it on a `GenerationConfig` instead, for fields that `generate` does not take by name.
+        in_config: Set the value in a `GenerationConfig`, for fields that are no arguments of `generate`.
     """
 
     value: Any
@@ -147,19 +147,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Exact(Case):
-    """`shows`: whether the value changes what plain decoding gives, as it should wherever it can."""
+    """The output equals plain decoding. `shows`: whether the value changes it, as it should wherever it can."""
 
     shows: bool = True
 
 
 @dataclass(frozen=True)
 class NoEffect(Case):
-    """Plain decoding gives the same with and without it."""
+    """Plain decoding gives the same output with and without the argument."""
 
 
 @dataclass(frozen=True)
 class Refused(Case):
-    """`by_transformers`: the error is transformers' own. `named`: how the message names the argument."""
+    """`by_transformers`: the error is transformers' own. `named`: the argument's name in the message."""
 
     by_transformers: bool = False
     named: str | None = None
@@ -167,13 +167,13 @@ class Refused(Case):
 
 @dataclass(frozen=True)
 class Fresh:
-    """A value that must be made anew for each call."""
+    """A value that is created for each call."""
 
     make: Callable[[], Any]
 
 
 def call(generate: Generate, name: str | None, case: Case) -> Any:
-    """Run one side of a case under a fixed seed, with the argument `name` or, for `None`, without it."""
+    """Run one side of a case with a fixed seed, with the argument `name`, or without it if `name` is None."""
     options = {"generation_config": GenerationConfig(**case.beside)} if case.in_config else dict(case.beside)
     if name is not None:
         value = case.value.make() if isinstance(case.value, Fresh) else case.value
@@ -196,7 +196,7 @@ def ours(model: PreTrainedModel) -> Generate:
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two outputs have the same texts, and the same scores and logits but for rounding."""
+    """Return whether two outputs have equal texts, and scores and logits that differ by rounding only."""
     if one.sequences.dtype != other.sequences.dtype or not torch.equal(one.sequences, other.sequences):
         return False
     return all(_close(getattr(one, name), getattr(other, name)) for name in ("scores", "logits"))
@@ -211,12 +211,12 @@ def _close(one: tuple[torch.Tensor, ...] | None, other: tuple[torch.Tensor, ...]
 
 
 def ban_first(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor of a user's own."""
+    """A user's logits processor."""
     return scores.index_fill(1, torch.tensor([FIRST]), -torch.inf)
 
 
 def stop_at_17(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-    """A stopping criterion of a user's own."""
+    """A user's stopping criterion."""
     return torch.tensor([ids.shape[1] >= 17])
 
 
@@ -333,11 +333,11 @@ CASES: dict[str, Case] = {
     "pixel_values": Refused(torch.zeros(1, 3, 4, 4), by_transformers=True),
     "cache_position": Refused(torch.arange(12), by_transformers=True),
 }
-"""What a value of the argument does. The cases that take more than a comparison are functions, in `FUNCTIONS`."""
+"""Effects of values, by argument. Cases that need more than a comparison are functions, in `FUNCTIONS`."""
 
 
 def cases_of(kind: type[Case]) -> list[Any]:
-    """The cases of one kind, for fields that the installed transformers has."""
+    """Return the cases of one kind, for fields of the installed transformers."""
     versions = {row.name: row.in_every_version for row in ROWS}
     return [
         pytest.param(name, case, id=name)
@@ -393,7 +393,7 @@ def test_stop_strings_end_the_text_where_generate_ends_it(demo: Demo) -> None:
 
 
 def test_a_tokenizer_is_needed_for_stop_strings_alone(demo: Demo) -> None:
-    """Without stop strings it is not looked at; with them there is no doing without it."""
+    """The tokenizer is ignored without stop strings, and required with them."""
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
     expected = model.generate(ids, tokenizer=tokenizer, **GREEDY)
@@ -412,7 +412,7 @@ def test_a_streamer_gets_the_calls_of_generate(llama: PreTrainedModel) -> None:
 
 
 def test_time_that_is_up_ends_the_text_with_its_first_token(llama: PreTrainedModel) -> None:
-    """Time that is up at once ends the text with its first token; time that is not up changes nothing."""
+    """A limit of zero ends the text after its first token; a distant limit changes nothing."""
     for seconds, length in ((1e-9, 13), (600.0, 24)):
         expected = llama.generate(PROMPT, max_time=seconds, **GREEDY)
         assert expected.shape[1] == length
@@ -442,7 +442,7 @@ def test_return_dict_in_generate(llama: PreTrainedModel) -> None:
 
 
 def test_num_return_sequences(llama: PreTrainedModel) -> None:
-    """With one token to draw from at each place, other draws are the same draws."""
+    """With only one possible token at each position, all draws are equal."""
     options = {**SAMPLED, "num_return_sequences": 3}
     sure = llama.generate(PROMPT, top_k=1, **options)
     assert torch.equal(ours_with(llama, input_ids=PROMPT, top_k=1, **options), sure)
@@ -467,7 +467,7 @@ def test_collected_scores_and_logits_are_those_of_generate(name: str, llama: Pre
 
 
 def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of different lengths, padded on the left, and their mask."""
+    """Return prompts of different lengths, padded on the left, and their mask."""
     rows = [torch.cat([torch.zeros(12 - length, dtype=torch.long), PROMPT[0, :length]]) for length in lengths]
     mask = torch.stack([(torch.arange(12) >= 12 - length).long() for length in lengths])
     return torch.stack(rows), mask
@@ -500,7 +500,7 @@ def test_attention_mask_of_another_length_with_padding(llama: PreTrainedModel) -
 
 
 def test_past_key_values(llama: PreTrainedModel) -> None:
-    """Brought caches are in `test_conformance.py`; this is about which there may be."""
+    """Accepted kinds of caches; `test_conformance.py` tests their use."""
     cache = DynamicCache()
     expected = llama.generate(PROMPT, **GREEDY)
     assert torch.equal(ours_with(llama, input_ids=PROMPT, past_key_values=cache, **GREEDY), expected)
@@ -524,7 +524,7 @@ FUNCTIONS: dict[str, list[Callable[..., None]]] = {
     "cache": [test_past_key_values],
     "past_key_values": [test_past_key_values],
 }
-"""The tests of the rows that have no entry in `CASES`: those with a difference, and those that need a tokenizer."""
+"""Tests of the rows without an entry in `CASES`: documented differences, and cases that need a tokenizer."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -577,7 +577,7 @@ def test_type_of_the_texts(dtype: torch.dtype, llama: PreTrainedModel) -> None:
 
 
 def test_settings_of_the_model_hold(llama: PreTrainedModel) -> None:
-    """What the model's own configuration says holds, and an argument holds against it, as in transformers."""
+    """The model's generation configuration applies, and arguments override it, as in transformers."""
     settings = {"do_sample": True, "temperature": 1.5, "top_k": 5, "repetition_penalty": 1.4, "max_new_tokens": 9}
     before = {name: getattr(llama.generation_config, name) for name in settings}
     try:
@@ -623,7 +623,7 @@ def test_a_paged_cache_is_refused_before_transformers_acts(
 def test_synced_gpus_where_transformers_would_turn_it_on(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is where FSDP or DeepSpeed ZeRO-3 holds a part of the weights on each of several devices."""
+    """FSDP and DeepSpeed ZeRO-3 turn it on, as they split the weights among devices."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(llama, "_is_fsdp_managed_module", True, raising=False)
@@ -642,13 +642,13 @@ def test_usual_position_ids() -> None:
     ids, mask = padded(7)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
-    for given in (positions, positions + 5 * (1 - mask)):  # what stands at hidden tokens does not matter
-        output = ours_with(model, input_ids=ids, attention_mask=mask, position_ids=given, **GREEDY)
+    for position_ids in (positions, positions + 5 * (1 - mask)):  # values at hidden tokens do not matter
+        output = ours_with(model, input_ids=ids, attention_mask=mask, position_ids=position_ids, **GREEDY)
         assert torch.equal(output, expected)
 
 
 class LaterLlama(LlamaForCausalLM):
-    """A model with inputs that transformers may add one day."""
+    """A model with inputs that a later transformers may add."""
 
     def forward(
         self, input_ids: Any = None, later_flag: bool = False, later_kind: str = "usual", later: Any = None, **more: Any
@@ -728,12 +728,12 @@ def test_scores_behind_the_end_of_a_row_are_zero(llama: PreTrainedModel) -> None
     assert len(set(ends)) == 2, "rows that end together test nothing"
     for place, (got, expected) in enumerate(zip(output.scores, plain.scores, strict=True)):
         for row, end in enumerate(ends):
-            wanted = expected[row] if place <= end else torch.zeros_like(expected[row])
-            assert torch.allclose(got[row], wanted, atol=2e-4, rtol=1e-4)
+            row_scores = expected[row] if place <= end else torch.zeros_like(expected[row])
+            assert torch.allclose(got[row], row_scores, atol=2e-4, rtol=1e-4)
 
 
 def test_streamer_in_a_batch(llama: PreTrainedModel) -> None:
-    """It gets the prompts, then one token of every row at a time, padding where a row has ended."""
+    """The streamer gets the prompts, then one token of every row at a time; ended rows give padding."""
     ids, mask = padded(12, 7)
     options = {**STOPPED, "attention_mask": mask}
     plain, streamed = Recorder(), Recorder()
@@ -763,7 +763,7 @@ class RaisesLate:
 
     def __call__(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
         self.put(ids)
-        return scores if isinstance(scores, torch.Tensor) else torch.tensor([False])  # a criterion gets no scores here
+        return scores if isinstance(scores, torch.Tensor) else torch.tensor([False])  # criteria get no scores here
 
     def put(self, _: object) -> None:
         self.calls += 1
@@ -812,12 +812,14 @@ BAD_VALUES = [
     ("values", "named"), BAD_VALUES, ids=lambda value: value if isinstance(value, str) else next(iter(value))
 )
 def test_a_bad_value_is_named_and_changes_nothing(values: dict[str, Any], named: str, llama: PreTrainedModel) -> None:
-    """The error names the argument, or is the caller's own, and the model and a user cache are as before."""
+    """The error names the argument or is the caller's own; the model and the user's cache stay unchanged."""
     expected = llama.generate(PROMPT, **GREEDY)
     cache = DynamicCache()
-    given = {} if "past_key_values" in values or "cache_implementation" in values else {"past_key_values": cache}
+    cache_argument = (
+        {} if "past_key_values" in values or "cache_implementation" in values else {"past_key_values": cache}
+    )
     with pytest.raises((ValueError, RuntimeError), match=named):
-        ours_with(llama, input_ids=PROMPT, **{**GREEDY, **given, **values})
+        ours_with(llama, input_ids=PROMPT, **{**GREEDY, **cache_argument, **values})
     assert cache.get_seq_length() == 0
     assert torch.equal(ours_with(llama, input_ids=PROMPT, past_key_values=cache, **GREEDY), expected)
     assert torch.equal(llama.generate(PROMPT, **GREEDY), expected)

@@ -1,10 +1,9 @@
-"""What transformers tests of its own decoding methods, asked of lookahead decoding at transformers' own entry point.
+"""transformers' tests of its decoding methods, for lookahead decoding through transformers' own entry point.
 
-Each test is named after the one of `GenerationTesterMixin`, `GenerationIntegrationTests` or the streamer tests in
-transformers whose question it asks, and asks it anew: of `model.generate(..., custom_generate=lookahead.generate)`,
-with plain decoding as the answer. Where that entry point keeps an argument from us it is `lookahead.generate` instead.
-Questions that do not apply (encoder-decoders, inputs that are no text, compilation) are left out; ways of decoding
-that are refused are one test.
+Each test has the name of a test in `GenerationTesterMixin`, `GenerationIntegrationTests` or the streamer tests of
+transformers, and checks the same property of `model.generate(..., custom_generate=lookahead.generate)` against plain
+decoding. If that entry point does not pass an argument on, the test calls `lookahead.generate`. Tests that do not
+apply are omitted: encoder-decoders, other inputs than text, compilation. One test covers all refused methods.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ each_model = pytest.mark.parametrize("name", NAMES)
 
 
 def ours(model: PreTrainedModel, ids: torch.Tensor | None = None, **options: Any) -> Any:
-    """Lookahead decoding at transformers' own entry point."""
+    """Lookahead decoding through transformers' entry point."""
     options = {"lookahead_config": SMALL, **options}
     return model.generate(ids, custom_generate=lookahead.generate, **options)
 
 
 def in_function(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
-    """Lookahead decoding at the entry point that carries streamers and tokenizers."""
+    """Lookahead decoding through the entry point that accepts streamers and tokenizers."""
     return lookahead.generate(model, ids, lookahead_config=SMALL, **options)
 
 
 def check_scores(output: Any, plain: Any) -> None:
-    """The texts are equal, and so is what was collected, but for rounding."""
+    """Check that texts are equal, and scores and logits up to rounding."""
     assert torch.equal(output.sequences, plain.sequences)
     for name in ("scores", "logits"):
         got, expected = getattr(output, name), getattr(plain, name)
@@ -79,7 +78,7 @@ def check_scores(output: Any, plain: Any) -> None:
 
 @contextmanager
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What transformers logs, which it does not pass on to the root logger."""
+    """Log of transformers, which does not propagate to the root logger."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     caplog.clear()
@@ -89,7 +88,7 @@ def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCap
         logger.removeHandler(caplog.handler)
 
 
-# --- ways of decoding and what they return ------------------------------------------------------------------------
+# --- decoding methods and their outputs ---------------------------------------------------------------------------
 
 
 @each_model
@@ -204,12 +203,12 @@ def test_generate_with_and_without_position_ids(name: str) -> None:
 
 @pytest.mark.parametrize("pad_token_id", [3, 60])
 def test_generate_without_attention_mask(pad_token_id: int, llama: PreTrainedModel) -> None:
-    """Where there is a padding token transformers hides it, and says nothing; where there is none nothing is hidden."""
+    """transformers hides padding tokens in the prompt without a message; without a padding token it hides none."""
     ids = torch.cat([torch.full((1, 2), 3), PROMPT[:, 1:6]], dim=1)
     expected = llama.generate(ids, pad_token_id=pad_token_id, **GREEDY)
     assert torch.equal(ours(llama, ids, pad_token_id=pad_token_id, **GREEDY), expected)
-    shown = llama.generate(ids, **GREEDY)
-    assert torch.equal(expected, shown) == (pad_token_id == 60)
+    unmasked = llama.generate(ids, **GREEDY)
+    assert torch.equal(expected, unmasked) == (pad_token_id == 60)
 
 
 def test_generate_without_input_ids(llama: PreTrainedModel) -> None:
@@ -253,7 +252,7 @@ def test_a_prompt_in_chunks_gives_the_same_text_in_as_many_passes(name: str, siz
 
 
 def test_max_new_tokens_decoder_only(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    """`max_new_tokens` goes before `max_length`, and transformers says so; a full prompt is its error."""
+    """`max_new_tokens` overrides `max_length` with transformers' warning; a prompt of full length is its error."""
     assert ours(llama, PROMPT, max_new_tokens=3).shape == (1, 15)
     assert ours(llama, PROMPT, max_length=20).shape == (1, 20)
     with transformers_log(caplog):
@@ -285,7 +284,7 @@ def test_eos_token_id_int_and_list_greedy_search(llama: PreTrainedModel) -> None
 
 
 def test_eos_token_that_never_comes(llama: PreTrainedModel) -> None:
-    """transformers' own tests set -1 for 'never'."""
+    """transformers' own tests use -1 for no end token."""
     batch = torch.cat([PROMPT, PROMPT.flip(1)])
     expected = llama.generate(batch, eos_token_id=-1, pad_token_id=-1, **GREEDY)
     assert torch.equal(ours(llama, batch, eos_token_id=-1, pad_token_id=-1, **GREEDY), expected)
@@ -321,7 +320,7 @@ def test_criteria_that_look_at_the_scores(llama: PreTrainedModel) -> None:
 
 
 def test_a_given_eos_criterion_replaces_the_one_of_eos_token_id(llama: PreTrainedModel) -> None:
-    """As in transformers the one that is passed goes before the one that is made."""
+    """As in transformers, a passed criterion replaces the default one."""
     text = llama.generate(PROMPT, **GREEDY)[0, 12:].tolist()
     options = {"eos_token_id": text[5], "pad_token_id": 0, "stopping_criteria": [EosTokenCriteria(text[2])], **GREEDY}
     expected = llama.generate(PROMPT, **options)
@@ -333,7 +332,7 @@ def test_a_given_eos_criterion_replaces_the_one_of_eos_token_id(llama: PreTraine
 
 
 class OnlyFive(LogitsProcessor):
-    """Writes into what it gets, as processors may."""
+    """Change the scores in place, as processors may."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:] = -torch.inf
@@ -342,7 +341,7 @@ class OnlyFive(LogitsProcessor):
 
 
 def test_custom_logits_processor(llama: PreTrainedModel) -> None:
-    """A processor that transformers makes as well goes in its place."""
+    """A passed processor replaces transformers' own processor of the same class."""
     text = llama.generate(PROMPT, **GREEDY)[0, 12:].tolist()
     options = {"min_length": 14, "eos_token_id": text[2], "pad_token_id": 0, **GREEDY}
     limits = LogitsProcessorList([MinLengthLogitsProcessor(min_length=20, eos_token_id=text[2])])
@@ -352,7 +351,7 @@ def test_custom_logits_processor(llama: PreTrainedModel) -> None:
 
 
 def test_logits_processor_not_inplace(llama: PreTrainedModel) -> None:
-    """The logits that are returned are those of the model, whatever a processor writes."""
+    """Returned logits are the model's, even if a processor changes them in place."""
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     output = ours(llama, PROMPT, logits_processor=[OnlyFive()], **options)
     assert output.sequences[0, 12:].tolist() == [5] * 12
@@ -403,7 +402,7 @@ def plainly(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
 
 @contextmanager
 def widths(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How many tokens each forward pass sends, but for those that check a model before its first call."""
+    """Number of tokens in each forward pass, without the checks before a model's first call."""
     ours(model, PROMPT, max_new_tokens=1)
     seen: list[int] = []
 
@@ -419,7 +418,7 @@ def widths(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def visible(cache: Cache, layer: int) -> torch.Tensor:
-    """The keys of a layer, without the room that may be behind them."""
+    """Return the keys of a layer, without unused capacity."""
     return cache.layers[layer].keys[:, :, : cache.get_seq_length()]
 
 
@@ -441,7 +440,7 @@ def test_past_key_values_format(llama: PreTrainedModel) -> None:
 def test_generate_continue_from_past_key_values(
     name: str, maker: str, first: Callable[..., Any], second: Callable[..., Any]
 ) -> None:
-    """Three tokens and then more give what one call gives, whoever decodes and whoever made the cache."""
+    """Two calls equal one call, for every decoder and every origin of the cache."""
     model = build(name)
     expected = plainly(model, PROMPT, **CACHED)
     cache = MAKERS[maker](model)
@@ -464,11 +463,11 @@ def test_a_cache_with_layers_that_hold_nothing(filled_by: Callable[..., Any]) ->
     for decode in (ours, plainly):
         text = decode(model, started.sequences, past_key_values=cache, **{**GREEDY, "max_new_tokens": 7})
         assert torch.equal(text, expected)
-        cache.crop(-7)  # back to the text that was started, but for its last token
+        cache.crop(-7)  # back to the first text without its last token
 
 
 def sharing_model() -> PreTrainedModel:
-    """A tiny model whose last layers read the keys and values of the first ones."""
+    """Return a tiny model in which the last layers read the keys and values of the first layers."""
     layers = ["sliding_attention", "full_attention"] * 2
     config = AutoConfig.for_model(
         "gemma4_text",
@@ -500,7 +499,7 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
     for turn in range(4):
         expected = plainly(model, text, **GREEDY)
         with widths(model) as sent:
-            ours(model, PROMPT, lookahead_config=PLAIN_STEPS, **GREEDY)  # which tries the model as it is hooked now
+            ours(model, PROMPT, lookahead_config=PLAIN_STEPS, **GREEDY)  # repeats the model's trial with the hook
             sent.clear()
             output = ours(model, text, past_key_values=cache, lookahead_config=PLAIN_STEPS, **CACHED)
         assert torch.equal(output.sequences, expected)
@@ -508,13 +507,13 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
         assert output.statistics.steps == 12
         cache = output.past_key_values
         text = torch.cat([output.sequences, torch.tensor([[5 + turn, 6, 7]])], dim=1)
-        fresh = 4  # those three, and the last one of the text before them
+        fresh = 4  # the three new tokens, and the last token of the text before
 
 
 @pytest.mark.parametrize("count", [2, 40], ids=["short", "longer than what is cached"])
 @pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
 def test_a_cache_takes_the_new_tokens_alone(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
-    """The prompt may leave out what is cached, if the attention mask counts it."""
+    """The prompt may omit the cached tokens, if the attention mask includes them."""
     started = filled_by(llama, PROMPT, **CACHED)
     new = torch.cat([started.sequences[:, -1:], torch.arange(count)[None] % VOCAB_SIZE], dim=1)
     text = torch.cat([started.sequences[:, :-1], new], dim=1)
@@ -525,7 +524,7 @@ def test_a_cache_takes_the_new_tokens_alone(filled_by: Callable[..., Any], count
 
 
 def test_a_cache_of_a_padded_prompt_takes_the_new_tokens_alone(llama: PreTrainedModel) -> None:
-    """A mask that hides something reaches us, and says the same."""
+    """A mask with hidden tokens reaches us, and gives the same text."""
     ids, mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1), torch.ones(1, 15, dtype=torch.long)
     mask[:, :3] = 0
     started = ours(llama, ids, attention_mask=mask, **CACHED)
@@ -538,13 +537,13 @@ def test_a_cache_of_a_padded_prompt_takes_the_new_tokens_alone(llama: PreTrained
 
 
 def test_the_cache_of_a_padded_batch_can_be_continued(llama: PreTrainedModel) -> None:
-    """Whoever filled it and whoever goes on: hidden tokens, and those that fill up a row, have columns."""
+    """For every decoder of both calls: hidden tokens and padding have columns in the cache."""
     ids = torch.cat([torch.cat([torch.zeros(1, 4, dtype=torch.long), PROMPT[:, :8]], dim=1), PROMPT])
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     longer = torch.cat([mask, torch.ones(2, 12, dtype=torch.long)], dim=1)
     alone = plainly(llama, ids, attention_mask=mask, **GREEDY)
-    # The first row ends early, and is filled up.
+    # The first row ends early and is padded.
     end = next(token for token in alone[0, 13:20].tolist() if token not in alone[1, 12:])
     options = {"eos_token_id": end, "pad_token_id": 1}
     text = plainly(llama, ids, attention_mask=mask, **GREEDY, **options)
@@ -564,11 +563,11 @@ def test_the_cache_of_a_padded_batch_can_be_continued(llama: PreTrainedModel) ->
 @pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2"])
 def test_the_cache_of_a_padded_prompt_can_be_continued(name: str, filled_by: Callable[..., Any]) -> None:
-    """One row, hidden tokens before it and between: turn after turn, whoever decodes."""
+    """Several turns by both decoders, with hidden tokens before and inside the row."""
     model = build(name)
     mask = torch.ones_like(PROMPT)
     mask[:, :3] = 0
-    if name != "mistral_sliding":  # whose window counts what is hidden between others
+    if name != "mistral_sliding":  # its window counts hidden tokens inside the row
         mask[:, 7] = 0
     turn = filled_by(model, PROMPT, attention_mask=mask, **CACHED)
     for decode in (plainly, ours, ours, plainly, ours):
@@ -588,7 +587,7 @@ def test_a_mask_that_shows_what_the_cache_was_made_without(llama: PreTrainedMode
 
 
 def test_returned_caches_can_be_cropped_repeated_and_read(llama: PreTrainedModel) -> None:
-    """A returned cache is cropped, copied for several rows, and handed to the forward pass, like any other."""
+    """A returned cache can be cropped, repeated for several rows, and passed to the model, like any other."""
     output = ours(llama, PROMPT, **CACHED)
     cache, text = output.past_key_values, output.sequences
     cache.crop(-3)
@@ -604,7 +603,6 @@ def test_returned_caches_can_be_cropped_repeated_and_read(llama: PreTrainedModel
 
 
 def test_caches_longer_than_the_prompt_or_of_other_rows_are_refused(llama: PreTrainedModel) -> None:
-    """One that holds more than the prompt, or other rows, is refused."""
     filled = ours(llama, PROMPT, **CACHED).past_key_values
     for ids in (PROMPT, torch.arange(30).repeat(2, 1)):
         with pytest.raises(LookaheadError, match="cache|past_key_values"):
@@ -620,7 +618,7 @@ STREAMED = {"max_new_tokens": 20, "do_sample": False}
 
 @pytest.fixture
 def prompt_and_text(demo: Demo) -> tuple[torch.Tensor, str]:
-    """A prompt for the demo model, and the text it goes on with."""
+    """A prompt for the demo model, and its continuation."""
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
     return ids, tokenizer.decode(model.generate(ids, **STREAMED)[0, ids.shape[1] :])
@@ -647,7 +645,7 @@ def test_iterator_streamer_matches_non_streaming(demo: Demo, prompt_and_text: tu
 
 
 def test_iterator_streamer_timeout(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
-    """At transformers' own entry point a streamer gets the prompt and then nothing, not even the end."""
+    """Through transformers' entry point a streamer gets the prompt and nothing else, not even the end."""
     model, tokenizer = demo
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=0.01)
     ours(model, prompt_and_text[0], streamer=streamer, **STREAMED)
@@ -679,7 +677,7 @@ def test_streamer_with_several_sequences(demo: Demo, prompt_and_text: tuple[torc
 
 
 def test_a_stop_string_may_end_inside_a_token(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
-    """A stop string that ends inside a token; at transformers' own entry point there is no tokenizer for it."""
+    """Tested without transformers' entry point, which passes no tokenizer on."""
     model, tokenizer = demo
     ids, text = prompt_and_text
     options = {"stop_strings": ["(le", "no such text"], "tokenizer": tokenizer, **STREAMED}
@@ -693,7 +691,7 @@ def test_a_stop_string_may_end_inside_a_token(demo: Demo, prompt_and_text: tuple
 
 @pytest.mark.parametrize("name", ["synced_gpus", "assistant_model", "assistant_tokenizer"])
 def test_arguments_dropped_by_transformers_change_no_text(name: str, llama: PreTrainedModel) -> None:
-    """At transformers' own entry point these never reach us, so that nothing can refuse them; the text is the same."""
+    """transformers' entry point drops these arguments before they could be refused; the text is the same."""
     value = {"synced_gpus": True, "assistant_model": llama, "assistant_tokenizer": object()}[name]
     assert torch.equal(ours(llama, PROMPT, **{name: value}, **GREEDY), plainly(llama, PROMPT, **GREEDY))
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders give what transformers' own generate gives, and draft from what their encoder read."""
+"""Encoder-decoders: texts equal `model.generate`, and drafts come from the encoder's input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny(family: str = "t5/encoder") -> PreTrainedModel:
 
 
 def source(model: PreTrainedModel, rows: int = 1) -> dict[str, Any]:
-    """What the encoder reads: rows that repeat themselves, of different lengths."""
+    """Return encoder inputs: repetitive rows of different lengths."""
     ids = torch.randint(3, 90, (rows, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
     mask = torch.ones_like(ids)
     for row in range(1, rows):
@@ -41,9 +41,9 @@ def test_texts_are_those_of_generate(family: str, sampled: bool) -> None:
     torch.manual_seed(3)
     expected = model.generate(**options, return_dict_in_generate=True)
     torch.manual_seed(3)
-    found = lookahead.generate(model, **options, return_dict_in_generate=True)
-    assert torch.equal(found.sequences, expected.sequences)
-    for mine, theirs in zip(found.scores, expected.scores, strict=True):
+    output = lookahead.generate(model, **options, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    for mine, theirs in zip(output.scores, expected.scores, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
@@ -62,8 +62,7 @@ def test_several_texts_of_one_source() -> None:
 
 
 def test_chunks_go_with_a_source_of_which_all_is_seen() -> None:
-    """`generate` cuts the mask of the source to the length of the decoder's chunks: only where it hides nothing does
-    the text stay the same."""
+    """`generate` crops the source's mask to the decoder's chunks: the text is unaffected only if nothing is hidden."""
     model, chunks = tiny("bart/encoder"), {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 8}
     seen, hiding = source(model), source(model, rows=2)
     assert torch.equal(lookahead.generate(model, **seen, **chunks), model.generate(**seen, **chunks))
@@ -82,7 +81,7 @@ def test_given_decoder_ids_are_continued() -> None:
 
 
 class Forced(LogitsProcessor):  # type: ignore[misc]
-    """Has the model write a given text."""
+    """Force the model to write `text`."""
 
     def __init__(self, text: list[int]) -> None:
         self._text = text
@@ -94,22 +93,22 @@ class Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def test_positions_that_leave_padding_out() -> None:
-    """M2M-100 counts the positions of a pass without padding tokens; plain decoding sends them one by one."""
+    """M2M-100 skips padding tokens when it counts positions within a pass; plain decoding sends single tokens."""
     model = tiny("m2m_100/encoder")
     padding = model.config.pad_token_id
     text = [7, 8, 9, padding, 10, 11, 7, 8, 9, padding, 10, 11, padding, 7, 8, 9, padding, 10, 11]
     options = {**source(model), "max_new_tokens": len(text), "output_logits": True, "return_dict_in_generate": True}
     options["logits_processor"] = LogitsProcessorList([Forced(text)])
     expected = model.generate(**options)
-    found = lookahead.generate(model, **options, lookahead_config=LookaheadConfig(step_budget=8))
-    assert found.statistics.steps < len(text)
-    for mine, theirs in zip(found.logits, expected.logits, strict=True):
+    output = lookahead.generate(model, **options, lookahead_config=LookaheadConfig(step_budget=8))
+    assert output.statistics.steps < len(text)
+    for mine, theirs in zip(output.logits, expected.logits, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("preset", ["auto", "context_matches"])
-def test_what_the_encoder_read_is_drafted_from(preset: str) -> None:
-    """A text that is all of its source but for some tokens, as edits and extracts are."""
+def test_drafts_come_from_the_encoder_input(preset: str) -> None:
+    """A text that copies most of its source, like an edit or an extract."""
     model = tiny()
     ids = torch.randperm(90, generator=torch.Generator().manual_seed(1))[None, :60] + 3
     text = [*ids[0, 5:30].tolist(), 4, *ids[0, 33:55].tolist()]
@@ -153,7 +152,7 @@ def test_unsupported_arguments_are_refused() -> None:
 
 
 def test_a_class_with_its_own_generation_loop_is_refused() -> None:
-    """FSMT reads a chain of tokens otherwise than one at a time."""
+    """FSMT's output for several tokens at once differs from one token at a time."""
     model = tiny("fsmt/encoder")
     with pytest.raises(UnsupportedModelError, match="encoder-decoder.*differs from plain decoding"):
         lookahead.generate(model, **source(model), max_new_tokens=4)

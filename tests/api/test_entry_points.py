@@ -1,4 +1,4 @@
-"""The three ways in: each gives transformers' own output, and each keeps what its documentation promises."""
+"""The three entry points: each returns transformers' output, and keeps the promises of its documentation."""
 
 import pickle
 from collections.abc import Callable
@@ -168,18 +168,18 @@ def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.
     assert sum(statistics.accepted_lengths) == 30
     assert statistics.step_compression == 30 / statistics.steps
     assert statistics.seconds.forward > 0
-    # As in plain decoding, the cache holds all of the text but the last token.
+    # As in plain decoding, the cache holds the text without its last token.
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
 @pytest.mark.parametrize("entry", ALL_ENTRIES)
-def test_what_comes_before_the_first_step_is_a_part_of_the_time(
+def test_the_time_includes_the_preparation_before_the_first_step(
     entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = TransformersSession.begin
 
     def slow(*arguments: Any) -> Any:
-        sleep(0.2)  # as a model check takes, which is made in there
+        sleep(0.2)  # simulates a model check
         return begin(*arguments)
 
     monkeypatch.setattr(TransformersSession, "begin", slow)
@@ -230,7 +230,7 @@ def test_autoregressive_preset_takes_one_token_a_step(llama: PreTrainedModel, pr
 def test_attach_stays_until_detach(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     lookahead.attach(llama, SMALL)
-    lookahead.attach(llama, SMALL)  # again: nothing is stacked up
+    lookahead.attach(llama, SMALL)  # a second call replaces the first
     try:
         assert llama.generate(prompt, **options).statistics.steps < 20
         other = LookaheadConfig(preset="autoregressive")

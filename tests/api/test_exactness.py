@@ -1,4 +1,4 @@
-"""Lookahead decoding writes exactly the text of `model.generate`, whatever the model and the settings."""
+"""Lookahead decoding writes exactly the text of `model.generate`, for all models and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from model_zoo import (
 from quick import REPRESENTATIVES, quickly
 
 NEAR_TIE = 1e-4
-"""Gap between two logits below which rounding may decide; logits of the zoo differ by up to about 2e-5."""
+"""Largest gap between two logits that rounding may decide; logits of the zoo differ by up to about 2e-5."""
 NAMES = sorted(ARCHITECTURES)
 LEARNED_POSITIONS = [name for name in NAMES if position_limit(name)]
 SHORT_SIGHTED = [
@@ -57,7 +57,7 @@ def test_random_cases_match(name: str) -> None:
 
 @pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[::2]))
 def test_logits_of_trees_are_those_of_plain_decoding(name: str) -> None:
-    """Finer than comparing tokens: a wrong mask may change logits and yet no token."""
+    """A stricter check than equal tokens: a wrong mask may change logits without changing a token."""
     for attention in ARCHITECTURES[name].attention:
         case = zoo_case(name, (5, 8, 2, 5, 8, 2, 5), attention=attention, drafting=FROM_PROMPT, output_logits=True)
         model, logits = load(case)[0], []
@@ -68,14 +68,14 @@ def test_logits_of_trees_are_those_of_plain_decoding(name: str) -> None:
 
 
 def paper(case: Case, **drafting: Any) -> Case:
-    """The case by the paper's method, so that much is drafted, and without an end."""
+    """Return the case with the paper's method, which drafts much, and without an end token."""
     sizes = {"window_size": 8, "ngram_size": 4, "guess_set_size": 12, "pool_from_prompt": True, **drafting}
     turns = (turn.without("eos") for turn in case.turns)
     return replace(case, turns=tuple(turns)).having(drafting={"preset": "paper"} | sizes)
 
 
 def test_candidates_are_accepted_in_the_random_cases() -> None:
-    # Where nothing is ever accepted, equality says nothing about masks, positions and the cache.
+    # Without accepted candidates, equality proves nothing about masks, positions and the cache.
     names = [name for name in ZOO[::4] if name not in LENGTH_SCALED]
     outcomes = [check(paper(greedy_case(ZOO.index(name)))) for name in names]
     lengths = [length for outcome in outcomes for length in outcome.accepted]
@@ -100,7 +100,7 @@ def test_text_growing_across_the_sliding_window(name: str) -> None:
 @pytest.mark.parametrize("name", quickly(LEARNED_POSITIONS))
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_text_to_the_last_learned_position(name: str, beyond: int) -> None:
-    # The last token of the text is not read, so a text may be one token longer than there are positions.
+    # The last token is never read, so a text may be one token longer than the table of positions.
     for prompt in ((7,), (3, 1, 4) * 8, tuple(range(40)), (5, 6) * (MAX_POSITIONS // 2 - 1)):
         tokens = MAX_POSITIONS - len(prompt) + beyond
         outcome = check(zoo_case(name, prompt, drafting=FROM_PROMPT, max_new_tokens=tokens))
@@ -153,7 +153,7 @@ def test_stop_token_inside_an_accepted_run(name: str) -> None:
 
 
 def _with_long_run(name: str) -> tuple[Outcome, int]:
-    """A case with a step of three or more tokens, and the place of a token in it that was new to the text."""
+    """Return a case with a step of three or more tokens, and the index of a token in it that is new to the text."""
     for turn in range(50):
         outcome = check(paper(greedy_case(turn * len(ZOO) + ZOO.index(name)), pool_from_output=True))
         start, text = 0, outcome.answer.text
@@ -169,7 +169,7 @@ def _with_long_run(name: str) -> tuple[Outcome, int]:
 
 
 def _any_child(self: TokenTree, node: int, token: int) -> int | None:
-    """Verification that accepts the first candidate, whatever it holds."""
+    """Verification that accepts the first candidate without comparing its token."""
     candidates = (child for child in range(node + 1, len(self)) if self.kinds[child] is NodeKind.CANDIDATE)
     return next((child for child in candidates if self.parents[child] == node), None)
 
@@ -177,28 +177,32 @@ def _any_child(self: TokenTree, node: int, token: int) -> int | None:
 def _walk_one_by_one(
     rows: list[int], sequences: Sequence[Any], forest: Forest, predictions: NDArray[np.int64], walks: list[Any]
 ) -> None:
-    """The walk of plain rows, by the children that `TokenTree.child` finds."""
+    """The walk of plain rows, with the children from `TokenTree.child`."""
     for row in rows:
-        said, text = predictions[forest.firsts[row] :], sequences[row]
+        row_predictions, text = predictions[forest.firsts[row] :], sequences[row]
         walks[row] = walk.follow(
-            forest[row], lambda node, said=said, text=text: (int(said[node]), text.append(said[node]))
+            forest[row],
+            lambda node, row_predictions=row_predictions, text=text: (
+                int(row_predictions[node]),
+                text.append(row_predictions[node]),
+            ),
         )
 
 
 def _sees_all_before(firsts: NDArray[np.int64], parent_slots: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
-    """A tree mask that shows a node everything that was sent before it, as a plain causal mask does."""
+    """A tree mask that lets a node see all earlier nodes, like a plain causal mask."""
     for row, count in enumerate(np.diff(firsts)):
         mask[row, :count, :count] = np.tri(count, dtype=np.bool_)
 
 
 def _positions_in_order(self: Forest) -> NDArray[np.int64]:
-    """Position ids that count the nodes, as those of plain text do, instead of their depth."""
-    found: NDArray[np.int64] = np.arange(len(self.tokens)) - self.firsts[self.rows_of_slots]
-    return found
+    """Position ids that count the nodes, as in plain text, instead of their depth."""
+    positions: NDArray[np.int64] = np.arange(len(self.tokens)) - self.firsts[self.rows_of_slots]
+    return positions
 
 
 def _keeps_first_slots(self: TreeCache, *places: object) -> None:
-    """A cache that keeps as many states as were accepted, but not those that were accepted."""
+    """A cache that keeps the right number of states, but not the accepted ones."""
 
 
 def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | None]:
@@ -224,14 +228,14 @@ believed = cache(lambda number: check(paper(greedy_case(number))))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_detects_a_wrong_token(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patches, names = FAULTS[fault]
-    # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
+    # If RoPE depends on the length, hardly anything is drafted, so hardly anything can fail.
     numbers = [ZOO.index(name) for name in names if name not in LENGTH_SCALED][-8:]
-    cases = [believed(number).case for number in numbers]  # the library has now tried each model, and believes it
+    cases = [believed(number).case for number in numbers]  # each model has passed its trial, before the fault
     for patch in patches:
         monkeypatch.setattr(*patch)
     outcomes = [run_case(case) for case in cases]
     wrong = [outcome for outcome in outcomes if outcome.kind == WRONG and "raises" not in outcome.detail]
-    # With a third, a run of ten cases overlooks the fault once in 60 times, one of a hundred never.
+    # If a third of the cases fail, ten cases overlook the fault once in 60 runs, and a hundred cases never.
     assert len(wrong) > len(outcomes) / 3, [outcome.case.family for outcome in wrong]
 
 

@@ -1,4 +1,4 @@
-"""With fallback="plain" what is refused is decoded by transformers itself, with a warning that says why."""
+"""With fallback="plain" transformers decodes refused models and arguments, with a warning that gives the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(tokens: int = 14, seed: int = 0) -> torch.Tensor:
 
 
 def refused_kind(family: str) -> PreTrainedModel:
-    """A model of a family that is refused, or of Mamba in a way that its layers cannot be replaced."""
+    """Return a model of a refused family, or a Mamba model with layers that cannot be replaced."""
     model = build(family, Variant(), "sdpa")
     if family == "mamba":
         model.backbone.layers[0].forward = model.backbone.layers[0].forward
@@ -32,7 +32,7 @@ def refused_kind(family: str) -> PreTrainedModel:
 
 
 def refused() -> PreTrainedModel:
-    """A model that trees run on, refused for its kind."""
+    """Return a model that supports trees but is refused for its kind."""
     model = zoo("llama")
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
@@ -51,8 +51,8 @@ def test_texts_are_those_of_generate(family: str) -> None:
         expected = model.generate(ids(), max_new_tokens=20, **options)
         torch.manual_seed(3)
         with pytest.warns(LookaheadWarning, match="without drafts"):
-            found = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=20, **options)
-        assert torch.equal(found, expected)
+            output = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=20, **options)
+        assert torch.equal(output, expected)
 
 
 def test_engines_run_them_without_drafts() -> None:
@@ -67,7 +67,7 @@ def test_engines_run_them_without_drafts() -> None:
 
 
 def test_an_engine_says_why_it_cannot() -> None:
-    """The state of RecurrentGemma is in the model: rows that share steps would write over one another's."""
+    """RecurrentGemma keeps its state in the model, so rows in one step would overwrite each other's."""
     with pytest.raises(UnsupportedModelError, match="running state.*Nor.*fallback='plain'"):
         Engine(build("recurrent_gemma", Variant(), "sdpa"), PLAIN)
 
@@ -97,14 +97,14 @@ def test_arguments_that_are_not_supported() -> None:
     model = zoo("llama")
     expected = model.generate(ids(), max_new_tokens=9, num_beams=3)
     with pytest.warns(LookaheadWarning, match="num_beams=3"):
-        found = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=9, num_beams=3)
-    assert torch.equal(found, expected)
-    with pytest.raises(InvalidArgumentError, match="empty prompt"):  # what cannot work is an error all the same
+        output = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=9, num_beams=3)
+    assert torch.equal(output, expected)
+    with pytest.raises(InvalidArgumentError, match="empty prompt"):  # an impossible call is still an error
         lookahead.generate(model, ids(0), lookahead_config=PLAIN, max_new_tokens=9)
 
 
 def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the refusal comes from the first pass, as of prompts with images that go on otherwise."""
+    """Even if the refusal comes after the first pass, as for some prompts with images."""
     model, plain, ours = zoo("llama"), Recorder(), Recorder()
 
     def refuse(*given: object) -> None:
@@ -113,15 +113,15 @@ def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None
     expected = model.generate(ids(), max_new_tokens=9, do_sample=False, streamer=plain)
     monkeypatch.setattr("lookahead.serving.request.Steps.prefill", refuse)
     with pytest.warns(LookaheadWarning, match="this prompt"):
-        found = lookahead.generate(
+        output = lookahead.generate(
             model, ids(), lookahead_config=PLAIN, max_new_tokens=9, do_sample=False, streamer=ours
         )
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
     assert ours.values == plain.values
 
 
 def test_a_refusal_after_the_first_token_stands() -> None:
-    """What is written cannot be taken back."""
+    """Streamed tokens cannot be undone, so there is no fallback."""
 
     def refuse(record: lookahead.StepRecord) -> None:
         raise UnsupportedModelError("model=Llama cannot go on")

@@ -1,4 +1,4 @@
-"""Cases of all tables: a slice of the fuzzer's, and that the runner finds what is wrong."""
+"""A slice of the fuzzer's cases, and faults that its runner must detect."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tiny.families import build, family_names
 from tiny.variant import Variant
 
 SLICE = 6
-"""How many cases are run here; `make fuzz` runs more."""
+"""Number of cases; `make fuzz` runs more."""
 FAULTS = {62: "changed model", 16: "small vocabulary", 40: "own loop", 29: "without a cache", 8: "images in an engine"}
 FAULTS |= {52: "processors"}
-"""Of the cases of faults, one of each kind."""
+"""One case of each kind, for the tests of faults."""
 TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})
 
 
@@ -120,7 +120,7 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     def drawn() -> Iterator[Case]:
         return (_case(seed=seed, family="xlnet" if seed % 2 else "llama") for seed in range(100))
 
-    for equal, seeds in ((2, [0, 1, 2]), (3, [3, 4])):  # one that was equal in between, and xlnet is refused
+    for equal, seeds in ((2, [0, 1, 2]), (3, [3, 4])):  # seed 3 was equal before, and xlnet is refused
         outcomes: list[Outcome] = []
         with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
             Run("all", equal=equal, chosen=True, rows=rows).run(drawn(), outcomes)
@@ -135,7 +135,7 @@ def test_slice_of_the_cases() -> None:
     Run("all", SLICE).run(draw_cases(40_000, TABLES["all"]), outcomes)
     wrong = [outcome for outcome in outcomes if outcome.kind == WRONG]
     assert not wrong, report(wrong, "all")
-    assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # not merely refused
+    assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # a refusal is not enough
 
 
 @pytest.mark.parametrize("seed", FAULTS)
@@ -162,7 +162,7 @@ def test_a_change_is_one_and_can_be_taken_back(place: str) -> None:
 def test_other_tokens_after_a_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = replace(TURN, change="layer hook: everywhere")
     assert run_case(_case(turns=(TURN, changed))).kind in (EQUAL, REFUSED)
-    seeds = iter((1, 2, 1, 2))  # another layer in transformers' own
+    seeds = iter((1, 2, 1, 2))  # transformers gets another layer
     monkeypatch.setattr(compared.doors, "change", lambda model, name, _: change(model, name, next(seeds)))
     outcome = run_case(_case(turns=(TURN, changed)))
     assert outcome.kind == WRONG
@@ -224,7 +224,7 @@ def test_a_case_is_run_again_from_its_repr(name: str) -> None:
 @pytest.mark.exact
 @pytest.mark.parametrize("seed", [13364, 13771, 15112])
 def test_passes_over_several_tokens_do_not_choose_among_equal_entries(seed: int) -> None:
-    """DeepSeek V4, whose indexer gives many of the entries that it chooses from a score of 0."""
+    """DeepSeek V4's indexer scores many entries with 0."""
     case = draw_case(seed, family_names())
     assert case.family == "deepseek_v4"
     assert run_case(case).kind == EQUAL

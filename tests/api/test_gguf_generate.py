@@ -126,7 +126,7 @@ def test_memory_of_a_process_and_of_a_file(model: Any, prompt: torch.Tensor, tmp
 
 
 def test_text_in_and_text_out(demo_file: Path, demo: tuple[PreTrainedModel, Any]) -> None:
-    """The tokenizer from the file, stop strings, a streamer, an attached model."""
+    """The file's tokenizer, stop strings, a streamer, and an attached model."""
     reference, tokenizer = demo
     model = lookahead.load_gguf(demo_file)
     inputs = model.tokenizer(DEMO_PROMPT, return_tensors="pt")
@@ -227,7 +227,7 @@ def test_a_missing_binding_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("where", ["model", "process", "forward"])
 def test_code_around_the_forward_pass_is_refused(model: Any, prompt: torch.Tensor, where: str) -> None:
-    """transformers runs it at each pass; llama.cpp does not."""
+    """transformers runs such code in each pass; llama.cpp does not."""
 
     def double(module: Any, inputs: Any, output: Any) -> Any:
         output.logits = -output.logits

@@ -1,4 +1,4 @@
-"""Prompts with images give what transformers' own generate gives, and what cannot be is refused."""
+"""Prompts with images: texts equal `model.generate`, or the call is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tiny(family: str, window: int = 12) -> PreTrainedModel:
 
 
 def both(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **options: Any) -> tuple[Any, Any]:
-    """What transformers and what lookahead decoding gives, under the same seed."""
+    """Return the outputs of transformers and of lookahead decoding, with the same seed."""
     expected = seeded(type(model).generate, model, **inputs, **options)
     return expected, seeded(lookahead.generate, model, **inputs, lookahead_config=config, **options)
 
@@ -50,11 +50,11 @@ def seeded(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def all_equal(model: PreTrainedModel, inputs: dict[str, Any], configs: list[LookaheadConfig], **options: Any) -> None:
-    """Every configuration gives what transformers gives."""
+    """Check that every configuration gives the text of transformers."""
     expected = seeded(type(model).generate, model, **inputs, **options)
     for config in configs:
-        found = seeded(lookahead.generate, model, **inputs, lookahead_config=config, **options)
-        assert torch.equal(found, expected), config
+        output = seeded(lookahead.generate, model, **inputs, lookahead_config=config, **options)
+        assert torch.equal(output, expected), config
 
 
 @pytest.mark.parametrize("family", quickly([*TREES, *CHAINS], ["gemma3", "qwen2_5_vl/multimodal", *CHAINS]))
@@ -110,7 +110,7 @@ def test_rows_with_padding(family: str) -> None:
     "family", quickly(["llava/multimodal", "qwen2_5_vl/multimodal", *CHAINS], ["qwen2_5_vl/multimodal", *CHAINS])
 )
 def test_rows_with_two_images_and_one_and_none(family: str) -> None:
-    """As a processor makes them: padded on the left, the pixels of all rows one behind another."""
+    """Rows in the form of a processor: padded on the left, with the pixels of all rows concatenated."""
     model = tiny(family)
     pixels, size = images(model, 3, 0)
     picture = [IMAGE_TOKEN] * size
@@ -153,7 +153,7 @@ def test_an_image_is_looked_at_once_and_steps_are_saved(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"])
 @pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
 def test_caches_of_image_prompts_can_be_continued(family: str, makers: tuple[bool, bool]) -> None:
-    """A text about an image, and a second turn that goes on from its cache."""
+    """A text about an image, and a second turn that continues from its cache."""
     model = tiny(family)
     inputs = image_prompt(model, [TEXT], 2)
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
@@ -199,7 +199,7 @@ def test_images_work_through_every_entry_point() -> None:
 
 
 def processor(model: PreTrainedModel) -> LlavaProcessor:
-    """Of words `w0`, `w1`, ... and images as small as the model's."""
+    """Return a processor for the words `w0`, `w1`, ... and images of the model's small size."""
     words = {f"w{token}": token for token in range(VOCABULARY) if token != IMAGE_TOKEN}
     tokenizer = Tokenizer(models.WordLevel(words | {"<image>": IMAGE_TOKEN}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -244,7 +244,7 @@ def test_unsupported_arguments_with_images_are_refused(options: dict[str, Any], 
 
 
 class Biased(LlamaForCausalLM):  # type: ignore[misc]
-    """Reads another input at each step, which steps of tokens alone would lack."""
+    """A model with a second input in each step, which steps of only tokens would lack."""
 
     input_modalities = ("image", "text")
 
@@ -264,7 +264,7 @@ def test_an_input_that_counts_at_each_step_is_refused() -> None:
         lookahead.generate(model, torch.tensor([TEXT]), bias=torch.randn(96), max_new_tokens=4)
 
 
-def test_what_a_processor_raises_in_the_first_step_ends_the_call() -> None:
+def test_an_error_of_a_processor_in_the_first_step_ends_the_call() -> None:
     def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("the first token")
 

@@ -1,4 +1,4 @@
-"""`prediction`: a text that is expected changes the steps of a call, never its text."""
+"""`prediction`: a predicted output changes the steps of a call, never its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = LookaheadConfig(step_budget=8)
 
 
 def call(prediction: Any, rows: int = 1, config: LookaheadConfig = CONFIG) -> Any:
-    """24 tokens of a tiny Llama."""
+    """Generate 24 tokens with a tiny Llama."""
     return lookahead.generate(
         build("llama"),
         torch.tensor([PROMPT] * rows),

@@ -1,4 +1,4 @@
-"""Processors and criteria of a user's own, in batches too: whatever they look at, the texts are `model.generate`'s."""
+"""A user's processors and criteria, also in batches: texts equal `model.generate`, whatever they read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASK[1, :6] = 0
 
 
 class PerRow(LogitsProcessor):
-    """A rule for each row, by its place."""
+    """A rule for each row, by its index."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -36,7 +36,7 @@ class PerRow(LogitsProcessor):
 
 
 class Counting(LogitsProcessor):
-    """A state for each row, by its place, which goes on with each call; it was made for one number of rows."""
+    """A state for each row, by its index, that advances with each call; the number of rows is fixed."""
 
     def __init__(self) -> None:
         self.states: list[int] = []
@@ -52,7 +52,7 @@ class Counting(LogitsProcessor):
 
 
 class Following(LogitsProcessor):
-    """A state that goes on with the last token, as a grammar's does: no token twice within five of a row."""
+    """A state that advances with the last token, like a grammar's: no token twice within five of a row."""
 
     def __init__(self) -> None:
         self.recent: list[list[int]] = []
@@ -61,26 +61,26 @@ class Following(LogitsProcessor):
         self.recent = self.recent or [[] for _ in input_ids]
         for row, recent in enumerate(self.recent):
             recent.append(int(input_ids[row, -1]))
-            scores[row, recent[-5:]] = -float("inf")  # written into, as xgrammar does
+            scores[row, recent[-5:]] = -float("inf")  # in place, like xgrammar
         return scores
 
 
 class AcrossRows(LogitsProcessor):
-    """Each row is kept from what another row says."""
+    """Subtract half of another row's scores from each row's."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores - 0.5 * scores.roll(1, dims=0)
 
 
 class Drawing(LogitsProcessor):
-    """Draws from the random state that tokens are sampled from."""
+    """Draw from the random state of the sampling."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + 3 * torch.rand(scores.shape)
 
 
 class Typed(LogitsProcessor):
-    """Scores of another floating type, at some places or at all."""
+    """Return scores of another floating type, at some positions or at all."""
 
     def __init__(self, dtype: torch.dtype, every: int = 1) -> None:
         self._dtype, self._every = dtype, every
@@ -90,7 +90,7 @@ class Typed(LogitsProcessor):
 
 
 class PerRowEnd(StoppingCriteria):
-    """Ends rows by their place."""
+    """End rows by their index."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -101,14 +101,14 @@ class PerRowEnd(StoppingCriteria):
 
 
 class CommonEnd(StoppingCriteria):
-    """Ends all rows by what the rows have between them."""
+    """End all rows by a sum over the tokens of all rows."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
         return int(input_ids[:, 12:].sum()) > 1500
 
 
 class Alternating:
-    """What `prefix_allowed_tokens_fn` may be: it counts its calls, whichever row they are for."""
+    """A `prefix_allowed_tokens_fn` that counts its calls, across all rows."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -143,7 +143,7 @@ def compared(
     config: LookaheadConfig = DRAFTS,
     **options: Any,
 ) -> lookahead.LookaheadOutput:
-    """Compare a call with transformers': texts, scores, what is streamed, and the random state behind it."""
+    """Compare a call with transformers': texts, scores, streamed values, and the random state afterwards."""
     options = {"max_new_tokens": 24, "pad_token_id": 0, "return_dict_in_generate": True, **options}
     outputs, streams, states = [], [], []
     for generate in (type(model).generate, lookahead.generate):
@@ -161,7 +161,7 @@ def compared(
     assert torch.equal(*states)
     assert len(plain.scores) == len(ours.scores)
     for theirs, own_scores in zip(plain.scores, ours.scores, strict=True):
-        goes_on = own_scores.isfinite().any(-1) & (own_scores != 0).any(-1)  # zero behind the end of a row
+        goes_on = own_scores.isfinite().any(-1) & (own_scores != 0).any(-1)  # zero after the end of a row
         torch.testing.assert_close(own_scores[goes_on], theirs[goes_on], atol=2e-2, rtol=1e-3)
     return ours
 
@@ -230,7 +230,7 @@ def test_encoder_decoders() -> None:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_rows_on_several_ranks_are_refused(name: str) -> None:
-    group = ParallelGroup.__new__(ParallelGroup)  # it is refused before anything is asked of the group
+    group = ParallelGroup.__new__(ParallelGroup)  # refused before the group is used
     with pytest.raises(UnsupportedArgumentError, match="parallel is not supported for several rows"):
         lookahead.generate(build("llama"), IDS, parallel=group, max_new_tokens=4, **MEMBERS[name]())
 
@@ -256,7 +256,7 @@ def test_requests_of_an_engine_that_share_steps(name: str) -> None:
     engine = Engine(model, LookaheadConfig(step_budget=24, memory="process"))
     plainly = engine.submit(IDS[0], max_new_tokens=20, do_sample=False)
     handles = [engine.submit(ids, seed=seed, **MEMBERS[name](), **options) for seed, ids in enumerate(IDS)]
-    if name == "drawing":  # from the generator that all share
+    if name == "drawing":  # from the shared generator
         return
     engine.run()
     for handle, text in zip(handles, expected, strict=True):

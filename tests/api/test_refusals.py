@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything runs, by an error that names it."""
+"""Impossible calls are refused before anything runs, by an error that names the reason."""
 
 import copy
 from dataclasses import asdict, replace
@@ -107,7 +107,7 @@ def test_max_nodes_is_never_passed(columns: int, size: int, llama: PreTrainedMod
 
 @pytest.fixture
 def watched(llama: PreTrainedModel) -> tuple[PreTrainedModel, list[object]]:
-    """A model that was tried in a first call, and a list to which each further pass adds something."""
+    """A model after its trial, and a list that grows with each further pass."""
     passes: list[object] = []
     model = copy.deepcopy(llama)
     model.register_forward_hook(lambda module, inputs, output: passes.append(module))
@@ -234,7 +234,7 @@ def test_default_length_stops_at_the_context_as_in_transformers() -> None:
 
 
 def test_a_table_of_positions_ends_the_text_instead_of_losing_it() -> None:
-    """Transformers fails with an IndexError here; up to there both give the same text."""
+    """transformers fails with an IndexError at the end of the table; up to there both texts are equal."""
     model = build("gpt2")
     ids = torch.randint(0, 60, (1, MAX_POSITIONS - 20), generator=torch.Generator().manual_seed(0))
     expected = model.generate(ids, max_new_tokens=21, do_sample=False)
@@ -270,9 +270,7 @@ def test_chunks_after_a_cache_are_refused_where_transformers_reads_them_wrongly(
 ) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 4}
     monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 22))
-    first = lookahead.generate(
-        llama, prompt, return_dict_in_generate=True, **options
-    )  # without a cache it reads them well
+    first = lookahead.generate(llama, prompt, return_dict_in_generate=True, **options)  # right without a cache
     text = torch.cat([first.sequences, prompt], dim=1)
     with pytest.raises(LookaheadError, match=r"prefill_chunk_size=4 is not supported with (cache|past_key_values)"):
         lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)

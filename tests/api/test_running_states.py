@@ -1,4 +1,4 @@
-"""Models with running states give what transformers' own generate gives, and what cannot be is refused."""
+"""Models with running states: texts equal `model.generate`, or the call is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny(family: str = "qwen3_next") -> PreTrainedModel:
 
 
 def prompt(tokens: int = 14, seed: int = 0) -> torch.Tensor:
-    """A text that is repeated once."""
+    """Return a text that is repeated once."""
     ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(seed))
     return torch.cat([ids, ids], dim=1)
 
@@ -70,7 +70,7 @@ def test_texts_are_those_of_generate(family: str, config: LookaheadConfig) -> No
 
 @cache
 def text_of_generate(family: str, sampled: bool) -> torch.Tensor:
-    """What all configurations have to give."""
+    """Return the text that all configurations have to give."""
     model, options = tiny(family), {"temperature": 0.8} if sampled else {}
     torch.manual_seed(3)
     text: torch.Tensor = plain(model, prompt(), max_new_tokens=40, do_sample=sampled, **options).sequences
@@ -81,7 +81,7 @@ def test_drafts_are_accepted_and_states_counted() -> None:
     output = decode(tiny(), prompt(), LookaheadConfig(step_budget=8), max_new_tokens=80, do_sample=False)
     assert output.statistics is not None
     assert output.statistics.step_compression > 1.05
-    # One layer of linear attention: the convolution's state and that of the heads, float32.
+    # One layer of linear attention: the convolution's state and the heads' state, in float32.
     drafted = sum(nodes > 1 for nodes in output.statistics.nodes_per_step)
     layer = next(layer for layer in output.past_key_values.layers if hasattr(layer, "recurrent_states"))
     size = 4 * (layer.conv_states[0].numel() + layer.recurrent_states[0].numel())
@@ -102,7 +102,7 @@ def test_caches_can_be_returned_and_continued(family: str) -> None:
     whole = plain(model, torch.cat([expected.sequences, more], dim=1), **options).sequences
     ours = decode(model, prompt(), config, **options)
     text = torch.cat([ours.sequences, more], dim=1)
-    # Ours to transformers, transformers to ours, and a cache of the caller's that ours fills.
+    # From us to transformers, from transformers to us, and a caller's cache that we fill.
     assert torch.equal(plain(model, text, past_key_values=ours.past_key_values, **options).sequences, whole)
     back = decode(model, text, config, past_key_values=expected.past_key_values, **options)
     assert torch.equal(back.sequences, whole)
@@ -153,7 +153,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 @pytest.mark.parametrize("sample", [False, True])
 def test_rows_of_one_call(family: str, sample: bool) -> None:
-    """Rows accept different numbers of tokens, and end at different places."""
+    """Rows accept different numbers of tokens, and end in different steps."""
     model, ids = tiny(family), torch.cat([prompt(seed=seed) for seed in range(3)])
     texts = [model.generate(row[None], max_new_tokens=24, do_sample=False)[0] for row in ids]
     options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": int(texts[0][-8]), "pad_token_id": 0}
@@ -190,7 +190,7 @@ def test_static_engines_run_chains_the_dynamic_way() -> None:
 
 @pytest.mark.parametrize("family", ["nemotron_h", "bart"])
 def test_texts_beyond_the_context(family: str) -> None:
-    """Nemotron-H has no positions and goes on; BART's decoder ends with its table."""
+    """Nemotron-H has no positions and continues; BART's decoder ends with its table."""
     model = build(family, Variant(context=40), "sdpa")
     expected = model.generate(prompt(), max_new_tokens=12 if family == "bart" else 40, do_sample=False)
     output = lookahead.generate(model, prompt(), max_new_tokens=40, do_sample=False)
@@ -213,7 +213,7 @@ def test_attached_models_and_chunked_prompts() -> None:
 
 
 def test_ranks_are_refused() -> None:
-    """They share out trees, and nothing is sent before it is known that there are some."""
+    """Ranks split trees; the refusal comes before anything is sent."""
     monitor = SimpleNamespace(rank=0)
     group = ParallelGroup(Exchange(None, monitor, [0, 1], 1.0))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedArgumentError, match="parallel is not supported for Mamba2ForCausalLM"):

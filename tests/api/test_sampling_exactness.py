@@ -1,4 +1,4 @@
-"""Under the same seed sampling gives the very tokens of `model.generate`, and leaves the random state as it does."""
+"""With the same seed, sampling gives exactly the tokens of `model.generate`, and leaves the same random state."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from model_zoo import DEMO, build
 PROMPT = (5, 8, 20, 5, 8, 20, 5, 8)
 DRAFTING = {"window_size": 4, "ngram_size": 4, "guess_set_size": 6, "pool_from_prompt": True, "pool_from_output": True}
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "cohere2", "falcon_new")
-"""Architectures that random cases are made for; `run_cases.py --sampled` runs all of them."""
+"""Architectures of the random cases; `run_cases.py --sampled` runs all."""
 SHARP = zoo_case(
     "llama", PROMPT, drafting=DRAFTING, do_sample=True, top_k=0, temperature=0.5, seed=1, max_new_tokens=48
 )
-"""A case in which drafts are accepted although tokens are sampled."""
+"""A case of sampling with accepted drafts."""
 
 
 @pytest.mark.parametrize("place", range(len(SETTINGS)), ids=SETTINGS)
 def test_random_cases_match(place: int) -> None:
-    # A model of the zoo for each setting; the demo model, which is slower, for every tenth.
+    # A model of the zoo for each setting; the slower demo model for every tenth.
     for model in (ZOO[place % len(ZOO)], *([DEMO] if place % 10 == 0 else [])):
         check(sampled_case(place, model=model))
 
 
 def test_candidates_are_accepted_in_random_cases() -> None:
-    # Where nothing is ever accepted, equality says nothing about the processors' text and the order of draws.
+    # Without accepted candidates, equality proves nothing about the processors' text and the order of draws.
     number = SETTINGS.index("temperature")
     cases = [sampled_case(number + turn * len(SETTINGS), model=name) for turn, name in enumerate(ZOO[::2], 1)]
     cases = [replace(case.having(drafting=DRAFTING), kind="") for case in cases]
@@ -63,7 +63,7 @@ def _changes_the_text(name: str, number: int) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_the_first_use_of_a_model_leaves_the_random_state_alone(name: str) -> None:
-    # At first use a model is tried on token trees; that must not draw anything.
+    # The first use of a model tries it on token trees, which must not draw random numbers.
     model = copy.deepcopy(build(name))
     ids = torch.tensor([PROMPT])
     torch.manual_seed(3)
@@ -101,18 +101,18 @@ _choose = TextSampler.choose
 
 
 def _draws_for_nothing(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """One random number too many for each token."""
+    """Draw one random number too many for each token."""
     torch.rand(())
     return _choose(self, text, logits)
 
 
 def _processes_an_older_text(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """The text that the step began with, or nearly so."""
+    """Process the text without its last token."""
     return _choose(self, text[:, :-1] if text.shape[1] > 1 else text, logits)
 
 
 def _processes_twice(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """Harmless but for processors with a memory."""
+    """Process twice, which only affects processors with a state."""
     if self._processor is not None:
         self._processor(text, logits.clone())
     return _choose(self, text, logits)

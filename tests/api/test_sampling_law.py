@@ -1,8 +1,8 @@
-"""Sampled texts have the law of the model, by our verification and by the paper's Algorithm 4.
+"""Sampled texts have the model's distribution, with our verification and with the paper's Algorithm 4.
 
-The space is small enough to be enumerated: 5 tokens, texts of 3. The exact probability of each of the 125 texts
-is computed from the model, and a chi-square test compares it with many sampled texts. A pool of candidates is filled
-at random beforehand, so that in the same run some candidates are accepted, in part or as a whole, and others not.
+The space can be enumerated: texts of 3 tokens from a vocabulary of 5. The model gives the exact probability of each of
+the 125 texts, and a chi-square test compares it with many sampled texts. The pool begins with random candidates, so
+each run accepts some candidates wholly, some partly, and some not at all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from paper_sampling import NextDistribution, verify_by_rejection
 
 VOCABULARY = 5
 LENGTH = 3
-"""Tokens of a text; a candidate holds as many."""
+"""Tokens of a text and of a candidate."""
 PROMPT = (0, 3, 1, 4)
 DRAWS = 10_000
 LEVEL = 1e-4
-"""Of the tests: a right law fails once in so many seeds, and the seeds are fixed."""
+"""Significance level: a right law fails for this share of seeds, and the seeds are fixed."""
 FEWEST_EXPECTED = 5.0
-"""Texts that a bin of the chi-square test must expect; rarer texts share one."""
+"""Expected texts in each bin of the chi-square test, at least; rarer texts share a bin."""
 CANDIDATES = 4
 """Candidates for each first token: with 125 texts to choose from, most positions accept some and reject some."""
 CONFIG = LookaheadConfig(window_size=1, ngram_size=LENGTH + 1, guess_set_size=CANDIDATES)
@@ -44,7 +44,7 @@ Law = dict[Text, float]
 
 @cache
 def model() -> PreTrainedModel:
-    """A random Llama with a vocabulary of 5, whose next token is neither certain nor independent of the text."""
+    """A random Llama with a vocabulary of 5; the next token is uncertain and depends on the text."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -66,7 +66,7 @@ def model() -> PreTrainedModel:
 
 @torch.inference_mode()
 def next_distributions(processors: LogitsProcessorList | None = None) -> dict[Text, torch.Tensor]:
-    """The law of the next token after the prompt and each shorter text, `[vocabulary]` float64 each."""
+    """Return the distribution of the next token after the prompt and each shorter text, `[vocabulary]` float64."""
     distributions = {}
     for length in range(LENGTH + 1):
         texts = list(product(range(VOCABULARY), repeat=length))
@@ -79,7 +79,7 @@ def next_distributions(processors: LogitsProcessorList | None = None) -> dict[Te
 
 
 def exact_law(distributions: dict[Text, torch.Tensor]) -> Law:
-    """The probability of each text."""
+    """Return the probability of each text."""
     return {
         text: float(torch.stack([distributions[text[:place]][token] for place, token in enumerate(text)]).prod())
         for text in product(range(VOCABULARY), repeat=LENGTH)
@@ -87,10 +87,10 @@ def exact_law(distributions: dict[Text, torch.Tensor]) -> Law:
 
 
 def p_value(texts: Sequence[Text], law: Law) -> float:
-    """Probability that texts with this law are at least as far from what is expected of them.
+    """Return the probability that texts with this law deviate at least this far from the expected counts.
 
-    By chi-square of the first token, of the first two and of the whole texts: what goes wrong early is seen best where
-    there are few bins. The smallest of the three probabilities counts, for as many attempts.
+    Chi-square tests of the first token, the first two, and the whole texts: few bins reveal early errors best. The
+    result is the smallest of the three probabilities, times three (Bonferroni).
     """
     assert set(texts) <= set(law)
     attempts = []
@@ -118,13 +118,13 @@ def _p_value(counts: Counter[Text], expected: Counter[Text]) -> float:
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """Probability that a chi-square variable exceeds `statistic`."""
+    """Return the probability that a chi-square variable exceeds `statistic`."""
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
 def warm_pool(seed: int = 0) -> NGramPool:
-    """A pool with random n-grams for each first token."""
+    """Return a pool with random n-grams for each first token."""
     random = Random(seed)
     pool = NGramPool(LENGTH + 1, CANDIDATES)
     texts = list(product(range(VOCABULARY), repeat=LENGTH))
@@ -135,7 +135,7 @@ def warm_pool(seed: int = 0) -> NGramPool:
 
 
 def draw_with_lookahead(draws: int, batch: int, **options: Any) -> tuple[list[Text], list[int]]:
-    """Texts sampled by `lookahead.generate`, `batch` a call, and the number of tokens that each step accepted."""
+    """Return texts sampled by `lookahead.generate`, `batch` per call, and the number of accepted tokens by step."""
     texts: list[Text] = []
     accepted: list[int] = []
     for number in range(draws // batch):
@@ -162,9 +162,9 @@ Verify = Callable[[Sequence[Sequence[int]], NextDistribution, torch.Generator], 
 def draw_with_algorithm_4(
     draws: int, distributions: dict[Text, torch.Tensor], verify: Verify, seed: int = 0
 ) -> tuple[list[Text], list[int]]:
-    """Texts sampled step by step by `verify`, and the number of tokens that each step accepted.
+    """Return texts sampled step by step by `verify`, and the number of accepted tokens by step.
 
-    A text ends where it is long enough, as in decoding, whatever else its last step decided.
+    A text ends at its full length, as in decoding, even if its last step decided more tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     pools = [warm_pool(number) for number in range(16)]
@@ -182,7 +182,7 @@ def draw_with_algorithm_4(
 
 
 def assert_drafts_were_accepted(accepted: list[int]) -> None:
-    """Equality of laws says nothing about verification unless it accepts, in part and as a whole, and rejects."""
+    """Check that candidates were accepted wholly, partly and not at all; else equal laws would prove nothing."""
     assert {1, 2, 3} <= set(accepted)
     assert sum(length > 1 for length in accepted) > len(accepted) / 4
 
@@ -224,12 +224,12 @@ def test_algorithm_4_has_the_exact_law() -> None:
 
 
 def _children(tree: TokenTree, node: int) -> list[int]:
-    found = (tree.child(node, token) for token in range(VOCABULARY))
-    return [child for child in found if child is not None]
+    nodes = (tree.child(node, token) for token in range(VOCABULARY))
+    return [child for child in nodes if child is not None]
 
 
 def _accepts_the_first_candidate(tree: TokenTree, take: Any) -> Walk:
-    """Does not ask the model where there is a candidate."""
+    """Accept candidates without the model."""
     sequence, outputs = take.args
 
     def first(node: int) -> tuple[int, bool]:
@@ -241,7 +241,7 @@ def _accepts_the_first_candidate(tree: TokenTree, take: Any) -> Walk:
 
 
 def _draws_again_after_a_rejection(tree: TokenTree, take: Any) -> Walk:
-    """Draws once to see whether a candidate is accepted, and if none is, once more for the token."""
+    """Draw once to test the candidates, and draw again if none is accepted."""
     sequence, outputs = take.args
 
     def twice(node: int) -> tuple[int, bool]:
@@ -264,14 +264,14 @@ def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest
 def _verify_without_model(
     guesses: Sequence[Sequence[int]], law: NextDistribution, random: torch.Generator
 ) -> list[int]:
-    """Accepts the first candidate, whatever the model says."""
+    """Accept the first candidate without the model."""
     return list(guesses[0])
 
 
 def _verify_carelessly(
     guesses: Sequence[Sequence[int]], law: NextDistribution, random: torch.Generator, zero: bool, normalise: bool
 ) -> list[int]:
-    """Algorithm 4 that may forget to take rejected tokens out of the distribution, or to normalise it again."""
+    """Algorithm 4 without the removal of rejected tokens, or without the normalisation."""
     remaining, decided = list(guesses), ()
     while remaining and len(decided) < len(remaining[0]):
         left, place = law(decided).clone(), len(decided)
@@ -315,7 +315,7 @@ def test_a_wrong_algorithm_4_is_noticed(wrong: Verify) -> None:
 
 
 def certain(*tokens: int) -> NextDistribution:
-    """The law that leaves no choice: each of `tokens` at its place."""
+    """Return the distribution of a single text, `tokens`."""
     return lambda decided: torch.eye(VOCABULARY)[tokens[len(decided)]]
 
 

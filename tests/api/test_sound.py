@@ -1,4 +1,4 @@
-"""Prompts with sound, and a second image behind a cache: what transformers' own generate gives, or its own error."""
+"""Prompts with sound, and a second image after a cache: texts or errors equal `model.generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FRAMES = 32
 
 @pytest.fixture(scope="module")
 def hearing() -> PreTrainedModel:
-    """A tiny Voxtral, which hears spectra of `FRAMES` frames."""
+    """A tiny Voxtral for spectra of `FRAMES` frames."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
     audio = {
         **sizes,
@@ -42,7 +42,7 @@ def hearing() -> PreTrainedModel:
     model = VoxtralForConditionalGeneration(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(3)  # so that texts differ, and are no repetition of one token
+            weight.mul_(3)  # otherwise texts are equal, or repeat one token
     return model
 
 
@@ -64,7 +64,7 @@ def test_texts_about_a_sound_are_those_of_generate(hearing: PreTrainedModel, sam
     with torch.no_grad():
         other = inputs | {"input_features": -inputs["input_features"]}
         change = hearing(**inputs).logits[:, -1] - hearing(**other).logits[:, -1]
-    assert float(change.abs().max()) > 1e-3  # the model hears it
+    assert float(change.abs().max()) > 1e-3  # the sound matters
 
 
 def test_a_sound_is_listened_to_once_and_steps_are_saved(hearing: PreTrainedModel) -> None:

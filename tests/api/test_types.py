@@ -1,4 +1,4 @@
-"""Types of a user's script, checked by mypy."""
+"""mypy on a user's script."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ STUBS = {
     "torch": "class Tensor: ...\n",
     "transformers": "class GenerationConfig:\n    def __init__(self, **kwargs: Any) -> None: ...\n",
 }
-"""Stubs of two large libraries, which take mypy a minute to read."""
+"""Stubs in place of two large libraries, which take mypy a minute."""
 
 WRONG = """
 import lookahead
@@ -38,7 +38,7 @@ def wrong(model: torch.nn.Module) -> None:
 
 
 def strict_mypy(script: Path, folder: Path, *options: str, more: str = "") -> str:
-    """Output of `mypy --strict` about a script."""
+    """Return the output of `mypy --strict` for a script."""
     (folder / "mypy.ini").write_text(SETTINGS + more)
     command = [sys.executable, "-m", "mypy", "--config-file", folder / "mypy.ini", "--cache-dir", folder / "cache"]
     paths = [str(Path(lookahead.__file__).parents[1]), str(folder / "stubs")]
@@ -69,12 +69,12 @@ def test_a_users_script_passes_strict_mypy(folder: Path) -> None:
 def test_mistakes_are_found(folder: Path) -> None:
     script = folder / "wrong.py"
     script.write_text(WRONG)
-    said = strict_mypy(script, folder, *ALONE, more=UNKNOWN)
-    lines = [int(line) for line in re.findall(r"wrong\.py:(\d+): error", said)]
-    assert lines == [6, 7, 8, 9], said
+    output = strict_mypy(script, folder, *ALONE, more=UNKNOWN)
+    lines = [int(line) for line in re.findall(r"wrong\.py:(\d+): error", output)]
+    assert lines == [6, 7, 8, 9], output
 
 
 @pytest.mark.exact
 def test_a_users_script_passes_strict_mypy_with_all_of_transformers(tmp_path: Path) -> None:
-    """Reads torch and transformers: a minute of CPU time."""
+    """mypy reads torch and transformers, which takes a minute of CPU time."""
     assert strict_mypy(SCRIPT, tmp_path).startswith("Success")

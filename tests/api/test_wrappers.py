@@ -1,4 +1,4 @@
-"""Models that are compiled, adapted, quantised or placed: what plain decoding does with them, we do as well."""
+"""Compiled, adapted, quantised and offloaded models: texts equal plain decoding."""
 
 import copy
 import shutil
@@ -22,7 +22,7 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
 def check(model: Any, plain: Any | None = None) -> None:
-    """Both entry points of `model` give what plain decoding gives, in fewer steps."""
+    """Check that both entry points give the text of plain decoding in fewer steps."""
     expected = (model if plain is None else plain).generate(input_ids=PROMPT, **GREEDY)
     options = {**GREEDY, "return_dict_in_generate": True}
     output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **options)
@@ -59,7 +59,7 @@ def test_a_compiled_model_writes_the_same_text(compiled: Any) -> None:
 
 @pytest.mark.exact
 def test_a_compiled_model_is_compiled_in_whole() -> None:
-    """The cache is part of the graph, and a few graphs do for all steps, however many nodes they have."""
+    """The cache is part of the graph, and a few graphs cover steps of any number of nodes."""
     model = copy.deepcopy(build("gpt2"))
     torch._dynamo.reset()
     counters.clear()
@@ -68,7 +68,7 @@ def test_a_compiled_model_is_compiled_in_whole() -> None:
     )
     assert len(set(output.statistics.nodes_per_step)) > 3
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] <= 5  # a lone token is written another way
+    assert counters["stats"]["unique_graphs"] <= 5  # a single token has its own graph
 
 
 def test_detaching_from_a_compiled_wrapper() -> None:
@@ -82,7 +82,7 @@ def test_detaching_from_a_compiled_wrapper() -> None:
 
 @pytest.mark.exact
 def test_layers_compiled_by_inductor_write_the_same_text() -> None:
-    """Real compiled kernels, of the feed-forward layers alone: compiling all of a model takes half a minute."""
+    """Real compiled kernels, only of the feed-forward layers: a whole model compiles for half a minute."""
     if shutil.which("g++") is None:
         pytest.skip("compiling for the CPU takes a C++ compiler")
     torch._dynamo.reset()
@@ -93,7 +93,7 @@ def test_layers_compiled_by_inductor_write_the_same_text() -> None:
 
 
 def adapted(name: str, config: Any, spread: float = 0.3, changes_text: bool = True) -> Any:
-    """A zoo model with an adapter of random weights, large enough to change the text."""
+    """Return a zoo model with a random adapter that is strong enough to change the text."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(copy.deepcopy(build(name)), config(peft)).eval()
     random = torch.Generator().manual_seed(1)
@@ -156,8 +156,8 @@ NOT_CARRIED = {
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_adapters_that_a_tree_cannot_carry_are_refused(name: str) -> None:
-    """Virtual tokens come by a way that trees do not take; an activated LoRA counts places in a forward pass."""
-    takes_prefix = TRANSFORMERS < (5, 24)  # later ones do not take the prefix under the name that PEFT gives it
+    """PEFT adds virtual tokens outside of trees; an activated LoRA counts positions in a forward pass."""
+    takes_prefix = TRANSFORMERS < (5, 24)  # later versions do not accept PEFT's name of the prefix
     model = adapted("llama", NOT_CARRIED[name], spread=1.0, changes_text=takes_prefix or name != "prefix")
     expected = model.generate(input_ids=PROMPT, **GREEDY)
     with pytest.raises(lookahead.UnsupportedModelError, match="adapter|LoRA"):
@@ -197,7 +197,7 @@ ON_THE_EMBEDDING = {
 
 @pytest.mark.parametrize("name", ON_THE_EMBEDDING)
 def test_adapters_on_the_embedding(name: str) -> None:
-    """They take the place of the embedding, which no longer says how many tokens there are."""
+    """Such adapters replace the embedding, and with it the size of the vocabulary."""
     model = adapted("llama", ON_THE_EMBEDDING[name], spread=1.0)
     check(model)
     output = lookahead.generate(model, PROMPT, prediction=[3, 14, 15], **GREEDY)
@@ -221,7 +221,7 @@ def test_an_embedding_inside_of_another_module() -> None:
 
 
 def test_an_engine_of_a_peft_model() -> None:
-    """It writes the adapter's text, and the model's own while the adapter is disabled."""
+    """The engine writes the adapter's text, and the base model's while the adapter is disabled."""
     model = adapted("llama", ON_THE_EMBEDDING["lora"], spread=1.0)
     with lookahead.Engine(model, SMALL) as engine:
         assert torch.equal(engine.submit(PROMPT, **GREEDY).result(), model.generate(input_ids=PROMPT, **GREEDY))
@@ -247,7 +247,7 @@ def test_weight_only_quantisation(bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_quantised_products_of_a_processor(dtype: torch.dtype) -> None:
-    """torchao's 4-bit kernel for CPUs: steps without a draft are plain to the bit, others up to rounding."""
+    """torchao's 4-bit kernel for CPUs: plain steps are bit-identical, drafted steps differ by rounding."""
     pytest.importorskip("torchao")
     kernels = pytest.importorskip("torchao.prototype.quantization.int4")
     from torchao.quantization import quantize_
@@ -275,7 +275,7 @@ def test_a_dispatched_model_writes_its_own_text() -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_embeddings_that_are_not_in_memory(everything: bool, tmp_path: Any) -> None:
-    """Then `model.device` is "meta", and only accelerate knows where inputs go."""
+    """With these, `model.device` is "meta", and only accelerate knows the device of inputs."""
     accelerate = pytest.importorskip("accelerate")
     model = copy.deepcopy(build("llama"))
     if everything:
@@ -289,7 +289,7 @@ def test_embeddings_that_are_not_in_memory(everything: bool, tmp_path: Any) -> N
 
 
 def test_weights_that_are_loaded_layer_by_layer(tmp_path: Any) -> None:
-    """As with a device map that leaves layers on the disk."""
+    """Weights as with a device map that leaves layers on disk."""
     accelerate = pytest.importorskip("accelerate")
     plain = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)
     placed = copy.deepcopy(plain)

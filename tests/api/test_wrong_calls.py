@@ -1,4 +1,4 @@
-"""Calls with arguments of wrong types and values: refused at once, by name and in one line, and nothing is lost."""
+"""Arguments of wrong types and values: refused at once with one line that names them, without side effects."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IDS = torch.tensor([[5, 6, 7, 5, 6]])
 
 
 class Speechless:
-    """Has no representation."""
+    """An object without a representation."""
 
     def __repr__(self) -> str:
         raise ValueError("nothing to show")
 
 
 def nothing() -> None:
-    """Takes no argument."""
+    """A function without arguments."""
 
 
 OTHERS: list[Any] = ["x", [], [1], {"a": 1}, b"x", object(), Speechless(), int, np.ones(3), torch.tensor([1, 2])]
@@ -79,7 +79,7 @@ def test_generate(model: PreTrainedModel) -> None:
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         refused(name, call(name), NO_WHOLE_NUMBERS)
     refused("prefill_chunk_size", call("prefill_chunk_size"), NO_SIZES)
-    for length in (nan, inf, 1.5, True):  # transformers never ends where it is nan
+    for length in (nan, inf, 1.5, True):  # transformers never ends with nan
         config = GenerationConfig(max_new_tokens=length)
         refused("max_new_tokens", lambda given: lookahead.generate(model, IDS, generation_config=given), [config])
         own = {"max_new_tokens": length, "custom_generate": lookahead.generate}
@@ -157,7 +157,7 @@ def test_numbers_of_other_libraries_are_numbers(model: PreTrainedModel) -> None:
     assert torch.equal(both, expected.repeat(2, 1))
 
 
-def test_what_drafts() -> None:
+def test_drafters_and_their_parts() -> None:
     for name in ("orders", "capacity", "top_k"):
         refused(name, lambda value, name=name: DraftMemory(**({"capacity": 64} | {name: value})), [None, *NO_SIZES])
     refused("old_share", lambda value: DraftMemory(old_share=value), [None, "x", nan, inf, True, -1, 1, [], object()])
