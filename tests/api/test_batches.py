@@ -113,13 +113,13 @@ def test_rows_that_a_criterion_ends_go_on_as_in_transformers() -> None:
     alone = check(ragged(criterion=STOPS, **SEEN)).answer
     both = check(ragged(criterion=STOPS[:1], eos=STOPS[1:], **SEEN)).answer
     never = check(ragged(criterion=(70,), streamer=True)).answer
-    assert both.told < alone.told <= never.told
+    assert both.counted_tokens < alone.counted_tokens <= never.counted_tokens
 
 
 def test_a_row_may_end_with_its_first_token() -> None:
     first = greedy(build("llama", 0, "eager"), PROMPTS[1], 1)
     outcome = check(ragged(eos=first, **SEEN))
-    assert outcome.answer.told < len(PROMPTS) * 32
+    assert outcome.answer.counted_tokens < len(PROMPTS) * 32
     check(ragged(prompts=(PROMPTS[1],) * 3, eos=first, **SEEN))
     check(ragged(max_new_tokens=1, **SEEN))
 

@@ -165,8 +165,8 @@ def expected(demo: tuple[PreTrainedModel, Any]) -> str:
 
 def files_asked(hub: Hub) -> set[str]:
     """Return the files requested since the last call."""
-    names = {path.partition("/resolve/")[2].partition("/")[2] for path in hub.asked if "/resolve/" in path}
-    hub.asked.clear()
+    names = {path.partition("/resolve/")[2].partition("/")[2] for path in hub.requested if "/resolve/" in path}
+    hub.requested.clear()
     return names
 
 
@@ -246,11 +246,11 @@ def test_after_a_download_that_broke_off_the_rest_is_downloaded(
 def test_offline_the_cache_is_enough(hub: Hub, commands: Commands, home: str, expected: str) -> None:
     commands.report("generate", PROMPT, "--model", "tiny/shards", *OPTIONS)
     offline = Commands(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_OFFLINE="1")
-    hub.asked.clear()
+    hub.requested.clear()
     assert offline.report("generate", PROMPT, "--model", "tiny/shards", *OPTIONS)["text"] == expected
     for name in ("tiny/slow", "tiny/gated"):
         assert f"--model {name}: HF_HUB_OFFLINE is set, and the cache {home}" in offline.refused("chat", "-m", name)
-    assert hub.asked == []
+    assert hub.requested == []
     offline.close()
 
 

@@ -1,6 +1,6 @@
-"""vLLM with our drafts against vLLM without; and what the proposer relies on, said where it breaks.
+"""vLLM with and without our drafts, and checks of vLLM's behaviour that the proposer relies on.
 
-Run by `make test-vllm`, in an environment of its own. Engines are in processes of their own.
+`make test-vllm` runs this file in its own environment. Each engine has its own process.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def test_sampled_texts_are_complete(plain: Any, drafting: Any) -> None:
 
 
 def test_prompts_in_parts_preempted_requests_and_shared_prefixes(plain: Any, tmp_path: Path) -> None:
-    found = run("with_little_memory", tmp_path)
-    assert found["texts"] == 2 * plain["texts"]
-    assert found["statistics"]["accepted"] > 0
+    result = run("with_little_memory", tmp_path)
+    assert result["texts"] == 2 * plain["texts"]
+    assert result["statistics"]["accepted"] > 0
 
 
 def test_the_version_is_one_that_was_tested(plain: Any) -> None:

@@ -1,4 +1,4 @@
-"""The proposer by vLLM's protocol, played with arrays: what it is shown, what it drafts, whom it recognises."""
+"""The proposer under vLLM's protocol, simulated with arrays: inputs, drafts, and recognition of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY, PLACES, ROOM = 64, 8, 200
 
 
 def config(drafted: int = 4, **settings: Any) -> SimpleNamespace:
-    """What the proposer reads of vLLM's configuration."""
+    """Return the part of vLLM's configuration that the proposer reads."""
     model = SimpleNamespace(model="m", revision=None, max_model_len=ROOM, get_vocab_size=lambda: VOCABULARY)
     return SimpleNamespace(
         model_config=model,
@@ -30,7 +30,7 @@ def config(drafted: int = 4, **settings: Any) -> SimpleNamespace:
 
 
 class Model:
-    """After each token comes one that the last two decide."""
+    """A model: the last two tokens decide the next one."""
 
     def __init__(self, seed: int = 0, period: int = VOCABULARY) -> None:
         self._table = np.random.default_rng(seed).integers(0, period, (VOCABULARY, VOCABULARY))
@@ -39,7 +39,7 @@ class Model:
         return int(self._table[text[-2], text[-1]])
 
     def compute_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` are those that follow, `[rows]`; one logit each stands out."""
+        """Return logits with a peak at the next tokens `tokens`, `[rows]`."""
         return torch.nn.functional.one_hot(tokens, VOCABULARY).float() * 9
 
     def text(self, prompt: Sequence[int], new: int) -> list[int]:
@@ -50,7 +50,7 @@ class Model:
 
 
 class Engine:
-    """What vLLM does between two calls of a proposer, row by row: verify, keep what is accepted, and one token more."""
+    """vLLM's work between two calls of a proposer, for each row: verify the draft, and add one token more."""
 
     def __init__(self, proposer: LookaheadProposer, model: Model) -> None:
         self._proposer, self._model = proposer, model
@@ -67,7 +67,7 @@ class Engine:
         return self.texts.pop(place)
 
     def step(self, most: int = ROOM, partial: Sequence[int] = ()) -> None:
-        """One step; rows in `partial` have a part of their prompt to come. Texts stop at `most` tokens."""
+        """Run one step. Prompts of rows in `partial` are not fully processed yet. Texts stop at `most` tokens."""
         sampled, followers = [], []
         for row, (text, draft) in enumerate(zip(self.texts, self.drafts, strict=True)):
             path = [text + draft[:count] for count in range(len(draft) + 1)]
@@ -122,8 +122,8 @@ def test_drafts_are_no_longer_than_asked_and_fit_the_context() -> None:
         assert len(engine.drafts[0]) <= min(3, ROOM - len(engine.texts[0]) - 1)
 
 
-def test_logits_teach_what_was_not_accepted() -> None:
-    """What the model said after rejected tokens is known when they come up."""
+def test_logits_after_rejected_tokens_are_learned() -> None:
+    """Predictions after rejected tokens help when these tokens occur later."""
     model = Model(seed=3, period=24)
     steps = []
     for learn in ("logits", "tokens"):
@@ -210,7 +210,7 @@ def test_logits_of_other_calls_are_not_taken_for_those_of_the_step() -> None:
     engine = started(model)
     engine.add([1, 2])
     engine.step()
-    model.compute_logits(torch.zeros(3, dtype=torch.int64))  # log-probabilities of a prompt, say
+    model.compute_logits(torch.zeros(3, dtype=torch.int64))  # for example, log-probabilities of a prompt
     model.compute_logits(torch.zeros(PLACES * 5 + 1, dtype=torch.int64))
     for _ in range(20):
         engine.step()
@@ -226,7 +226,7 @@ def test_the_hook_is_on_the_object_alone() -> None:
 
 
 def test_it_rests_where_drafts_do_not_pay() -> None:
-    """By a clock of its own, on which each drafted token costs a whole step, and nothing can be foreseen."""
+    """A simulated clock charges a whole step for each drafted token, and the text is unpredictable."""
     random, now = Random(1), 0.0
     proposer = LookaheadProposer(config(8, adaptive=True))
 
@@ -285,7 +285,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], named: 
 
 
 def test_the_second_model_runner_is_refused_with_what_to_do() -> None:
-    given = config()
-    given.use_v2_model_runner = True
+    configuration = config()
+    configuration.use_v2_model_runner = True
     with pytest.raises(InvalidArgumentError, match="VLLM_USE_V2_MODEL_RUNNER=1.* unset it"):
-        LookaheadProposer(given)
+        LookaheadProposer(configuration)

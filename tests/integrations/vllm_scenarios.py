@@ -1,9 +1,9 @@
-"""What the tests of vLLM run, each scenario in a process of its own, in vLLM's environment.
+"""Scenarios of the vLLM tests, each in its own process, in vLLM's environment.
 
     python tests/integrations/vllm_scenarios.py SCENARIO OUTPUT
 
-writes what it found as JSON. Nothing here imports numba before the engine is made, for vLLM 0.32
-does not start on CPUs then.
+writes the results as JSON. Numba must not be imported before the engine is created, or vLLM 0.32 does not start on
+CPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROPOSER = "lookahead.integrations.vllm.LookaheadProposer"
 
 
 class Model:
-    """vLLM's engine in this process, step by step."""
+    """vLLM's engine in this process, run step by step."""
 
     def __init__(self, drafted: int = 0, settings: dict[str, Any] | None = None, **arguments: Any) -> None:
         common: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16}
@@ -54,7 +54,7 @@ class Model:
         return core.model_executor.driver_worker.worker.model_runner.drafter
 
     def prompts(self) -> list[list[int]]:
-        """Pieces of Python's own library, of different lengths."""
+        """Return pieces of Python's standard library, of different lengths."""
         source = "".join(inspect.getsource(module) for module in (json, textwrap, inspect))
         ids = self.tokenizer(source).input_ids
         random = Random(0)
@@ -63,8 +63,8 @@ class Model:
 
     def add(self, prompt: list[int], new: int = NEW, **sampling: Any) -> str:
         self._made += 1
-        asked = vllm.SamplingParams(**{"temperature": 0, "max_tokens": new, "ignore_eos": True, **sampling})
-        self.engine.add_request(str(self._made), {"prompt_token_ids": prompt}, asked)
+        sampling_params = vllm.SamplingParams(**{"temperature": 0, "max_tokens": new, "ignore_eos": True, **sampling})
+        self.engine.add_request(str(self._made), {"prompt_token_ids": prompt}, sampling_params)
         return str(self._made)
 
     def step(self) -> dict[str, list[int]]:
@@ -72,40 +72,40 @@ class Model:
         ended = [output for output in self.engine.step() if output.finished]
         return {output.request_id: list(output.outputs[0].token_ids) for output in ended}
 
-    def texts(self, prompts: Sequence[list[int]], at_once: int = 16, **asked: Any) -> list[list[int]]:
+    def texts(self, prompts: Sequence[list[int]], at_once: int = 16, **sampling: Any) -> list[list[int]]:
         waiting, running, texts = list(enumerate(prompts)), {}, {}
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, prompt = waiting.pop(0)
-                running[self.add(prompt, **asked)] = number
+                running[self.add(prompt, **sampling)] = number
             for name, text in self.step().items():
                 texts[running.pop(name)] = text
         return [texts[number] for number in range(len(prompts))]
 
 
 def without_drafts() -> dict[str, Any]:
-    """The texts to compare with."""
+    """Return the reference texts."""
     model = Model()
     return {"version": vllm.__version__, "texts": model.texts(model.prompts(), 1)}
 
 
 def with_drafts() -> dict[str, Any]:
-    """One request at a time; sixteen; arriving and aborted; with log-probabilities; sampled."""
+    """Return texts of single requests, sixteen at once, aborted ones, with log-probabilities, and sampled ones."""
     model = Model(8, {"adaptive": False})
-    prompts, found = model.prompts(), {}
+    prompts, results = model.prompts(), {}
     for at_once in (1, 16):
         before = model.steps
-        found[f"texts, {at_once} at once"] = model.texts(prompts, at_once)
-        found[f"steps, {at_once} at once"] = model.steps - before
-    found["statistics"] = asdict(model.proposer.statistics)
-    found["aborted"] = _arriving(model, prompts)
-    found["with log-probabilities"] = model.texts(prompts[:8], prompt_logprobs=2, logprobs=2)
-    found["sampled"] = model.texts(prompts[:8], temperature=1.0, seed=3)
-    return found
+        results[f"texts, {at_once} at once"] = model.texts(prompts, at_once)
+        results[f"steps, {at_once} at once"] = model.steps - before
+    results["statistics"] = asdict(model.proposer.statistics)
+    results["aborted"] = _arriving(model, prompts)
+    results["with log-probabilities"] = model.texts(prompts[:8], prompt_logprobs=2, logprobs=2)
+    results["sampled"] = model.texts(prompts[:8], temperature=1.0, seed=3)
+    return results
 
 
 def _arriving(model: Model, prompts: Sequence[list[int]]) -> dict[int, list[int]]:
-    """The texts of those that were not aborted, by the number of the prompt."""
+    """Return the texts of completed requests, by the number of the prompt."""
     random, waiting, running, texts = Random(1), list(range(len(prompts))), {}, {}
     random.shuffle(waiting)
     while waiting or running:
@@ -122,7 +122,7 @@ def _arriving(model: Model, prompts: Sequence[list[int]]) -> dict[int, list[int]
 
 
 def with_little_memory() -> dict[str, Any]:
-    """Prompts in parts, shared prefixes, and requests that are preempted; drafts by the clock."""
+    """Prefill prompts in parts, share prefixes, and preempt requests; pace decides the drafts."""
     room = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 320}
     model = Model(6, enable_chunked_prefill=True, enable_prefix_caching=True, **room)
     prompts = model.prompts()
@@ -130,29 +130,29 @@ def with_little_memory() -> dict[str, Any]:
 
 
 def contract() -> dict[str, Any]:
-    """What the proposer is called with."""
+    """Record the arguments of the proposer's calls."""
     model = Model(4)
     proposer, calls = model.proposer, []
-    asked = proposer.propose
+    propose = proposer.propose
 
-    def recording(*given: Any, **named: Any) -> list[list[int]]:
-        sampled, lengths, tokens = given[:3]
+    def recording(*arguments: Any, **named: Any) -> list[list[int]]:
+        sampled, lengths, tokens = arguments[:3]
         is_list = isinstance(sampled, list) and all(isinstance(new, list) for new in sampled)
         ends = [tokens[row, lengths[row] - len(new) : lengths[row]].tolist() for row, new in enumerate(sampled)]
-        calls.append({"lists": is_list, "named": sorted(named), "given": len(given), "ends": ends == sampled})
-        return asked(*given, **named)
+        calls.append({"lists": is_list, "named": sorted(named), "given": len(arguments), "ends": ends == sampled})
+        return propose(*arguments, **named)
 
     proposer.propose = recording
     model.texts(model.prompts()[:3], new=5)
-    found = {"class": type(proposer).__name__, "reads": proposer._target is not None, "calls": calls}
-    return {**found, "statistics": asdict(proposer.statistics)}
+    result = {"class": type(proposer).__name__, "reads": proposer._target is not None, "calls": calls}
+    return {**result, "statistics": asdict(proposer.statistics)}
 
 
 def unknown_setting() -> dict[str, Any]:
-    """What is said of a setting that there is not."""
+    """Return the error of an unknown setting."""
     try:
         Model(4, {"adaptiv": False})
-    except Exception as error:  # whichever vLLM makes of ours
+    except Exception as error:  # vLLM may wrap ours in its own
         return {"error": f"{error!r} {error.__cause__!r}"}
     return {"error": ""}
 

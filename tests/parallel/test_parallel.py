@@ -1,6 +1,6 @@
-"""Lookahead parallelism: the tokens of one process on any number of ranks, and an end for all if one of them fails.
+"""Lookahead parallelism: any number of ranks gives the tokens of one process, and a failed rank ends all.
 
-`make test-parallel` runs many more cases of the same kind.
+`make test-parallel` runs many more cases of this kind.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CONFIG = LookaheadConfig(**SIZES)
 
 @pytest.fixture(scope="module")
 def team() -> Iterator[Team]:
-    """The ranks; starting them takes most of the time of this file."""
+    """The ranks; their start takes most of this file's time."""
     team = Team(RANKS)
     yield team
     team.close()
 
 
 def check(team: Team, case: Case, ranks: int = RANKS) -> None:
-    """Run a case that must match on some of the ranks."""
+    """Run a case on some of the ranks, and check that it matches."""
     outcome = run_on_ranks(replace(case, ranks=ranks), team)
     assert outcome.kind == EQUAL, describe(outcome, "ranks")
 
@@ -68,7 +68,7 @@ def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: dict[str, A
 
 
 def test_models_whose_rope_changes_with_length_are_exact(team: Team) -> None:
-    """Ranks that are behind must not run what comes before the change with what comes after it."""
+    """A slower rank must not mix tokens from before and after the change of frequencies in one pass."""
     for architecture in ("llama_dynamic_rope", "phi3_long_rope"):
         check(team, zoo_case(architecture, PROMPT, drafting=SIZES | {"pool_from_output": True}))
 
@@ -89,7 +89,7 @@ def test_ranks_write_the_text_of_one_process_in_random_cases(team: Team, number:
 
 
 def test_one_exchange_of_few_bytes_a_step(team: Team) -> None:
-    """W = G = 15, N = 5: far below 4 KB to both others together."""
+    """W = G = 15, N = 5: the two other ranks together get far less than 4 KB."""
     steps, sent = team.run(RANKS, _sent)[0]
     assert len(sent) == steps > 10
     assert sum(sent) * (RANKS - 1) / steps < 1024
@@ -102,7 +102,7 @@ def test_one_more_exchange_for_each_token_that_is_sampled(team: Team) -> None:
 
 
 def _sent(group: ParallelGroup, do_sample: bool = False) -> tuple[int, list[int]]:
-    """Steps of a call, and the bytes that this rank sent to each other one in each of their exchanges."""
+    """Return the steps of a call, and the bytes that this rank sends to each other rank per exchange."""
     fresh = _fresh(group)
     config = LookaheadConfig(
         preset="paper", window_size=15, ngram_size=5, guess_set_size=15, pool_from_prompt=True, pool_from_output=True
@@ -113,14 +113,14 @@ def _sent(group: ParallelGroup, do_sample: bool = False) -> tuple[int, list[int]
     gather = fresh._exchange.gather
     fresh._exchange.gather = lambda own: (sent.append(len(own)), gather(own))[1]  # type: ignore[method-assign]
     output = lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=config, **arguments)
-    return output.statistics.steps, sent[1:]  # the first one compares the calls
+    return output.statistics.steps, sent[1:]  # the first exchange compares the calls
 
 
 _LIMITS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
 def _fresh(group: ParallelGroup, timeout: float = 300.0) -> ParallelGroup:
-    """Another group of all ranks, which may come to harm."""
+    """Return another group of all ranks, which a test may break."""
     processes: Any = dist.new_group(list(range(group.size)), backend="gloo", timeout=timedelta(seconds=1200))
     return join(timeout, process_group=processes)
 
@@ -130,14 +130,14 @@ def _fresh(group: ParallelGroup, timeout: float = 300.0) -> ParallelGroup:
 
 def test_ranks_write_the_same_text_with_the_static_engine(team: Team) -> None:
     config = replace(CONFIG, engine="static")
-    wanted = _run(None, CONFIG, {})
+    expected = _run(None, CONFIG, {})
     for got in team.run(RANKS, _run, config, {}):
-        assert got == wanted
+        assert got == expected
 
 
 @pytest.mark.parametrize("preset", ["auto", "token_recycling", "context_matches"])
 def test_ranks_write_the_same_text_with_other_presets(team: Team, preset: str) -> None:
-    """Their steps may differ, as probabilities are sent in half precision; the tokens may not."""
+    """Tokens must be equal; steps may differ, as probabilities are sent in half precision."""
     config = LookaheadConfig(preset=preset)
     for ranks in (1, RANKS):
         texts = [got["text"] for got in team.run(ranks, _run, config, {})]
@@ -153,10 +153,10 @@ def _run(group: ParallelGroup | None, config: LookaheadConfig, arguments: dict[s
 
 
 def test_returned_caches_can_be_continued(team: Team) -> None:
-    """What a call returns as cache is whole on every rank, whoever ran the last tokens."""
-    wanted = _two_turns(None)
+    """Every rank returns the whole cache, even if other ranks ran the last tokens."""
+    expected = _two_turns(None)
     for got in team.run(RANKS, _two_turns):
-        assert got == wanted
+        assert got == expected
 
 
 def _two_turns(group: ParallelGroup | None) -> tuple[int, Any]:
@@ -187,11 +187,11 @@ def test_join_without_a_launcher_names_torchrun(monkeypatch: pytest.MonkeyPatch)
 # --- failures -------------------------------------------------------------------------------------------------
 
 
-def test_what_differs_between_ranks_is_found_before_anything_runs(team: Team) -> None:
+def test_different_calls_on_ranks_are_refused_before_anything_runs(team: Team) -> None:
     for what, name in (("model", "the model"), ("prompt", "input_ids"), ("length", "the generation configuration")):
         for error in team.run(RANKS, _differing, what):
             assert f"{name} on rank 1 differs from that on rank 0" in error
-    check(team, zoo_case("llama", PROMPT, drafting=SIZES))  # the group works on
+    check(team, zoo_case("llama", PROMPT, drafting=SIZES))  # the group still works
 
 
 def _differing(group: ParallelGroup, what: str) -> str:
@@ -213,7 +213,7 @@ def _differing(group: ParallelGroup, what: str) -> str:
 
 
 class _Trouble(StoppingCriteria):  # type: ignore[misc]
-    """After a few tokens, does something once."""
+    """Call a function once, after a few tokens."""
 
     def __init__(self, trouble: Callable[[], None]) -> None:
         self._trouble = trouble
@@ -229,13 +229,12 @@ def _out_of_memory() -> None:
 
 
 def _hang() -> None:
-    """Until the other ranks have ended."""
+    """Wait until the other ranks have ended."""
     _store().wait(["_hang on rank 0", "_hang on rank 2"])
 
 
 def _hold_the_lock() -> None:
-    """Let no thread of this process run Python for longer than five heartbeats of the others take, as on a machine
-    that is busy with other things."""
+    """Block all Python threads of this process for more than five heartbeats of the others, like a busy machine."""
     ctypes.PyDLL(None).sleep(8)
 
 
@@ -263,7 +262,7 @@ def test_a_rank_that_sends_no_heartbeat_for_a_while_is_waited_for(team: Team) ->
 
 
 def _troubled(group: ParallelGroup, trouble: Callable[[], None], timeout: float) -> tuple[str, str]:
-    # What is compiled and loaded first takes long on a busy machine.
+    # Compile and load first, which may exceed the timeout on a busy machine.
     lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=CONFIG, parallel=group, **_LIMITS)
     fresh = _fresh(group, timeout)
     criteria = [_Trouble(trouble if group.rank == 1 else _nothing)]
@@ -280,7 +279,7 @@ def _troubled(group: ParallelGroup, trouble: Callable[[], None], timeout: float)
     except Exception as error:
         kind, message = type(error).__name__, str(error)
         if isinstance(error, ParallelError):
-            with pytest.raises(ParallelError):  # and it stays ended
+            with pytest.raises(ParallelError):  # the group stays unusable
                 lookahead.generate(build("llama"), torch.tensor([PROMPT]), parallel=fresh, **_LIMITS)
     _store().set(f"{trouble.__name__} on rank {group.rank}", "has ended")
     return kind, message
@@ -291,7 +290,7 @@ def _nothing() -> None:
 
 
 def test_a_rank_that_is_killed_ends_all(team: Team) -> None:
-    """The last test of this file: the team is no more after it."""
+    """Must be the last test of this file, as it ends the team."""
     team.begin(RANKS, decode_for_ever)
     time.sleep(2)
     os.kill(team.processes[2].pid, signal.SIGKILL)

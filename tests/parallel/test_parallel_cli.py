@@ -1,4 +1,4 @@
-"""`lookahead generate --parallel`: the text of one process, one error if a rank fails, and nobody left behind."""
+"""`lookahead generate --parallel`: the text of one process, one error if a rank fails, no process left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 
 @pytest.fixture(autouse=True)
 def entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks find the functions of the tests."""
+    """Let ranks import the functions of the tests."""
     folders = [str(Path(parallel_entries.__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
 
@@ -34,12 +34,12 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.exact  # three processes load a model
 def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ARGUMENTS) == 0
-    wanted = json.loads(capsys.readouterr().out)
+    expected = json.loads(capsys.readouterr().out)
     command = [sys.executable, "-m", "lookahead", *ARGUMENTS, "--parallel", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=6000, check=False)
     assert done.returncode == 0, done.stderr
-    got = json.loads(done.stdout)  # one object: the other rank is silent
-    assert got["text"] == wanted["text"]
+    got = json.loads(done.stdout)  # one object, as the other rank prints nothing
+    assert got["text"] == expected["text"]
     assert len(done.stderr.splitlines()) <= 1
 
 
@@ -50,7 +50,7 @@ def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_that_fails_stops_the_others(
     entry: str, code: int, reason: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that would never end; and one line says which one it was."""
+    """The failure also stops ranks that would never end, and one line names the failed rank."""
     monkeypatch.setattr(launcher, "GRACE", 0.5)
     assert run_ranks(2, f"parallel_entries:{entry}", []) == code
     error = capfd.readouterr().err
@@ -81,7 +81,7 @@ def test_a_signal_ends_ranks_that_start(name: str) -> None:
 @posix
 @pytest.mark.exact  # three processes load a model
 def test_an_interrupt_keeps_what_was_generated() -> None:
-    """What Ctrl-C sends to all processes of a terminal."""
+    """The signal goes to all processes, like Ctrl-C in a terminal."""
     processes = start(GENERATE)
     try:
         reach(processes, "generating")
@@ -97,7 +97,7 @@ def test_an_interrupt_keeps_what_was_generated() -> None:
 @posix
 @pytest.mark.exact  # three processes load a model
 def test_ranks_that_wait_for_another_end_with_their_parent() -> None:
-    """Which is killed and cannot tell them; the other signals, and phases, are those of `make test-parallel`."""
+    """A killed parent cannot notify its ranks; `make test-parallel` tests the other signals and phases."""
     processes = start(GENERATE)
     try:
         reach(processes, "waiting")
@@ -110,7 +110,7 @@ def test_ranks_that_wait_for_another_end_with_their_parent() -> None:
 
 @posix
 def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
-    """Where the kernel does not see to it."""
+    """For systems without a death signal of the kernel."""
     sentinel, held = os.pipe()
     code = (
         f"import time; from lookahead.parallel.launcher import end_after; print(1, flush=True); end_after({sentinel})"
@@ -127,7 +127,7 @@ def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
 
 @posix
 def test_a_rank_whose_parent_died_before_it_began_ends() -> None:
-    """The parent is another process than the rank was told."""
+    """The rank's parent process differs from the expected one."""
     sentinel, held = os.pipe()
     command = [sys.executable, "-m", "lookahead.parallel.launcher", "1", str(sentinel), "-1", "parallel_entries:sleeps"]
     try:
@@ -162,7 +162,7 @@ def _broken_config(folder: Path) -> list[str]:
         (lambda folder: ["--parallel", "0"], "at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_before_ranks_start(
+def test_impossible_options_are_refused_before_ranks_start(
     options: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""Splitting a tree among ranks: nothing is lost, every rank has what it needs, and loads are even."""
+"""Splitting a tree among ranks: no node is lost, all ancestors are present, and loads are even."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead.parallel.split import Split, split_tree
 
 
 def paper_tree(window_size: int, ngram_size: int, guesses: int, seed: int = 0, steps: int | None = None) -> TokenTree:
-    """A step of the paper's method: after warm-up, or after as many steps as given; `guesses` candidates."""
+    """Return the tree of a step of the paper's method with `guesses` candidates, after warm-up or after `steps`."""
     import numpy as np
 
     random = Random(seed)
@@ -35,12 +35,12 @@ def paper_tree(window_size: int, ngram_size: int, guesses: int, seed: int = 0, s
 
 
 def loads(split: Split, pending: list[int]) -> list[int]:
-    """Nodes that each rank runs."""
+    """Return the number of nodes of each rank."""
     return [own + len(nodes) for own, nodes in zip(pending, split.held, strict=True)]
 
 
 def check(tree: TokenTree, split: Split) -> None:
-    """What must hold of every split."""
+    """Check the invariants of a split."""
     held = [set(nodes) for nodes in split.held]
     for nodes in held:
         for node in nodes:
@@ -60,7 +60,7 @@ def check(tree: TokenTree, split: Split) -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    """Any tree of candidates and window nodes, a few pending ones first."""
+    """Any tree of candidates and window nodes, after a few pending tokens."""
     tree = TokenTree(list(range(draw(st.integers(1, 4)))))
     window = [tree.root]
     for _ in range(draw(st.integers(0, 40))):
@@ -106,7 +106,7 @@ def test_the_papers_trees_are_covered(
 
 
 def best_load(tree: TokenTree, ranks: int) -> int:
-    """The smallest largest load that any dealing out of branches and columns has, by trying them all."""
+    """Return the smallest possible largest load, by trying all assignments of branches and columns."""
     branches: dict[int, set[int]] = {}
     columns = []
     for node in range(tree.root + 1, len(tree)):
@@ -139,7 +139,7 @@ def test_loads_are_nearly_as_even_as_can_be(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 120), (2, 62), (3, 45), (4, 34), (8, 22)])
 def test_the_papers_sizes(ranks: int, most: int) -> None:
-    """W = G = 15, N = 5, 120 nodes: what one rank runs at most."""
+    """W = G = 15, N = 5, 120 nodes: the largest load of a rank."""
     assert max(loads(split_tree(paper_tree(15, 5, 15), [1] * ranks), [1] * ranks)) <= most
 
 

@@ -1,4 +1,4 @@
-"""A tiny benchmark for tests: a random model with a tokenizer of forty words, two prompts, all kinds of methods."""
+"""A tiny benchmark for tests: a random model with a vocabulary of forty words, two prompts, all kinds of methods."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ lookahead = { preset = "context_matches", step_budget = 8 }
 
 
 def make_model(folder: Path) -> None:
-    """A random model with a tokenizer of forty words; its texts neither end early nor say one word for ever."""
+    """Save a random model with a tokenizer of forty words; its texts neither end early nor repeat one word."""
     save_word_model(folder, max_position_embeddings=64, initializer_range=0.5)
 
 
 def write_prompts(folder: Path, prompts: list[dict[str, Any]] = PROMPTS) -> None:
-    """The file of prompts that the tasks name."""
+    """Write the tasks' file of prompts."""
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))

@@ -1,4 +1,4 @@
-"""GGUF files for tests: models of the zoo, and the demo model."""
+"""GGUF files for tests, of the zoo's models and the demo model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOOL = Path(__file__).parents[2] / "tools" / "convert_to_gguf.py"
 
 
 def tool() -> ModuleType:
-    """The converter's module; tools/ is no package, so it is loaded by path."""
+    """The converter's module, loaded by path because tools/ is not a package."""
     pytest.importorskip("llama_cpp", reason=REASON)
     pytest.importorskip("gguf", reason=REASON)
     name = _TOOL.stem
@@ -36,7 +36,7 @@ def tool() -> ModuleType:
 
 
 def zoo_file(folder: Path) -> Path:
-    """The zoo's Llama, whose key-value heads serve several query heads, with one token for each of some characters."""
+    """Write the zoo's Llama, which has grouped-query attention, with a tokenizer of single characters."""
     convert = tool().convert
     model = build("llama")
     model.save_pretrained(folder)
@@ -60,7 +60,7 @@ def zoo_file(folder: Path) -> Path:
 
 
 def mamba_file(path: Path) -> PreTrainedModel:
-    """Write a tiny Mamba, all of whose layers keep a state; returns it as transformers has it."""
+    """Write a tiny Mamba, with running states in all layers; return the transformers model."""
     model = _random(
         MambaConfig(
             vocab_size=VOCAB_SIZE,
@@ -99,7 +99,7 @@ def mamba_file(path: Path) -> PreTrainedModel:
 
 
 def hybrid_file(path: Path) -> PreTrainedModel:
-    """Write a tiny LFM2, some of whose layers keep a state and others keys and values; returns it likewise."""
+    """Write a tiny LFM2, with running states in some layers and keys and values in others; return the model."""
     model = _random(
         Lfm2Config(
             vocab_size=VOCAB_SIZE,
@@ -151,7 +151,7 @@ def _random(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
-                weight.mul_(4)  # so that no token is likely everywhere
+                weight.mul_(4)  # otherwise one token is likely everywhere
     return model
 
 

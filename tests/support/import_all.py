@@ -1,4 +1,4 @@
-"""Import every module of the package, and say beside which versions."""
+"""Import every module of the package, and print the versions of its dependencies."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ if __name__ == "__main__":
             try:
                 import_module(name)
             except ModuleNotFoundError as error:
-                if error.name != "triton":  # builds of torch for CPUs come without it
+                if error.name != "triton":  # torch for CPUs does not include it
                     raise
     print(f"{len(names)} modules with transformers {transformers.__version__}, torch {torch.__version__}")

@@ -1,13 +1,12 @@
 """Tiny random models of many architectures, built from transformers' own configurations.
 
-A test of exactness is only as good as the text it is run on. Freshly initialised models repeat one token for
-ever and hardly look at their context, so a wrong attention mask would go unnoticed. The weights here are
-therefore drawn larger, and the vocabulary projection is scaled until the logits have a fixed, wide spread:
+A test of exactness needs a good text. Freshly initialised models repeat one token forever and hardly use their
+context, so a wrong attention mask would stay undetected. The weights here are therefore larger, and the vocabulary
+projection is scaled until the logits have a fixed, wide spread:
 
-* near-ties, where float32 rounding may decide, become rare;
+* near-ties, which float32 rounding may decide, become rare;
 * attention matters: changing an early token changes the text;
-* the embedding of the last token matters as well, so that short runs of tokens come back, and an n-gram seen
-  before is often right.
+* the embedding of the last token matters too, so short runs of tokens recur, and an earlier n-gram is often right.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from tiny.weights import draw_weights
 
 VOCAB_SIZE = 72
 SLIDING_WINDOW = 8
-"""Much shorter than any text that the tests generate."""
+"""Sliding window, much shorter than the texts of the tests."""
 MAX_POSITIONS = 96
-"""Of the models with learned positions: short enough that tests reach the end."""
+"""Size of learned position tables; short enough that tests reach the end."""
 ROPE_CONTEXT = 32
-"""Where RoPE scaling that depends on the length of the text sets in."""
+"""Shortest text with length-dependent RoPE scaling."""
 LOGIT_SPREAD = 4.0
 """Standard deviation of the logits after scaling."""
 
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
 _GROUPED = {"num_key_value_heads": 2}
-# Where every layer slides, a token reaches no further than layers times window: one layer more.
+# If all layers slide, a token sees at most layers times window tokens; so use one layer more.
 _SLIDING = {**_GROUPED, "sliding_window": SLIDING_WINDOW, "num_hidden_layers": 3}
 _MIXED = {**_GROUPED, "sliding_window": SLIDING_WINDOW, "layer_types": _SLIDING_FULL}
 _DYNAMIC_ROPE = {
@@ -58,14 +57,14 @@ _MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build one entry of the zoo.
+    """Architecture of a model in the zoo.
 
     Attributes:
         model_type: transformers' name of the architecture.
-        overrides: Configuration values beyond those that all models share.
-        embedding_gain: Spread of the token embeddings. More makes the last token weigh more against what
-            attention brings, so that more n-grams come back.
-        attention: The attention implementations that the architecture can be run with.
+        overrides: Configuration values beyond the common ones.
+        embedding_gain: Spread of the token embeddings. A larger spread gives the last token more weight against
+            attention, so more n-grams recur.
+        attention: Attention implementations of the architecture.
     """
 
     model_type: str
@@ -94,7 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": 10.0,
         },
         0.6,
-        ("eager",),  # the only one of the two that applies the soft cap
+        ("eager",),  # sdpa does not apply the soft cap
     ),
     "gemma3": Architecture(
         "gemma3_text",
@@ -106,7 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         0.6,
     ),
-    "gemma4": Architecture(  # the last two layers read the keys and values of the first two
+    "gemma4": Architecture(  # the last two layers share the keys and values of the first two
         "gemma4_text",
         {
             **_MIXED,
@@ -182,15 +181,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 DEMO = "demo"
-"""Name of the demo model, beside those of the zoo. It is trained, and has a vocabulary of thousands."""
+"""Name of the demo model, which is trained and has a vocabulary of thousands of tokens."""
 
 
 @cache
 def build(name: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
-    """The model `name` with the weights of `seed`, float32, evaluation mode; the same object every time."""
+    """Return the model `name` with the weights of `seed`, in float32 and evaluation mode; the same object each time."""
     if name == DEMO:
         model = in_type(DEMO, torch.float32)
-        model.generation_config.eos_token_id = None  # as in the zoo: cases name their own
+        model.generation_config.eos_token_id = None  # as in the zoo: cases set their own
         return model
     architecture = ARCHITECTURES[name]
     with quiet():
@@ -204,7 +203,7 @@ def build(name: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of the model `name` of the zoo in another number type, a new object every time; or of the demo model."""
+    """Return a new copy of the zoo's model `name`, or of the demo model, in another number type."""
     if name == DEMO:
         return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
     model = build(name, attention=ARCHITECTURES[name].attention[0])
@@ -215,14 +214,14 @@ def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def position_limit(name: str) -> int | None:
-    """Longest text the model has positions for; None for models whose positions are not learned."""
+    """Return the number of learned positions of a model; None for other kinds of positions."""
     limit = ARCHITECTURES[name].overrides.get("max_position_embeddings")
     return limit if isinstance(limit, int) else None
 
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
-    """`new_tokens` that `model.generate` adds to `prompt`."""
+    """Return the `new_tokens` that `model.generate` adds to `prompt`."""
     if not new_tokens:
         return ()
     ids = torch.tensor([prompt])

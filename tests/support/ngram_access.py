@@ -1,4 +1,4 @@
-"""Reading and writing a `DraftMemory` from Python, an entry at a time."""
+"""Read and write single entries of a `DraftMemory` from Python."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _look_up(context: NDArray[np.int64], entries: Entries, slots: NDArray[np.int
 def insert(
     memory: DraftMemory, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]
 ) -> None:
-    """Keep what is predicted after each context.
+    """Store predictions after contexts.
 
     Args:
-        memory: Where.
-        contexts: The very last token in column 0, `[contexts, at most orders]`; -1 before the beginning of the text.
+        memory: The memory to write to.
+        contexts: `[contexts, at most orders]`, the last token in column 0; -1 before the beginning of the text.
         ids, probabilities: The likeliest next tokens, likeliest first, `[contexts, listed]`.
     """
     contexts, ids = np.ascontiguousarray(contexts), np.ascontiguousarray(ids)
@@ -52,8 +52,8 @@ def insert(
 def lookup(
     memory: DraftMemory, contexts: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
-    """Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1 where
-    there are no more, and their probabilities, `[contexts, orders, top_k]` both."""
+    """Return whether the context of each length is known, `[contexts, orders]`, and the next tokens, likeliest first
+    and filled up with -1, and their probabilities, `[contexts, orders, top_k]` both."""
     is_known = np.zeros(contexts.shape, dtype=bool)
     ids = np.full((*contexts.shape, memory.top_k), -1, dtype=np.int32)
     shares = np.zeros(ids.shape, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What tests let ranks do: functions that take arguments and return an exit code, as the command line does."""
+"""Functions that tests run on ranks; like the command line, they take arguments and return an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lookahead.parallel.launcher import run_ranks
 
 
 def rank_1_fails(arguments: list[str]) -> int:
-    """Rank 1 fails with a message, the others would never end."""
+    """Fail with a message on rank 1; sleep forever on others."""
     if os.environ["RANK"] == "1":
         print("error: no room", file=sys.stderr)
         return 3
@@ -20,7 +20,7 @@ def rank_1_fails(arguments: list[str]) -> int:
 
 
 def rank_1_is_killed(arguments: list[str]) -> int:
-    """Rank 1 is killed, the others would never end."""
+    """Kill rank 1; sleep forever on others."""
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
@@ -28,12 +28,12 @@ def rank_1_is_killed(arguments: list[str]) -> int:
 
 
 def expects(arguments: list[str]) -> int:
-    """Whether standard input has another length than the argument says."""
+    """Return 1 if the length of standard input differs from the argument."""
     return int([str(len(sys.stdin.read()))] != arguments)
 
 
 def sleeps(arguments: list[str]) -> int:
-    """Would never end."""
+    """Sleep forever."""
     time.sleep(600)
     return 0
 

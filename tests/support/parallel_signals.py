@@ -1,4 +1,4 @@
-"""The process that started ranks gets a signal; no rank may go on, and none may print its stack."""
+"""Signal the parent process of ranks: all ranks must end, and none may print its stack."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import IO
 
 PROMPT = "def add(a, b):"
 GENERATE = ["-m", "lookahead", "generate", PROMPT, "--preset", "paper", "--parallel", "2", "-n", "900"]
-"""Far more tokens than any signal waits for."""
+"""Far more tokens than are generated before any signal."""
 
 PATIENCE = 120.0
-"""Seconds after which ranks that are still there count as left behind; far more than they should need."""
+"""Limit in seconds for the end of ranks; far more than they should need."""
 
 NOISE = ("Traceback", "frame #", "Exception", "Error")
-"""What nobody may read who has pressed Ctrl-C."""
+"""Words that must not be printed after Ctrl-C."""
 
 
 @dataclass
 class Processes:
-    """A process that has started ranks, and what it printed.
+    """A parent process of ranks, with its output.
 
     Attributes:
-        parent: The process; it leads a process group of its own.
+        parent: The process, which leads its own process group.
         ranks: Process ids of its ranks.
     """
 
@@ -49,7 +49,7 @@ class Processes:
         return _content(self.err)
 
     def send(self, number: int, to_group: bool = False) -> float:
-        """Send a signal to the parent, or like a terminal to all; seconds until the last of all processes had ended."""
+        """Signal the parent, or all processes like a terminal; return the seconds until all have ended."""
         begun = time.monotonic()
         if to_group:
             os.killpg(self.parent.pid, number)
@@ -60,7 +60,7 @@ class Processes:
         return time.monotonic() - begun
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Kill all processes and close the files."""
         for pid in [self.parent.pid, *self.ranks]:
             if pid in alive([pid]):
                 with suppress(ProcessLookupError):
@@ -73,7 +73,7 @@ class Processes:
 def start(arguments: list[str], ranks: int = 2) -> Processes:
     """Start a Python process, and wait until it has started its ranks."""
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  # closed by `Processes`
-    # A parent that ignores signals, as shells do for background jobs, would pass that on.
+    # Children inherit ignored signals, which shells set for background jobs.
     unignored = (
         "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 2, 15)]; "
         "os.execv(sys.argv[1], sys.argv[1:])"
@@ -95,7 +95,7 @@ def start(arguments: list[str], ranks: int = 2) -> Processes:
 
 
 def reach(processes: Processes, phase: str) -> None:
-    """Wait until the ranks are in a phase; see `PHASES`."""
+    """Wait until the ranks reach a phase of `PHASES`."""
     if phase == "starting":
         return
     rank_0, rank_1 = sorted(processes.ranks)
@@ -116,8 +116,8 @@ def reach(processes: Processes, phase: str) -> None:
 
 
 PHASES = ("starting", "importing", "joining", "loading", "generating", "waiting")
-"""Ranks have been started; load torch; one waits in `init_process_group` for one that is stopped; load the model;
-generate; one waits in an exchange for one that is stopped."""
+"""Ranks have started; load torch; wait in `init_process_group` for a stopped rank; load the model; generate; wait in
+an exchange for a stopped rank."""
 
 SIGNALS = {
     "SIGTERM": (signal.SIGTERM, False, 143),
@@ -126,11 +126,11 @@ SIGNALS = {
     "SIGKILL": (signal.SIGKILL, False, -9),
     "Ctrl-C": (signal.SIGINT, True, 130),
 }
-"""Signal, whether the whole process group gets it, and the exit code."""
+"""Signal, whether the whole process group gets it, and the expected exit code."""
 
 
 def signal_once(name: str, phase: str) -> tuple[float, list[str]]:
-    """Send a signal in a phase; seconds until the last process had ended, and what was not as it must be."""
+    """Send a signal in a phase; return the seconds until the last process ended, and the problems."""
     number, to_group, code = SIGNALS[name]
     processes = start(GENERATE)
     try:
@@ -147,14 +147,14 @@ def signal_once(name: str, phase: str) -> tuple[float, list[str]]:
 
 
 def complaints(processes: Processes) -> list[str]:
-    """What was printed that should not have been: more than one line, or a stack."""
+    """Return unwanted output: more than one line, or a stack."""
     text = processes.complaints()
     loud = len(text.strip().splitlines()) > 1 or any(noise in text for noise in NOISE)
     return [f"printed: {text}"] if loud else []
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = 4 * PATIENCE) -> None:
-    """Wait, and raise `TimeoutError` if it takes too long."""
+    """Wait for a condition, or raise `TimeoutError`."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -163,18 +163,18 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 4 * PATIEN
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that have not ended; one that nobody has asked how it ended has."""
+    """Return the processes that have not ended; zombies count as ended."""
     return [pid for pid, _, state in _table() if pid in pids and not state.startswith("Z")]
 
 
 def _table() -> list[tuple[int, int, str]]:
-    """Id, parent and state of every process."""
+    """Return id, parent and state of every process."""
     lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     return [(int(pid), int(parent), state) for pid, parent, state in map(str.split, lines.splitlines())]
 
 
 def _mapped(pid: int) -> str:
-    """Files that a process has mapped; nothing but Linux tells."""
+    """Return the mapped files of a process; empty on systems other than Linux."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/maps").read_text()
     return ""

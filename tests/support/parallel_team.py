@@ -1,4 +1,4 @@
-"""A team of processes that are ranks of one run, kept for many tasks: starting them takes seconds."""
+"""A team of processes as ranks, reused for many tasks, as their start takes seconds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lookahead.parallel import ParallelGroup, join
 from preloaded import preloaded
 
 Task = Callable[..., Any]
-"""What a rank runs: a function of a module, given the group of its size and the arguments. Results are pickled."""
+"""Function that a rank runs, with its group and arguments; it must be in a module, and its result is pickled."""
 
 
 class TaskError(Exception):
-    """A rank raised; the message is its traceback."""
+    """An exception on a rank; the message is its traceback."""
 
 
 class Team:
-    """`size` processes, and among them groups of the first one, the first two, ... up to all of them.
+    """`size` processes, with groups of the first one, the first two, and so on, up to all of them.
 
     Args:
-        size: How many.
-        timeout: Of each group, as in `join`.
+        size: Number of processes.
+        timeout: Timeout of each group, as in `join`.
     """
 
     def __init__(self, size: int, timeout: float = 300.0) -> None:
@@ -49,7 +49,7 @@ class Team:
             assert pipe.recv() == "ready"
 
     def run(self, ranks: int, task: Task, *arguments: Any) -> list[Any]:
-        """What `task(group, *arguments)` returns on each of the first `ranks` ranks; an exception where it raised."""
+        """Return the results of `task(group, *arguments)` on the first `ranks` ranks; an exception is a result too."""
         self.begin(ranks, task, *arguments)
         return [self.result(rank) for rank in range(ranks)]
 
@@ -59,14 +59,14 @@ class Team:
             pipe.send((ranks, task, arguments))
 
     def result(self, rank: int, timeout: float = 600.0) -> Any:
-        """What the task of one rank returned."""
+        """Return the result of one rank's task."""
         if not self.pipes[rank].poll(timeout):
             raise TimeoutError(f"rank {rank} has not answered within {timeout} s")
         return self.pipes[rank].recv()
 
     def close(self) -> None:
         """End the processes."""
-        if not all(process.is_alive() for process in self.processes):  # nobody could leave in good order
+        if not all(process.is_alive() for process in self.processes):  # an orderly shutdown needs all ranks
             for process in self.processes:
                 process.kill()
         for pipe in self.pipes:
@@ -80,7 +80,7 @@ class Team:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

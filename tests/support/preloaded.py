@@ -1,4 +1,4 @@
-"""Processes that begin as copies of one that has imported everything, which would take each of them seconds."""
+"""Processes forked from one with all imports done, which would take each of them seconds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ _OF_SERVERS = ["lookahead.cli.serve", "lookahead.server.process"]
 
 
 def preloaded() -> ForkServerContext:
-    """Where such processes are started: one for all tests of a process, with the first modules that it is given."""
+    """Return the fork server, one per test process, with the modules of the first call imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_MODULES, *(_OF_SERVERS if find_spec("fastapi") else [])])
     return context
 
 
 class Command:
-    """A command of the library in such a process, with what `subprocess.Popen` has.
+    """A command of the library in a forked process, with the interface of `subprocess.Popen`.
 
     Args:
-        arguments: Its name and arguments.
-        streams: Descriptors of files that become its standard input, output and error (0, 1 and 2); ours are to be
-            closed afterwards.
+        arguments: Name and arguments of the command.
+        streams: File descriptors for its standard input, output and error (0, 1 and 2); the caller closes its own.
     """
 
     def __init__(self, arguments: list[str], streams: Mapping[int, int]) -> None:
@@ -44,14 +43,14 @@ class Command:
         self._process.start()
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
+        """Return the exit code; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code.
+        """Wait for the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: It has not ended.
+            subprocess.TimeoutExpired: The process has not ended.
         """
         self._process.join(timeout)
         if (code := self.poll()) is None:
@@ -59,17 +58,17 @@ class Command:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
 
 
 class _Descriptor:
-    """An open file that goes along to a process that is started."""
+    """An open file that a new process inherits."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -83,7 +82,7 @@ def _detached(descriptor: Any) -> int:
 
 
 def _run(arguments: list[str], streams: list[tuple[int, int]]) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the first process may have been started without
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server may ignore the signal
     for number, opened in streams:
         os.dup2(opened, number)
         os.close(opened)

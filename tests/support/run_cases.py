@@ -1,7 +1,7 @@
 """Compare lookahead decoding with `model.generate` in many seeded random cases.
 
     python tests/support/run_cases.py --cases 3000             # every family of models, cases 0 to 2999
-    python tests/support/run_cases.py --seed 123               # one of them again, in words
+    python tests/support/run_cases.py --seed 123               # one of them again, with a description
     python tests/support/run_cases.py --only qwen3 --cases 50
     python tests/support/run_cases.py --running-states --equal 500
     python tests/support/run_cases.py --indexed --equal 200 --each
@@ -9,10 +9,9 @@
     python tests/support/run_cases.py --greedy --cases 1000    # and the other tables of `compared/tables.py`
     python tests/support/run_cases.py --images --equal 200 --output benchmarks/results/fuzz.jsonl
 
-A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
-Interrupted with Ctrl-C, the report is about what was run so far. `--equal` runs as many cases as it takes for so many
-to have been run and found equal. With `--output` each case is a row of a file at once, and cases that are in it count
-and are not run again.
+The number of a case determines it. The last lines count the outcomes; the exit code is 1 if any is wrong. After
+Ctrl-C, the report covers the cases so far. `--equal` runs cases until this number is equal. With `--output`, each
+case is written to a file at once; cases in the file count and are not run again.
 """
 
 from __future__ import annotations
@@ -39,61 +38,63 @@ from compared.tables import TABLES, Table
 from lookahead.drafting import compile_loops
 
 SAME_REASON = 2
-"""After how many cases with the same reason a family is left out."""
+"""A family is dropped after this number of cases with the same reason."""
 
 
 def main() -> int:
-    """Run the cases that the command line asks for."""
-    given = _parse()
-    compile_loops()  # no case is to go without drafts, as first ones might
-    table = TABLES[given.table]
-    if given.seed is not None:
-        return _again(given, table)
-    each = table.names() if given.each else []
+    """Run the cases of the command line."""
+    options = _parse()
+    compile_loops()  # otherwise the first cases may have no drafts
+    table = TABLES[options.table]
+    if options.seed is not None:
+        return _again(options, table)
+    each = table.names() if options.each else []
     outcomes: list[Outcome] = []
     with ExitStack() as stack:
-        rows = stack.enter_context(CaseRows(given.output, given.table)) if given.output else None
+        rows = stack.enter_context(CaseRows(options.output, options.table)) if options.output else None
         try:
-            cases = draw_cases(given.seed_start, table, given.only)
-            times = (given.seconds, given.limit)
-            Run(given.table, given.cases, given.equal, each, *times, bool(given.only), rows).run(cases, outcomes)
+            cases = draw_cases(options.seed_start, table, options.only)
+            times = (options.seconds, options.limit)
+            Run(options.table, options.cases, options.equal, each, *times, bool(options.only), rows).run(
+                cases, outcomes
+            )
         except KeyboardInterrupt:
             print("\ninterrupted")
-    print(report(outcomes, given.table))
+    print(report(outcomes, options.table))
     return 1 if any(outcome.kind == WRONG for outcome in outcomes) else 0
 
 
-def _again(given: argparse.Namespace, table: Table) -> int:
-    case = table.draw(given.seed)
+def _again(options: argparse.Namespace, table: Table) -> int:
+    case = table.draw(options.seed)
     if case is None:
-        print(f"there is no case {given.seed} in this table")
+        print(f"there is no case {options.seed} in this table")
         return 2
     outcome = table.judge(case)
-    print("\n".join(describe(outcome, given.table)))
-    if given.shrink and outcome.kind == WRONG:
-        print("\n".join(["simplified:", *describe(shrink(outcome, table.judge), given.table)]))
+    print("\n".join(describe(outcome, options.table)))
+    if options.shrink and outcome.kind == WRONG:
+        print("\n".join(["simplified:", *describe(shrink(outcome, table.judge), options.table)]))
     return 1 if outcome.kind == WRONG else 0
 
 
 def draw_cases(start: int, table: Table, only: Sequence[str] = ()) -> Iterator[Case]:
-    """The cases from number `start` on; those of families or kinds named in `only` alone if there are any."""
+    """Yield the cases from number `start` on; if `only` is not empty, only cases of these families or kinds."""
     cases = (case for number in count(start) if (case := table.draw(number)) is not None)
     return (case for case in cases if not only or {case.family, case.kind} & set(only))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Runs cases of a table; prints failures and progress.
+    """Run cases of a table, and print failures and progress.
 
     Attributes:
         table: Name of the table.
-        cases: How many to run, if `equal` is not given.
-        equal: How many have to be equal.
-        each: Families each of which has to have so many; none if it is all together.
-        seconds: After how much time to begin no other case.
-        limit: Seconds that a case may take.
-        chosen: Whether cases were chosen by name: then none is left out for the reasons of others.
-        rows: Where outcomes go as well. Cases that are in it are left out.
+        cases: Number of cases, without `equal`.
+        equal: Required number of equal cases.
+        each: Families that each need `equal` cases; empty if the number is a total.
+        seconds: Time limit for the start of a case.
+        limit: Time limit of a case, in seconds.
+        chosen: Whether cases were selected by name; then no family is dropped.
+        rows: File for the outcomes. Cases in it are skipped.
     """
 
     table: str
@@ -106,7 +107,7 @@ class Run:
     rows: CaseRows | None = None
 
     def run(self, cases: Iterator[Case], outcomes: list[Outcome]) -> None:
-        """Run as many of `cases` as are enough, each into `outcomes` as it is done."""
+        """Run `cases` until there are enough, and append each outcome to `outcomes`."""
         begin, rows = time.monotonic(), self.rows
         skips = bool(TABLES[self.table].names()) and not self.chosen
         reasons: dict[str, list[str]] = defaultdict(list) if rows is None else rows.reasons()
@@ -150,12 +151,12 @@ class Run:
 
 
 class TooLong(BaseException):
-    """A case that takes longer than it may; no `Exception`, as what calls raise is compared."""
+    """A case exceeded its time; not an `Exception`, as exceptions of calls are compared."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TooLong` in this thread after so much time."""
+    """Raise `TooLong` in this thread after `seconds`."""
 
     def end(*_: object) -> None:
         raise TooLong(f"it was not done after {seconds:g} s")
@@ -170,7 +171,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _is_hopeless(reasons: list[str]) -> bool:
-    """Whether cases were not run for one reason each time; `reasons` has an empty one for a case that was."""
+    """Return whether all cases were skipped for the same reason; `reasons` has an empty one for a case that ran."""
     return len(reasons) >= SAME_REASON and len(set(reasons)) == 1 and reasons[0] != ""
 
 
@@ -192,7 +193,7 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # as in the Makefile: models this small only lose by a second one
-    logging.set_verbosity(logging.CRITICAL)  # transformers' remarks on odd settings
+    torch.set_num_threads(1)  # as in the Makefile: a second thread makes tiny models slower
+    logging.set_verbosity(logging.CRITICAL)  # silences transformers' remarks on odd settings
     logging.disable_progress_bar()
     sys.exit(main())

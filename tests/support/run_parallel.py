@@ -1,9 +1,9 @@
-"""End ranks while they decode: kill one of them, or signal the process that started them.
+"""End ranks during decoding: kill one of them, or signal their parent process.
 
     python tests/support/run_parallel.py --kills 20 --signals 5 --seed 0
 
-The other ranks must end with an error that names the one that was killed, or all of them quietly. Two copies of a
-model, each on two ranks, are compared with one process first. The exit code is 1 if anything failed.
+After a kill, the other ranks must end with an error that names the killed rank; after a signal, all must end quietly.
+First, two copies of a model, each on two ranks, are compared with one process. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from parallel_signals import PHASES, SIGNALS, signal_once
 from parallel_team import Team
 
 TIMEOUT = 20.0
-"""Time-out of the groups, in seconds: so long a rank that is stopped is waited for."""
+"""Timeout of the groups, in seconds; a rank that does not answer by then counts as failed."""
 
 
 def main() -> int:
-    """Run what the command line asks for."""
-    given = _parse()
+    """Run the trials of the command line."""
+    options = _parse()
     torch.set_num_threads(1)
-    return 1 if _tensor_parallel() + _kill(given.kills, given.seed) + _signal(given.signals) else 0
+    return 1 if _tensor_parallel() + _kill(options.kills, options.seed) + _signal(options.signals) else 0
 
 
 def _tensor_parallel() -> int:
-    """Two copies of a model, each on two ranks, against one process."""
+    """Compare two copies of a model, each on two ranks, with one process."""
     team = Team(4)
-    wanted = decode_on_copies(None)
+    expected = decode_on_copies(None)
     got = team.run(4, decode_on_copies)
     team.close()
-    failed = sum(texts != wanted for texts in got)
+    failed = sum(texts != expected for texts in got)
     print(f"tensor parallelism on 2 x 2 ranks: {4 - failed} ranks passed, {failed} failed", *(got if failed else ()))
     return failed
 
 
 def _kill(kills: int, seed: int) -> int:
-    """How many of `kills` did not end as they must."""
+    """Return the number of `kills` with problems."""
     longest, failed = 0.0, 0
     for number in range(kills):
         seconds, problems = kill_once(Random(f"{seed} kill {number}"))
@@ -59,10 +59,10 @@ def _kill(kills: int, seed: int) -> int:
 
 
 def kill_once(random: Random) -> tuple[float, list[str]]:
-    """Kill one of 2 to 4 ranks, or stop it, at some time while they decode.
+    """Kill or stop one of 2 to 4 ranks at a random time during decoding.
 
     Returns:
-        Seconds until the last of the others had ended, and what was not as it must be.
+        Seconds until the last other rank ended, and the problems.
     """
     ranks = random.randint(2, 4)
     victim, how = random.randrange(ranks), random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
@@ -90,7 +90,7 @@ def kill_once(random: Random) -> tuple[float, list[str]]:
 
 
 def _signal(repeats: int) -> int:
-    """How many signals, of every kind and in every phase, did not end all ranks as they must."""
+    """Return the number of signals, of all kinds and in all phases, with problems."""
     longest, failed, count = 0.0, 0, 0
     for phase in PHASES:
         for name in SIGNALS:

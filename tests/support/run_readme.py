@@ -1,6 +1,6 @@
-"""Runs the README's script and its commands on the demo model, in a folder of their own.
+"""Run the README's script and commands with the demo model, in a temporary folder.
 
-Exits with 1 where one fails, or where transformers says that a name is deprecated.
+Exits with 1 if one fails, or if transformers reports a deprecated name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lookahead.demo import demo_model_path
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "Qwen/Qwen3-0.6B"
-"""Model of the README's examples; the demo model takes its place, which needs no network."""
+"""Model of the README's examples; the demo model is used instead, as it needs no network."""
 
 COMMANDS = ("generate", "compare", "trace", "batch")
-"""The commands that end by themselves, and within seconds."""
+"""Commands that end by themselves within seconds."""
 
 
 def main() -> int:
@@ -43,9 +43,9 @@ def main() -> int:
             print(f"{'FAILED' if is_wrong else 'ok    '} {name}", flush=True)
             if is_wrong:
                 print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
-    found = {line.split()[1] for line in lines}
+    commands = {line.split()[1] for line in lines}
     print(f"{len(runs)} snippets of the README, {failed} failed")
-    return int(failed > 0 or found != set(COMMANDS))
+    return int(failed > 0 or commands != set(COMMANDS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`lookahead serve` in a process of its own, and models to serve in this one."""
+"""`lookahead serve` in a separate process, and models to serve in this one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class ServerProcess:
     """A server on a free port; a context manager that ends it.
 
     Args:
-        options: Of the command.
-        from_scratch: Start Python anew, as users do, which takes seconds, rather than copy a process that has imported
-            everything.
+        options: Options of the command.
+        from_scratch: Start a new Python process, like users, which takes seconds; otherwise fork a process with all
+            imports done.
 
     Attributes:
-        url: Where it listens.
-        lines: What it has written to standard error.
+        url: Address of the server.
+        lines: Lines of its standard error.
         process: The process.
-        running: All that run.
+        running: All running servers.
     """
 
     running: ClassVar[list[ServerProcess]] = []
@@ -40,7 +40,7 @@ class ServerProcess:
         else:
             self.process = Command(arguments, {2: theirs})
         os.close(theirs)
-        self._stderr = open(ours, encoding="utf-8")  # noqa: SIM115  # read to its end by a thread
+        self._stderr = open(ours, encoding="utf-8")  # noqa: SIM115  # a thread reads it to the end
         self.lines: list[str] = []
         self.url = self._read_url()
         self._reader = Thread(target=self._read, daemon=True)
@@ -74,8 +74,8 @@ class ServerProcess:
 
 
 def served_model(name: str, model: Any, tokenizer: Any) -> Any:
-    """A model that `create_app` serves."""
-    from lookahead.server.served_model import ServedModel  # late: what serves may not be installed
+    """Return a model for `create_app`."""
+    from lookahead.server.served_model import ServedModel  # imported late, as the server's packages are optional
 
     engine = Engine(model, kv_bytes=2**28)
     named = {"name": name, "engine": engine, "config": LookaheadConfig(), "max_length": 2048}

@@ -1,7 +1,7 @@
-"""torchvision beside a torch without CUDA: import this before transformers.
+"""Make torchvision work with a torch without CUDA: import this before transformers.
 
-Wheels of torchvision are compiled for CUDA, and without it their operators cannot be loaded. What timm takes of
-torchvision is Python, but importing it asks for two of them, which are declared here.
+Wheels of torchvision are compiled for CUDA, and their operators cannot be loaded without it. timm only uses Python
+code of torchvision, but its import needs two operators, which are declared here.
 """
 
 from __future__ import annotations

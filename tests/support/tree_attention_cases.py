@@ -13,14 +13,14 @@ from lookahead.core.packed_masks import SCRATCH
 
 @dataclass(frozen=True)
 class Step:
-    """What a batch of trees looks like to one attention layer.
+    """A batch of trees as input of one attention layer.
 
     Attributes:
         parents: Parent of each node, per row; -1 for the first. Rows have different numbers of nodes.
         lengths: Cached tokens, per row.
-        gap: Columns of garbage between the longest row and the scratch.
-        window: Of a sliding layer.
-        chunk: Of a chunked layer.
+        gap: Garbage columns between the longest row and the scratch memory.
+        window: Window of a sliding layer.
+        chunk: Chunk length of a chunked layer.
     """
 
     parents: list[list[int]]
@@ -38,11 +38,11 @@ class Step:
         return max(self.lengths) + self.gap
 
     def position(self, row: int, node: int) -> int:
-        """Position id of a real node."""
+        """Return the position id of a real node."""
         return self.lengths[row] + len(self.path(row, node)) - 1
 
     def path(self, row: int, node: int) -> list[int]:
-        """A node and its ancestors."""
+        """Return a node and its ancestors."""
         path = []
         while node >= 0:
             path.append(node)
@@ -56,7 +56,7 @@ class Step:
         return torch.from_numpy(packed)
 
     def sight(self) -> Sight:
-        """What its nodes see, without a gap."""
+        """The visible keys of the nodes, without a gap."""
         shape = (len(self.lengths), self.nodes)
         ancestors, positions = np.zeros((*shape, self.nodes), dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for row, parents in enumerate(self.parents):
@@ -66,7 +66,7 @@ class Step:
         return sight(ancestors, self.lengths, positions, self.window, self.chunk)
 
     def visible(self, keys: int) -> NDArray[np.bool_]:
-        """Which keys each node may see, pair by pair: `[batch, nodes, keys]`."""
+        """Return the visible keys of each node, computed pair by pair: `[batch, nodes, keys]`."""
         visible = np.zeros((len(self.lengths), self.nodes, keys), dtype=np.bool_)
         for row, parents in enumerate(self.parents):
             for node in range(self.nodes):
@@ -87,7 +87,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn, max_nodes: int = 40, max_length: int = 70, max_batch: int = 3) -> Step:
-    """Random steps."""
+    """Draw random steps."""
     batch = draw(st.integers(1, max_batch))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [draw(st.integers(1, max_nodes)) for _ in range(batch)]
@@ -105,7 +105,7 @@ def steps(draw: st.DrawFn, max_nodes: int = 40, max_length: int = 70, max_batch:
 def states(
     step: Step, heads: int, kv_heads: int, key_size: int, value_size: int, room: int, dtype: torch.dtype, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value as a model would bring them, and no number where there is garbage."""
+    """Return query, key and value in a model's layout, with NaN in garbage columns."""
     random = torch.Generator().manual_seed(seed)
     batch, keys = len(step.lengths), step.scratch + step.nodes + room
     # A model's queries are a transposed view.
@@ -127,7 +127,7 @@ def attention_by_definition(
     scaling: float,
     softcap: float | None,
 ) -> NDArray[np.float64]:
-    """Softmax attention in float64, query by query and from visible keys alone: `[batch, nodes, heads, value_size]`."""
+    """Return softmax attention in float64, per query, from visible keys only: `[batch, nodes, heads, value_size]`."""
     q, k, v = (tensor.double().numpy() for tensor in (query, key, value))
     batch, heads, nodes, _ = q.shape
     group = heads // k.shape[1]
@@ -145,11 +145,11 @@ def attention_by_definition(
 
 
 def tolerance(dtype: torch.dtype, value: torch.Tensor) -> float:
-    """How far a result may be off.
+    """Return the largest allowed error of a result.
 
-    Weights are rounded to the number type before they are multiplied with the values, and the result is rounded once
-    more: each moves it by at most half a unit in the last place of the largest value. The rest is float32: scores of
-    up to 20 and soft caps of up to 30 are off by a few 1e-6, and weights by that fraction.
+    Weights are rounded to the number type before the product with the values, and the result is rounded again: each
+    rounding adds at most half a unit in the last place of the largest value. The rest is float32: scores up to 20 and
+    soft caps up to 30 have errors of a few 1e-6, and weights have the same relative error.
     """
     rounding = (
         0.0 if dtype == torch.float32 else torch.finfo(dtype).eps * float(value.double().nan_to_num().abs().max())

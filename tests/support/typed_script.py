@@ -1,4 +1,4 @@
-"""A script as a user writes it; `tests/api/test_types.py` has mypy read it, with and without what transformers says."""
+"""A user's script; `tests/api/test_types.py` checks it with mypy, with and without transformers' types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that takes no time, with a tokenizer of forty words, in a folder as `from_pretrained` wants it."""
+"""A tiny, fast model with a tokenizer of forty words, saved in a folder for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = [f"w{number}" for number in range(40)]
 
 
 def save_word_model(folder: Path, **settings: Any) -> None:
-    """Save a Llama of random weights, always the same; `settings` are arguments of its configuration."""
+    """Save a Llama with fixed random weights; `settings` are arguments of its configuration."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -31,7 +31,7 @@ def save_word_model(folder: Path, **settings: Any) -> None:
 
 
 def save_word_tokenizer(folder: Path, words: list[str]) -> None:
-    """Save a tokenizer that splits at spaces; the id of a word is its place in `words`."""
+    """Save a tokenizer that splits at spaces; the id of a word is its index in `words`."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

@@ -1,1 +1,1 @@
-"""Cases: a model and calls with it, made by lookahead decoding and by transformers, and compared."""
+"""Cases: a model and calls, to compare lookahead decoding with transformers."""

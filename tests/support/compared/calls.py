@@ -1,4 +1,4 @@
-"""The calls of a case, by lookahead decoding or by transformers."""
+"""Make the calls of a case, by lookahead decoding or by transformers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tiny.images import IMAGE_TOKEN, with_images
 
 @dataclass
 class Answer:
-    """What one call gave.
+    """The result of one call.
 
     Attributes:
-        sequences: The texts `[rows, tokens]`.
-        mask: Which tokens of them were hidden, 0, or not, 1.
-        new_tokens: How many tokens the call added to each text.
-        random_state: Of torch, afterwards; `None` where others drew from it as well.
-        streamed: What a streamer got.
-        scores, logits: One `[rows, vocabulary]` for each token, if asked for.
-        cache: The cache that was returned, if any.
-        accepted: How many tokens each step added; of lookahead decoding, where its statistics are returned.
-        told: How many tokens the statistics count.
+        sequences: The texts, `[rows, tokens]`.
+        mask: 0 for hidden tokens of the texts, 1 for others.
+        new_tokens: Number of tokens added to each text.
+        random_state: torch's random state afterwards; `None` if others drew from it too.
+        streamed: Values passed to a streamer.
+        scores, logits: `[rows, vocabulary]` for each token, if requested.
+        cache: The returned cache, if any.
+        accepted: Tokens added by each step of lookahead decoding, if statistics are returned.
+        counted_tokens: Number of tokens by the statistics.
     """
 
     sequences: Tensor
@@ -44,33 +44,33 @@ class Answer:
     logits: tuple[Tensor, ...] | None = None
     cache: Any = None
     accepted: list[int] = field(default_factory=list)
-    told: int | None = None
+    counted_tokens: int | None = None
 
     @property
     def texts(self) -> list[list[int]]:
-        """The new tokens of each row."""
+        """New tokens of each row."""
         start = self.sequences.shape[1] - self.new_tokens
         return self.sequences[:, start:].tolist()
 
     @property
     def text(self) -> list[int]:
-        """The new tokens of the first row."""
+        """New tokens of the first row."""
         return self.texts[0]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that can be made.
+    """The arguments of a call.
 
     Attributes:
         ids, mask: The whole text so far, `[rows, tokens]`.
-        given: The part of it that is handed over.
-        read, values: What the model reads, and the other arguments.
+        passed_ids: The part of the text in the arguments.
+        read, values: Inputs of the model, and other arguments.
     """
 
     ids: Tensor
     mask: Tensor
-    given: Tensor
+    passed_ids: Tensor
     read: dict[str, Any]
     values: dict[str, Any]
 
@@ -83,18 +83,18 @@ def call(
     changes: dict[str, Any] | None = None,
     group: ParallelGroup | None = None,
 ) -> Answer:
-    """Make the call `turn`, after the one that gave `earlier`.
+    """Make the call `turn`, which may continue `earlier`.
 
     Args:
         model: The model.
-        turn: What to ask for.
-        earlier: The answer of the turn before, if the text goes on from it.
-        ours: Whether lookahead decoding is to make the call.
-        changes: Arguments that go before those of `turn`.
-        group: The ranks of which this process is one.
+        turn: The call to make.
+        earlier: The answer of the turn before, if the text continues from it.
+        ours: Whether to use lookahead decoding.
+        changes: Arguments that override the turn's.
+        group: The ranks of this process's group.
     """
     prepared = prepare(model, turn, earlier, (changes or {}) | ({"parallel": group} if group else {}))
-    torch.manual_seed(turn.settings.get("seed", 0) + (group.rank if group else 0))  # the state of rank 0 must rule
+    torch.manual_seed(turn.settings.get("seed", 0) + (group.rank if group else 0))  # the state of rank 0 must count
     return prepared_answer(model, prepared, _result(model, turn, prepared.read | prepared.values, ours))
 
 
@@ -114,40 +114,40 @@ def _result(model: PreTrainedModel, turn: Turn, values: dict[str, Any], ours: bo
 def prepare(
     model: PreTrainedModel, turn: Turn, earlier: Answer | None, changes: dict[str, Any] | None = None
 ) -> Prepared:
-    """What `call` hands over."""
+    """Prepare the arguments for `call`."""
     ids, mask = _prompt(turn, earlier)
     values = arguments(turn.settings) | (changes or {})
     if turn.images:
         ids, mask, pictures = with_images(model, ids, mask, seed=sum(turn.prompts[0]))
         values |= pictures
-    given, read = ids, {"inputs": ids, "attention_mask": mask}
+    passed_ids, read = ids, {"inputs": ids, "attention_mask": mask}
     if turn.cache == "empty":
         values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()
-    elif turn.cache and earlier is not None and earlier.cache is not None:  # ours may have none to hand on
+    elif turn.cache and earlier is not None and earlier.cache is not None:  # ours may return no cache
         values["past_key_values"] = earlier.cache
         if turn.cache == "tail":
-            given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
-            read["inputs"] = given
+            passed_ids = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
+            read["inputs"] = passed_ids
     elif turn.cache and earlier is not None and bool((ids == IMAGE_TOKEN).any()):
         raise CannotBuild("there is no cache of the text before, and an image is read once")
     if is_encoder_decoder(model):
         read = read_by(model, ids, mask)
-    return Prepared(ids, mask, given, read, values)
+    return Prepared(ids, mask, passed_ids, read, values)
 
 
 def prepared_answer(model: PreTrainedModel, prepared: Prepared, result: Any) -> Answer:
-    """The answer that has `result`."""
-    ids, mask, given = prepared.ids, prepared.mask, prepared.given
+    """Return the answer for a call's `result`."""
+    ids, mask, passed_ids = prepared.ids, prepared.mask, prepared.passed_ids
     encodes = is_encoder_decoder(model)
-    left_out = ids.shape[1] - given.shape[1]
+    left_out = ids.shape[1] - passed_ids.shape[1]
     streamer = prepared.values.get("streamer")
     sequences = result if isinstance(result, Tensor) else result.sequences
-    if encodes:  # the texts hold nothing of what was read
-        given = sequences[:, :1]
-    new_tokens = sequences.shape[1] - given.shape[1]
+    if encodes:  # the texts do not include the encoder's input
+        passed_ids = sequences[:, :1]
+    new_tokens = sequences.shape[1] - passed_ids.shape[1]
     repeats = sequences.shape[0] // ids.shape[0]
     if encodes:
-        ids, mask, repeats = given, torch.ones_like(given), 1
+        ids, mask, repeats = passed_ids, torch.ones_like(passed_ids), 1
     whole = torch.cat([ids[:, :left_out].repeat_interleave(repeats, 0), sequences], 1)
     grown = torch.ones(whole.shape[0], new_tokens, dtype=torch.long)
     answer = Answer(
@@ -160,12 +160,12 @@ def prepared_answer(model: PreTrainedModel, prepared: Prepared, result: Any) -> 
     if not isinstance(result, Tensor):
         answer.scores, answer.logits, answer.cache = result.scores, result.logits, result.past_key_values
         if (statistics := getattr(result, "statistics", None)) is not None:
-            answer.accepted, answer.told = list(statistics.accepted_lengths), statistics.tokens
+            answer.accepted, answer.counted_tokens = list(statistics.accepted_lengths), statistics.tokens
     return answer
 
 
 def _prompt(turn: Turn, earlier: Answer | None) -> tuple[Tensor, Tensor]:
-    """The whole text so far and its attention mask, `[rows, tokens]` each."""
+    """Return the whole text so far and its attention mask, `[rows, tokens]` each."""
     rows = [
         ([PAD_TOKEN] * padding + list(tokens), [0] * padding + [1] * len(tokens))
         for tokens, padding in zip(turn.prompts, turn.padding, strict=True)

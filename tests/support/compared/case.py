@@ -1,4 +1,4 @@
-"""One case: a model, and calls with it, in plain values, so that its `repr` is all that is needed to run it again."""
+"""A case: a model and calls, in plain values, so that its `repr` suffices to run it again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from tiny.variant import Variant
 
 ENTRIES = ("generate", "attach", "custom_generate", "threads", "engine", "started engine")
-"""Doors of the library. By the last three each row is a call or a request of its own."""
+"""Entry points of the library. For the last three, each row is its own call or request."""
 APART = ENTRIES[3:]
 UNDO = "undo"
-"""In place of a change: take back the one before."""
+"""Value of `change` that undoes the change before."""
 
 
 @dataclass(frozen=True)
@@ -20,22 +20,22 @@ class Turn:
     """One call of `generate`, or requests to an `Engine`.
 
     Attributes:
-        ours: Whether lookahead decoding makes the call; else it is transformers, which reads what ours left behind.
+        ours: Whether lookahead decoding makes the call; else transformers makes it, and may continue our cache.
         prompts: Token ids of each row, new in this turn.
         padding: Hidden tokens before each row's prompt.
-        holes: Places of other hidden tokens, in any row that has them.
+        holes: Indices of other hidden tokens, in long enough rows.
         settings: Arguments of both calls, as plain values; see `settings.arguments`.
         drafting: Arguments of `LookaheadConfig`.
-        cache: What cache is handed over: `""` none, `"empty"` a new one, `"whole"` that of the turn before with the
-            whole text, `"tail"` the same with only those tokens that are not in it.
-        images: Whether each row has an image behind its first token.
-        entry: By which of `ENTRIES` ours is called.
-        gap: With an `Engine` that is stepped: after how many steps the next row comes.
+        cache: Cache of the call: `""` none, `"empty"` a new one, `"whole"` the cache of the turn before with the
+            whole text, `"tail"` the same cache with only the tokens after it.
+        images: Whether each row has an image after its first token.
+        entry: Entry point of lookahead decoding, one of `ENTRIES`.
+        gap: With a stepped `Engine`: steps between the arrivals of rows.
         mixed: With an `Engine` or threads: whether every second row is greedy text, without settings and image.
-        change: How the model is changed before the call; a name of `changes`, or `UNDO`.
-        change_after: After how many steps of the `Engine` instead.
-        arrival: Of a request: before which step it comes.
-        cancelled: Of a request: after how many steps more it is cancelled; `None` if it is not.
+        change: Change of the model before the call: a name in `changes`, or `UNDO`.
+        change_after: Steps of the `Engine` before the change, if it comes during the run.
+        arrival: Of a request: step before its arrival.
+        cancelled: Of a request: steps from its arrival to its cancellation; `None` if not cancelled.
         extras: Of a request: other arguments of `Engine.submit`.
     """
 
@@ -58,7 +58,7 @@ class Turn:
 
     @property
     def rows(self) -> list[Turn]:
-        """Each row as a call by itself."""
+        """Return each row as its own call."""
         plain = {"settings": {"max_new_tokens": self.settings["max_new_tokens"]}, "images": False}
         alone = replace(self, padding=(0,), entry="generate")
         return [
@@ -67,28 +67,28 @@ class Turn:
         ]
 
     def having(self, **settings: Any) -> Turn:
-        """The turn with other settings beside its own."""
+        """Return the turn with additional settings."""
         return replace(self, settings=self.settings | settings)
 
     def without(self, *settings: str) -> Turn:
-        """The turn without some of its settings."""
+        """Return the turn without some of its settings."""
         return replace(self, settings={name: value for name, value in self.settings.items() if name not in settings})
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and calls of `generate` with it one after another, or requests at once.
+    """A model, and successive calls of `generate`, or concurrent requests.
 
     Attributes:
-        seed: Its number, from which it was drawn.
-        family: Of the model: one of `families.family_names` and the like, `"zoo/NAME"` of the model zoo, or `"demo"`.
-        variant: Of the model; of a model of the zoo the seed alone.
+        seed: Number of the case, and seed of its drawing.
+        family: Family of the model: a name in `families.family_names` and similar lists, `"zoo/NAME"`, or `"demo"`.
+        variant: Variant of the model; only its seed matters for a model of the zoo.
         attention: Attention implementation.
         double: Whether the model is float64.
         turns: The calls.
-        kind: For what it was made: a setting, or one of `faults.KINDS`, if for anything.
-        engine: Options of an `Engine`; if there are any, the turns are requests to it that come and go.
-        ranks: On how many ranks lookahead decoding runs, and is held against itself in one process.
+        kind: Purpose of the case: a setting, or one of `faults.KINDS`; may be empty.
+        engine: Options of an `Engine`; if there are any, the turns are its requests.
+        ranks: Number of ranks of lookahead decoding; their result is compared with one process.
     """
 
     seed: int
@@ -102,14 +102,14 @@ class Case:
     ranks: int = 0
 
     def having(self, drafting: dict[str, Any] | None = None, **settings: Any) -> Case:
-        """The case with other settings of all its turns beside their own, and another way to draft if given."""
+        """Return the case with additional settings in all turns, and another drafting if not None."""
         turns = (turn.having(**settings) for turn in self.turns)
         if drafting is not None:
             turns = (replace(turn, drafting=drafting) for turn in turns)
         return replace(self, turns=tuple(turns))
 
     def describe(self) -> str:
-        """The case in one line, without the prompts."""
+        """Describe the case in one line, without the prompts."""
         defaults = Variant()
         names = [entry.name for entry in fields(Variant) if entry.name not in ("seed", "pick")]
         model = {name: getattr(self.variant, name) for name in names}
@@ -129,15 +129,15 @@ def zoo_case(
     padding: int = 0,
     **settings: Any,
 ) -> Case:
-    """One call with a model of the zoo, or the demo model.
+    """Return a case of one call with a model of the zoo, or with the demo model.
 
     Args:
-        name: Of the model.
-        prompts: Token ids of each row; they are padded on the left to the longest.
-        weights: Seed of its weights.
+        name: Name of the model.
+        prompts: Token ids of each row; rows are padded on the left to the longest.
+        weights: Seed of the weights.
         attention: Attention implementation.
         drafting: Arguments of `LookaheadConfig`.
-        padding: Hidden tokens before each row, beside those.
+        padding: Further hidden tokens before each row.
         settings: Arguments of both calls, as plain values; see `settings.arguments`.
     """
     longest = max(map(len, prompts)) + padding

@@ -1,4 +1,4 @@
-"""Changes of a model: between two calls, while an `Engine` runs it, or before its first call."""
+"""Changes of a model: between two calls, during a run of an `Engine`, or before the first call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Undo = Callable[[], object]
 Effect = Callable[[Tensor], Tensor]
 
 SHRUNK = 70
-"""Tokens of a vocabulary that was made smaller."""
+"""Size of the shrunk vocabulary."""
 
 
 def change(model: PreTrainedModel, name: str, seed: int) -> Undo:
-    """Change `model` in the way `name`, at a place that follows from `seed`, and return what takes it back if anything.
+    """Apply the change `name` to `model`, at a location chosen by `seed`; return a function that undoes it.
 
     Raises:
-        CannotBuild: The model has no such place, or cannot be changed so.
+        CannotBuild: The change does not fit the model.
     """
     torch.manual_seed(seed)
     kind, _, what = name.partition(": ")
@@ -44,7 +44,7 @@ def change(model: PreTrainedModel, name: str, seed: int) -> Undo:
     return lambda: None
 
 
-# Effects on values `[rows, places, size]`; all but the first depend on the shape of a pass.
+# Effects on values `[rows, tokens, size]`; all but the first depend on the shape of a pass.
 
 
 def _vector(values: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ EFFECTS: dict[str, Effect] = {
 
 
 def _on_output(output: Any, effect: Effect) -> Any:
-    """The output of a module with `effect` on its first value."""
+    """Return the output of a module with `effect` on its first value."""
     if isinstance(output, Tensor):
         return effect(output)
     if isinstance(output, tuple):
@@ -82,14 +82,14 @@ def _on_input(args: tuple[Any, ...], kwargs: dict[str, Any], effect: Effect) -> 
     return args, kwargs | {"hidden_states": effect(kwargs["hidden_states"])}
 
 
-# Places where an effect can be put in.
+# Locations for effects.
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     text = model.config.get_text_config(decoder=True)
-    found = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]
-    return next(part for part in found if len(part) == getattr(text, "num_hidden_layers", len(part)))
+    lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]
+    return next(part for part in lists if len(part) == getattr(text, "num_hidden_layers", len(part)))
 
 
 def _layer(model: PreTrainedModel, seed: int) -> nn.Module:
@@ -161,17 +161,17 @@ PLACES: dict[str, Callable[[PreTrainedModel, Effect, int], Undo]] = {
 }
 
 
-# Methods of a class, or of one object, that differ from those of transformers.
+# Methods of a class or of one object that differ from transformers'.
 
 
 def _with_processor(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`_sample` with a processor more."""
-    given = kwargs.pop("logits_processor", None)
-    return original(*args, logits_processor=LogitsProcessorList([*(given or []), Tiring()]), **kwargs)
+    """A `_sample` with an additional processor."""
+    processors = kwargs.pop("logits_processor", None)
+    return original(*args, logits_processor=LogitsProcessorList([*(processors or []), Tiring()]), **kwargs)
 
 
 def _second_best(original: Any, model: PreTrainedModel, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A `_sample` that takes the second likeliest token each time."""
+    """A `_sample` that always selects the second likeliest token."""
     ended = False
     while not ended:
         logits = model(ids).logits[:, -1]
@@ -181,7 +181,7 @@ def _second_best(original: Any, model: PreTrainedModel, ids: Tensor, *args: Any,
 
 
 def _twice(original: Callable[..., Any], model: PreTrainedModel, inputs: Any = None, **kwargs: Any) -> Any:
-    """A `generate` that goes on from the text of another call of it."""
+    """A `generate` that makes two calls, the second from the text of the first."""
     inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
     kwargs["max_new_tokens"] = max(1, kwargs["max_new_tokens"] // 2)
     first = original(inputs, **kwargs)
@@ -195,7 +195,7 @@ def _twice(original: Callable[..., Any], model: PreTrainedModel, inputs: Any = N
 def _prepared(
     original: Callable[..., Any], model: PreTrainedModel, ids: Tensor, *args: Any, scale: int = 1, **kwargs: Any
 ) -> Any:
-    """A `prepare_inputs_for_generation` with positions times `scale`, and one more where one token is read."""
+    """A `prepare_inputs_for_generation` with positions times `scale`, plus one if the pass has one token."""
     inputs = original(ids, *args, **kwargs)
     if inputs.get("position_ids") is not None:
         places = inputs["position_ids"]
@@ -250,14 +250,14 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def _double(model: PreTrainedModel, seed: int) -> None:
-    """To float64, but for eager attention: its mask is infinite in float32, so that padding is NaN there."""
+    """Convert to float64, except with eager attention: its float32 mask would make padding NaN."""
     if model.config._attn_implementation == "eager":
         raise ValueError("eager attention gives no numbers in float64 behind padding")
     model.to(torch.float64)
 
 
 def _override(model: PreTrainedModel, what: str, on_class: bool) -> Undo:
-    """Give `model` a method of `METHODS`: in a class of its own, or as an attribute of the object."""
+    """Give `model` a method from `METHODS`, in a new class or as an attribute of the object."""
     name, method = METHODS[what]
     kind = type(model)
     if not on_class:
@@ -334,7 +334,7 @@ def _buffer(model: PreTrainedModel, seed: int) -> None:
 
 
 def _set(owner: str, **values: Any) -> Callable[[PreTrainedModel, int], None]:
-    """A change of values of a configuration, whether it has them or not."""
+    """Return a change that sets values of a configuration, existing or new."""
 
     def make(model: PreTrainedModel, seed: int) -> None:
         config = getattr(model, owner)
@@ -357,7 +357,7 @@ def _attention(model: PreTrainedModel, seed: int) -> None:
 
 
 def _compile(model: PreTrainedModel, seed: int) -> None:
-    torch._dynamo.reset()  # the same from whatever ran before
+    torch._dynamo.reset()  # forget earlier compilations
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
 
 

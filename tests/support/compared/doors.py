@@ -1,4 +1,4 @@
-"""Calls of which each row is one of its own: requests to an `Engine`, and calls from several threads."""
+"""Entry points with a call per row: requests to an `Engine`, and calls from several threads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from compared.changes import change
 from lookahead import Engine, LookaheadConfig, RequestHandle
 
 STEPS, SECONDS = 2000, 120.0
-"""After how many steps, or how much time, a request that has not ended counts as lost."""
+"""Limits in steps and seconds; a request unfinished by then counts as lost."""
 
 
 @dataclass
 class Served:
-    """What became of a row.
+    """The result of a row.
 
     Attributes:
-        answer: Its answer, or what was raised.
-        tokens: Its new tokens before that, if it was a request.
-        early: Whether it had ended before the model changed.
+        answer: The answer or the exception.
+        tokens: New tokens before the end, of a request.
+        early: Whether the row ended before the model changed.
     """
 
     answer: Answer | Exception
@@ -38,18 +38,18 @@ class Served:
 
 
 class Doors(ExitStack):
-    """How the rows of turns come to `model`, and changes to it and to `reference`; an `Engine` stays for later turns.
+    """Run the rows of turns with `model`, and change it and `reference`; later turns reuse the `Engine`.
 
-    Changes are taken back in the end.
+    Changes are undone at the end.
 
     Args:
         model, reference: The models.
-        seed: Of the changes.
-        options: Of the `Engine`. `kv_tokens` says in tokens for how many of them it has memory.
+        seed: Seed of the changes.
+        options: Options of the `Engine`. `kv_tokens` is the size of its KV cache in tokens.
 
     Attributes:
-        counts: What happened in the `Engine`.
-        flaws: What its handles and its load said that cannot be.
+        counts: Counts of events in the `Engine`.
+        flaws: Impossible values of its handles and its load.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Doors(ExitStack):
             self._engine.close(cancel=True)
 
     def change(self, name: str) -> None:
-        """Change both models, or undo that.
+        """Change both models, or undo the change.
 
         Raises:
-            CannotBuild: They cannot be changed so.
+            CannotBuild: The change does not fit the model.
         """
         if name == UNDO:
             self._changes.close()
@@ -84,11 +84,11 @@ class Doors(ExitStack):
             self._changes.callback(change(model, name, self._seed))
 
     def serve(self, turn: Turn, rows: list[Turn] | None = None) -> list[Served]:
-        """What becomes of each row of `turn`, or of `rows` if given; the models change when `turn` says so."""
+        """Return the results of the rows of `turn`, or of `rows` if not None; `turn` may change the models."""
         rows = turn.rows if rows is None else rows
         if turn.entry == "threads":
             return list(self._threads.map(lambda row: Served(attempt(_alone, self.model, row)), rows))
-        prepared = [prepare(self.model, row, None) for row in rows]  # which sets the image token of the model
+        prepared = [prepare(self.model, row, None) for row in rows]  # sets the image token of the model
         if self._engine is None:
             engine = attempt(self._make, turn)
             if isinstance(engine, Exception):
@@ -133,10 +133,10 @@ class Doors(ExitStack):
                 elif row.cancelled is not None and row.arrival + row.cancelled == step:
                     handles[number].cancel()
             if step == turn.change_after:
-                found = (handles.get(number) for number in range(len(rows)))
-                early = [isinstance(handle, RequestHandle) and handle.done for handle in found]
+                submitted = (handles.get(number) for number in range(len(rows)))
+                early = [isinstance(handle, RequestHandle) and handle.done for handle in submitted]
                 self.change(turn.change)
-            with suppress(Exception):  # of which its requests tell
+            with suppress(Exception):  # requests report the error
                 self._engine.step()
             load = self._engine.load
             if self._room is not None and load.kv_bytes + load.prefix_bytes > self._room:
@@ -175,14 +175,14 @@ class Doors(ExitStack):
 
 @torch.no_grad()
 def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of a token, in transformers' own cache."""
+    """Return the bytes of a token's keys and values in transformers' cache."""
     cache = model(torch.tensor([[1, 2]]), use_cache=True).past_key_values
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return max(sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // 2, 1)
 
 
 def attempt(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `make` returns or raises."""
+    """Return the result of `make`, or its exception."""
     try:
         return make(*args, **kwargs)
     except Exception as error:
@@ -200,5 +200,5 @@ def _of_several(answer: Any) -> Any:
 
 
 def is_beginning(tokens: Sequence[int], answer: Answer) -> bool:
-    """Whether `tokens` are the first new ones of `answer`, which has one row."""
+    """Return whether the new tokens of `answer`, which has one row, begin with `tokens`."""
     return answer.text[: len(tokens)] == list(tokens)

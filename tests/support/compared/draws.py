@@ -1,4 +1,4 @@
-"""Cases of the fuzzer, each drawn from one number: every family of models, and all that calls may ask for."""
+"""Cases of the fuzzer, each drawn from one number: all families of models, and all arguments of calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OTHER_PRESETS = ("jacobi", "token_recycling", "context_matches", "autoregressiv
 
 
 def draw_case(seed: int, families: Sequence[str], images: bool = False) -> Case:
-    """The case number `seed`; it depends on `families` as well, of which it takes one.
+    """Return case number `seed`; it also depends on `families`.
 
     Args:
-        seed: Its number.
-        families: Names of families.
-        images: Whether its prompts have images.
+        seed: Number of the case.
+        families: Names of families to draw from.
+        images: Whether prompts have images.
     """
     random = Random(f"fuzz {seed}")
     family = random.choice(families)
@@ -32,10 +32,10 @@ def draw_case(seed: int, families: Sequence[str], images: bool = False) -> Case:
     attention = "sdpa" if random.random() < 0.6 else "eager"
     double = random.random() < 0.12
     turns = tuple(_draw_turns(random))
-    # Most of what is drawn for others is refused for these, and would say nothing of them.
+    # Models with running states refuse most of the usual settings, which would test nothing.
     if keeps_running_state(family) and random.random() < 0.9:
         turns = tuple(map(_for_running_states, turns))
-    if family in INDEXED:  # most texts begin on trees, and end where keys are picked
+    if family in INDEXED:  # trees run until the layers begin to select keys
         variant = replace(variant, window=random.choice((5, 12, 16, 24, 32, 48, 64)))
         if random.random() < 0.9:
             turns = tuple(_with_one_row(turn).without("use_cache") for turn in turns)
@@ -47,7 +47,7 @@ def draw_case(seed: int, families: Sequence[str], images: bool = False) -> Case:
 
 
 def draw_drafting(random: Random) -> dict[str, Any]:
-    """Arguments of `LookaheadConfig`."""
+    """Draw arguments of `LookaheadConfig`."""
     preset = random.choice(("auto",) * 5 + ("paper",) * 3 + _OTHER_PRESETS)
     values: dict[str, Any] = {"preset": preset}
     if preset in ("auto", "token_recycling", "context_matches") and random.random() < 0.8:
@@ -72,13 +72,13 @@ def draw_drafting(random: Random) -> dict[str, Any]:
 
 
 def _with_one_row(turn: Turn) -> Turn:
-    """The turn with its longest prompt alone, without hidden tokens."""
+    """Return the turn with only its longest prompt, without hidden tokens."""
     alone = turn.without("num_return_sequences")
     return replace(alone, prompts=(max(turn.prompts, key=len),), padding=(0,), holes=())
 
 
 def _for_chains(turn: Turn) -> Turn:
-    """The turn without settings that need trees."""
+    """Return the turn without settings that need trees."""
     drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
     return replace(turn, drafting={"preset": "auto"} if drafting["preset"] == "paper" else drafting)
 
@@ -88,12 +88,12 @@ def _for_running_states(turn: Turn) -> Turn:
 
 
 def _for_encoder_decoders(turn: Turn) -> Turn:
-    """The turn as a call by itself, without what has no meaning for a decoder."""
+    """Return the turn as a separate call, without settings that do not apply to encoder-decoders."""
     return replace(_for_chains(turn.without("guidance_scale", "prefill_chunk_size")), cache="")
 
 
 def _with_images(turn: Turn) -> Turn:
-    """The turn with images, unless it goes on from a cache, and without what is refused for them."""
+    """Return the turn with images unless it continues a cache, and without settings that images do not support."""
     turn = turn.without("use_cache", "prefill_chunk_size")
     if turn.cache:
         turn = turn.having(use_cache=True)
@@ -106,7 +106,7 @@ def _draw_turns(random: Random) -> list[Turn]:
     shape = random.random()
     if shape < 0.6:
         return [_draw_turn(random, rows, ours=True, cache="empty" if random.random() < 0.1 else "")]
-    if shape < 0.75:  # calls that share nothing but the model
+    if shape < 0.75:  # calls with nothing in common but the model
         makers = random.choice(((True, False, True), (True, True), (True, False), (False, True, True)))
         return [_draw_turn(random, random.choice((1, rows)), ours, short=True) for ours in makers]
     makers = random.choice(((False, True), (True, False), (True, True), (True, False, True), (False, True, False)))
@@ -118,10 +118,10 @@ def _draw_turns(random: Random) -> list[Turn]:
         _draw_turn(random, rows, ours, cache, short=True, later=number > 0)
         for number, (ours, cache) in enumerate(zip(makers, caches, strict=True))
     ]
-    # A row that ends before others would leave padding inside of the next turn's text.
+    # A row that ends early would leave padding inside the next turn's text.
     endless = ("eos", "criterion", "stop_strings", "num_return_sequences", "use_cache", "min_new_tokens", "min_length")
     endless += ("forced_eos_token_id", "exponential_decay_length_penalty")
-    # Some configurations say otherwise of the cache, and then there is none to hand on.
+    # Some configurations turn the cache off, and then there is none to continue.
     return [turn.without(*endless).having(return_dict_in_generate=True, use_cache=True) for turn in turns]
 
 
@@ -133,7 +133,7 @@ def _draw_turn(
     if not later and random.random() < 0.7:
         lengths = [random.randint(1, longest) for _ in range(rows - 1)] + [longest]
         random.shuffle(lengths)
-    extra = random.randint(1, 6) if not later and random.random() < 0.1 else 0  # hidden from every row
+    extra = random.randint(1, 6) if not later and random.random() < 0.1 else 0  # hidden in every row
     padding = tuple(max(lengths) - length + extra for length in lengths)
     holes: tuple[int, ...] = ()
     if not later and random.random() < 0.08 and longest > 3:
@@ -141,13 +141,13 @@ def _draw_turn(
         holes = tuple(range(first, min(first + random.randint(1, 4), longest + extra - 1)))
     settings = draw_settings(random, rows, 40 if short else 80)
     if cache:
-        settings["use_cache"] = True  # anything else would contradict it
+        settings["use_cache"] = True  # another value would contradict the cache
     prompts = tuple(_draw_prompt(random, length) for length in lengths)
     return Turn(ours, prompts, padding, holes, settings, draw_drafting(random), cache)
 
 
 def _draw_prompt(random: Random, length: int) -> tuple[int, ...]:
-    """Tokens of which some come in runs that were there before."""
+    """Draw tokens, some of them in repeated runs."""
     tokens: list[int] = []
     while len(tokens) < length:
         if len(tokens) > 3 and random.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Cases of the kinds that strangers found wrong: models that change, small vocabularies, own loops and others."""
+"""Cases like bug reports: models that change, small vocabularies, own generation loops and others."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tiny.families import family_names, image_families
 
 USUAL = ("llama", "qwen3", "gemma3_text", "gpt2", "mistral", "mixtral", "phi3", "opt", "qwen3_next", "lfm2")
 SEEING = tuple(f"{kind}/multimodal" for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"))
-"""Classes whose calls write to the model."""
+"""Classes with calls that write to the model."""
 SKIPPING = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xmod", "xglm", "biogpt", "opt", "trocr")
-"""Decoders some of which number positions without pad tokens."""
+"""Decoders; some of them skip pad tokens in position ids."""
 BATCHED = ("num_return_sequences", "use_cache", "prefill_chunk_size")
-"""Settings that have no meaning for one request among others, or are refused there."""
+"""Settings that do not apply to a single request, or are refused there."""
 
 
 def draw_fault(seed: int) -> Case:
-    """The case number `seed`."""
+    """Return case number `seed`."""
     random = Random(f"fault {seed}")
     kind = random.choice([*KINDS, *["changed model"] * 3])
     case = replace(KINDS[kind](seed, random), kind=kind)
     together = ("threads", "engine", "started engine")
-    if any(turn.entry in together for turn in case.turns):  # the model keeps frequencies
+    if any(turn.entry in together for turn in case.turns):  # the model stores frequencies
         case = replace(case, variant=replace(case.variant, rope="default"))
     return case
 
 
 def _base(seed: int, random: Random, families: Sequence[str], others: Callable[[], list[str]], calls: int = 1) -> Case:
-    """A case with at least so many turns; of `families` in two of three, else of any of `others`."""
+    """Draw a case with at least `calls` turns, two times in three from `families`, else from `others`."""
     family = random.choice(families if random.random() < 0.67 else others())
     images = families is SEEING
     case = draw_case(seed, [family], images)
@@ -51,13 +51,13 @@ def _base(seed: int, random: Random, families: Sequence[str], others: Callable[[
 
 
 def _few(turn: Turn) -> dict[str, Any]:
-    """The settings of a turn that it has to have."""
-    kept = ("max_new_tokens", "return_dict_in_generate", *(("use_cache",) if turn.cache else ()))
-    return {name: value for name, value in turn.settings.items() if name in kept}
+    """Return only the required settings of a turn."""
+    required = ("max_new_tokens", "return_dict_in_generate", *(("use_cache",) if turn.cache else ()))
+    return {name: value for name, value in turn.settings.items() if name in required}
 
 
 def entered(turn: Turn, random: Random, entries: Sequence[str] = ENTRIES) -> Turn:
-    """The turn by one of `entries`, without what that cannot be given."""
+    """Return the turn through one of `entries`, without the settings that it does not accept."""
     if turn.cache or not turn.ours:
         entries = [entry for entry in entries if entry not in APART] or ["generate"]
     entry = random.choice(entries)
@@ -85,10 +85,13 @@ def entered(turn: Turn, random: Random, entries: Sequence[str] = ENTRIES) -> Tur
 
 
 def _all_entered(case: Case, random: Random, entries: Sequence[str] = ENTRIES) -> Case:
-    """The case with each of its turns by one of `entries`, and one whose cache the next turn has as one call."""
+    """Return the case with an entry point for each turn; if the next turn continues its cache, it is a single call."""
     followed = [bool(turn.cache) for turn in case.turns[1:]] + [False]
     calls = [entry for entry in entries if entry not in APART] or ENTRIES[:1]
-    turns = [entered(turn, random, calls if kept else entries) for turn, kept in zip(case.turns, followed, strict=True)]
+    turns = [
+        entered(turn, random, calls if continued else entries)
+        for turn, continued in zip(case.turns, followed, strict=True)
+    ]
     return replace(case, turns=tuple(turns))
 
 
@@ -100,13 +103,13 @@ def _of_vocabulary(turn: Turn, size: int) -> Turn:
 
 
 def _changed(seed: int, random: Random) -> Case:
-    """A call, and one after the model has changed, or an `Engine` while it does; sometimes one when it is as before."""
+    """Draw a call and one after a change, or an `Engine` during it; sometimes also a call after its undoing."""
     kind = random.choice([*PLACES, *["object"] * 4, *OTHERS])
     change = f"{kind}: {random.choice(list(EFFECTS))}" if kind in PLACES else kind
     if kind == "object":
         change = f"object: {random.choice(list(METHODS))}"
     entries = ENTRIES
-    if change.startswith("object: generate"):  # which `attach` is there to replace
+    if change.startswith("object: generate"):  # `attach` replaces it
         entries = ("generate", "custom_generate")
     elif change.startswith(("sampling", "dropout")):  # threads share torch's generator
         entries = tuple(entry for entry in ENTRIES if entry != "threads")
@@ -115,10 +118,10 @@ def _changed(seed: int, random: Random) -> Case:
     if "engine" in entries and not any(turn.cache for turn in turns[1:]) and random.random() < 0.25:
         turns[1] = entered(turns[1], random, ("engine",))
     turn = replace(turns[1], change=change, ours=True)
-    # A running engine looks at a part of each weight.
+    # A running engine compares only a part of each weight.
     if turn.entry == "engine" and not kind.startswith("row of a weight") and random.random() < 0.6:
         turn = replace(turn, change_after=random.choice((0, 1, 2, 3, 5, 8)))
-        if turns[0].entry == "started engine":  # whose thread would be in the midst of a step
+        if turns[0].entry == "started engine":  # its thread could be within a step
             turns[0] = replace(turns[0], entry="engine")
     turns[1] = turn
     if len(turns) > 2 and not turns[2].cache and (kind in PLACES or kind == "object"):
@@ -158,7 +161,7 @@ def _images(seed: int, random: Random) -> Case:
     case = _base(seed, random, SEEING, image_families)
     entries = ("engine", "engine", "engine", "started engine", "threads", "generate")
     turns = []
-    for turn in case.turns:  # nothing can be generated behind an image that ends the prompt
+    for turn in case.turns:  # an image must not end the prompt
         longer = tuple(row if len(row) > 1 else row * 2 for row in turn.prompts)
         padding = tuple(max(map(len, longer)) - len(row) for row in longer)
         turns.append(replace(turn, prompts=longer, padding=padding, cache="", images=True))
@@ -184,4 +187,4 @@ KINDS: dict[str, Callable[[int, Random], Case]] = {
     "images in an engine": _images,
     "processors": _processors,
 }
-"""Kinds of such cases, and what draws them."""
+"""Functions that draw cases, by kind."""

@@ -1,4 +1,4 @@
-"""The models of cases."""
+"""Models of cases."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from compared.case import Case
 from tiny.families import build
 
 ZOO = "zoo/"
-"""Before the name of a model of the zoo."""
+"""Prefix of the names of the zoo's models."""
 
 
 def load(case: Case) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model of a case, and the one for transformers' answers: its copy, or the same one where nothing changes it.
+    """Return the model of a case, and a copy for transformers' answers, or the same model if nothing changes it.
 
     Raises:
-        CannotBuild: It could not be built.
+        CannotBuild: The model cannot be built.
     """
     if is_shared(case):
         model = model_zoo.build(case.family.removeprefix(ZOO), case.variant.seed, case.attention)
@@ -32,21 +32,21 @@ def load(case: Case) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def is_shared(case: Case) -> bool:
-    """Whether the model of a case is one for all cases."""
+    """Return whether cases share the model of `case`."""
     return case.family == model_zoo.DEMO or case.family.startswith(ZOO)
 
 
 @torch.no_grad()
 def forget(model: PreTrainedModel) -> None:
-    """Make a model forget the texts before: dynamic RoPE keeps the frequencies of the longest one it read.
+    """Reset a model's RoPE frequencies by a short pass: dynamic RoPE keeps the frequencies of the longest text so far.
 
-    Without this `model.generate` itself does not write the same text twice. A short pass resets them.
+    Otherwise `model.generate` itself would not repeat its text.
     """
     model(torch.zeros((1, 1), dtype=torch.long), use_cache=False)
 
 
 def _breaks_in_double(case: Case, model: PreTrainedModel) -> bool:
-    """Whether transformers itself is wrong in float64: `eager` takes the softmax in float32, where the mask of a hidden
-    token, the least float64, is minus infinity, and a row without anything else to see is NaN."""
+    """Return whether transformers is wrong in float64: `eager` computes the softmax in float32, and the mask value,
+    the lowest float64, becomes minus infinity there, so rows that see only hidden tokens are NaN."""
     hidden = any(any(turn.padding) or turn.holes for turn in case.turns)
     return hidden and model.config.get_text_config(decoder=True)._attn_implementation == "eager"

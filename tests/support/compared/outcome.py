@@ -1,4 +1,4 @@
-"""Running a case, and what came of it."""
+"""Run a case, and judge its outcome."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG = (
 KINDS = (EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG)
 
 TIE_MARGIN = 1e-4
-"""Relative to the largest logit: what rounding in float32 may bring about in a tiny model."""
+"""Largest rounding error of float32 in a tiny model, relative to the largest logit."""
 IMPROBABLE = -12.0
-"""Logarithm of a probability below which SynthID makes much of rounding: its factors cancel nearly."""
+"""Log-probability below which SynthID amplifies rounding errors, as its factors nearly cancel."""
 REFUSALS = (UnsupportedModelError, UnsupportedArgumentError)
 JUSTIFIED = ("is a prompt of",)
-"""What an `InvalidArgumentError` may say where transformers has an answer: limits that the documentation names."""
+"""Documented limits: parts of `InvalidArgumentError` messages that are right even if transformers has an answer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The outcome of a case.
 
     Attributes:
         case: The case.
         kind: One of `KINDS`.
-        detail: Why it was refused, or what differs.
-        tokens: New tokens that were compared.
-        answers: What lookahead decoding, or transformers where it made the call, gave in each turn that was judged.
-        counts: What happened in an `Engine`.
+        detail: Reason of the refusal, or the difference.
+        tokens: Number of compared new tokens.
+        answers: Answers of lookahead decoding in the judged turns, or of transformers if it made the call.
+        counts: Counts of events in an `Engine`.
     """
 
     case: Case
@@ -57,17 +57,17 @@ class Outcome:
 
     @property
     def answer(self) -> Answer:
-        """The first of the answers."""
+        """The first answer."""
         return self.answers[0]
 
     @property
     def accepted(self) -> list[int]:
-        """Tokens that each step added, over all answers."""
+        """Tokens added by each step, of all answers."""
         return [length for answer in self.answers for length in answer.accepted]
 
 
 def run_case(case: Case) -> Outcome:
-    """Run `case`; in float32 again in float64 if something differs, to tell a bug from rounding."""
+    """Run `case`; if a float32 result differs, run it again in float64 to distinguish bugs from rounding."""
     outcome, tie = _run(case)
     if outcome.kind == WRONG and not case.double and tie:
         again, _ = _run(replace(case, double=True))
@@ -78,7 +78,7 @@ def run_case(case: Case) -> Outcome:
 
 
 def _run(case: Case) -> tuple[Outcome, bool]:
-    """The outcome, and whether rounding could be the cause of what differs."""
+    """Return the outcome, and whether rounding could cause a difference."""
     try:
         model, reference = load(case)
     except CannotBuild as error:
@@ -87,20 +87,20 @@ def _run(case: Case) -> tuple[Outcome, bool]:
 
 
 def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> tuple[Outcome, bool]:
-    """Make the calls of `case` with `model`, and by transformers alone with `reference`, its copy or the same."""
-    with warnings.catch_warnings(record=True) as heard, Doors(model, reference, case.seed, case.engine) as doors:
+    """Make the calls of `case` with `model`, and with only transformers on `reference`, a copy or the same model."""
+    with warnings.catch_warnings(record=True) as caught, Doors(model, reference, case.seed, case.engine) as doors:
         warnings.simplefilter("always")
         outcome, tie = _compare_requests(case, doors) if case.engine else _compare(case, doors)
-        stopped = [str(one.message) for one in heard if "drafting stopped" in str(one.message)]
+        stopped = [str(one.message) for one in caught if "drafting stopped" in str(one.message)]
     outcome = replace(outcome, counts=doors.counts)
     flaws = [*map(_one_line, stopped), *doors.flaws]
-    if flaws and outcome.kind == EQUAL:  # no drafter of a case is at fault
+    if flaws and outcome.kind == EQUAL:  # drafters of cases must not fail
         return replace(outcome, kind=WRONG, detail=flaws[0]), False
     return outcome, tie
 
 
 def _made(doors: Doors, turn: Turn, earlier: Answer | None, ours: bool) -> Answer | Exception:
-    """What a call gives; a model that both share forgets the call before."""
+    """Return the result of a call; a shared model is reset before it."""
     model = doors.model if ours else doors.reference
     if doors.model is doors.reference:
         forget(model)
@@ -116,7 +116,7 @@ def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
         place = f"turn {number + 1}: " if len(case.turns) > 1 else ""
         before = plain
         if turn.cache in ("whole", "tail"):
-            before = copy.deepcopy(plain)  # a call changes the cache that it is given
+            before = copy.deepcopy(plain)  # a call changes its cache
         judge = Judge(case, doors.reference, turn, before, place, tokens)
         try:
             if turn.change and turn.change_after is None:
@@ -125,10 +125,10 @@ def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
                 outcome, tie = _compare_rows(judge, doors)
                 ours = plain = None
             else:
-                found = _made(doors, turn, ours, True)
-                expected = None if isinstance(found, REFUSALS) else _made(doors, turn, plain, False)
-                outcome, tie = judge.judge(found, expected)
-                ours, plain = (None if isinstance(one, Exception) else one for one in (found, expected))
+                answer = _made(doors, turn, ours, True)
+                expected = None if isinstance(answer, REFUSALS) else _made(doors, turn, plain, False)
+                outcome, tie = judge.judge(answer, expected)
+                ours, plain = (None if isinstance(one, Exception) else one for one in (answer, expected))
                 answers += [replace(ours, scores=None, logits=None, cache=None)] if ours else []
         except CannotBuild as missing:
             return Outcome(case, NOT_BUILT, str(missing)), False
@@ -141,7 +141,7 @@ def _compare(case: Case, doors: Doors) -> tuple[Outcome, bool]:
 
 
 def _compare_rows(judge: Judge, doors: Doors) -> tuple[Outcome, bool]:
-    """The outcome of a turn of which each row is a call of its own: that of its worst row."""
+    """Return the worst outcome of a turn with a call per row."""
     turn = judge.turn
     rows = turn.rows
     changes = turn.change_after is not None
@@ -168,7 +168,7 @@ def _compare_rows(judge: Judge, doors: Doors) -> tuple[Outcome, bool]:
 
 
 def _compare_requests(case: Case, doors: Doors) -> tuple[Outcome, bool]:
-    """The outcome of a case whose turns are requests to one `Engine`: that of the worst of them."""
+    """Return the worst outcome of a case with a request per turn, all to one `Engine`."""
     served = doors.serve(replace(case.turns[0], entry="engine"), list(case.turns))
     outcomes = []
     for number, (turn, one) in enumerate(zip(case.turns, served, strict=True)):
@@ -186,22 +186,22 @@ def _judge_request(judge: Judge, one: Served, expected: Answer | Exception) -> t
 
 
 def _worst(outcomes: list[tuple[Outcome, bool]], before: int = 0) -> tuple[Outcome, bool]:
-    """The worst of some outcomes, with the tokens of all of them; each counts those `before` as well."""
+    """Return the worst outcome, with the tokens of all; each outcome's count already includes `before`."""
     worst = max(outcomes, key=lambda one: (EQUAL, BOTH_RAISE, REFUSED, NOT_BUILT, WRONG).index(one[0].kind))
     return replace(worst[0], tokens=before + sum(outcome.tokens - before for outcome, _ in outcomes)), worst[1]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Says what came of one turn.
+    """Judge the outcome of one turn.
 
     Attributes:
-        case: Of which it is one.
+        case: The case of the turn.
         reference: The model of transformers' answers.
         turn: The turn.
         before: The answer of the turn before.
-        place: Where this is, for messages.
-        tokens: New tokens compared before.
+        place: Name of the turn and row, for messages.
+        tokens: Number of new tokens compared before.
     """
 
     case: Case
@@ -212,7 +212,7 @@ class Judge:
     tokens: int
 
     def judge(self, ours: Answer | Exception, plain: Answer | Exception | None) -> tuple[Outcome, bool]:
-        """What it means that lookahead decoding and transformers gave these; and whether it may be by rounding."""
+        """Return the outcome for the answers of both, and whether rounding could cause a difference."""
         if isinstance(ours, CannotBuild):
             raise ours
         if isinstance(ours, REFUSALS):
@@ -222,16 +222,16 @@ class Judge:
         if isinstance(plain, Exception):
             return self._after_failure(ours, plain)
         assert plain is not None
-        if ours.cache is None:  # of several rows on chains: both read the whole text anew
+        if ours.cache is None:  # several rows without trees return no cache: both prefill the next turn's whole text
             plain.cache = None
-        found = difference(ours, plain, self.turn)
-        if found:
+        description = difference(ours, plain, self.turn)
+        if description:
             close = _is_close(self.reference, self.turn, self.before, ours, plain)
-            return Outcome(self.case, WRONG, self.place + found, self.tokens), close
+            return Outcome(self.case, WRONG, self.place + description, self.tokens), close
         return Outcome(self.case, EQUAL, tokens=self.tokens + plain.new_tokens * len(plain.sequences)), False
 
     def _after_error(self, error: Exception, plain: Answer | Exception | None) -> Outcome:
-        """What it means that ours raises `error`, where transformers raises as well or has an answer."""
+        """Return the outcome if ours raises `error`, and transformers raises too or has an answer."""
         if isinstance(plain, Exception):
             return Outcome(self.case, BOTH_RAISE, f"plain {_reason(plain)} ours {_reason(error)}", self.tokens)
         if isinstance(error, InvalidArgumentError) and any(words in str(error) for words in JUSTIFIED):
@@ -239,11 +239,11 @@ class Judge:
         return Outcome(self.case, WRONG, f"{self.place}raises {_reason(error)} at {_where(error)}", self.tokens)
 
     def _after_failure(self, ours: Answer, failure: Exception) -> tuple[Outcome, bool]:
-        """What it means that ours has an answer where transformers raises: right if it has the same up to there.
+        """Return the outcome if ours has an answer and transformers raises: right if equal up to the failure.
 
-        At the end of a position table, transformers fails and loses the text, where ours stops.
+        At the end of a position table, transformers fails and loses the text; ours stops.
         """
-        # The end that is forced at the full length never came.
+        # The forced end at full length was never reached.
         changes = {"max_new_tokens": ours.new_tokens, "forced_eos_token_id": None}
         plain = attempt(call, self.reference, self.turn, self.before, False, changes)
         if isinstance(plain, Exception):
@@ -255,7 +255,7 @@ class Judge:
 
 
 def difference(ours: Answer, plain: Answer, turn: Turn) -> str:
-    """What differs between two answers, in words; empty if nothing does."""
+    """Describe the difference of two answers; empty if they are equal."""
     if not torch.equal(ours.sequences, plain.sequences):
         if ours.sequences.shape != plain.sequences.shape:
             same = min(ours.sequences.shape[1], plain.sequences.shape[1])
@@ -270,8 +270,8 @@ def difference(ours: Answer, plain: Answer, turn: Turn) -> str:
     if ours.streamed != plain.streamed:
         return "other values streamed"
     running = _running(plain, turn)
-    if ours.told is not None and running is not None and ours.told != int(running.sum()):
-        return f"{ours.told} tokens counted instead of {int(running.sum())}"
+    if ours.counted_tokens is not None and running is not None and ours.counted_tokens != int(running.sum()):
+        return f"{ours.counted_tokens} tokens counted instead of {int(running.sum())}"
     for name, one, two in (("scores", ours.scores, plain.scores), ("logits", ours.logits, plain.logits)):
         if (one is None) != (two is None) or len(one or ()) != len(two or ()):
             return f"{name}: {one and len(one)} instead of {two and len(two)}"
@@ -284,14 +284,14 @@ def difference(ours: Answer, plain: Answer, turn: Turn) -> str:
 
 
 def _difference_of_scores(one: Tensor, two: Tensor, running: Tensor | None) -> str:
-    """What differs between scores of one step, in words, of the rows that are known to be running."""
+    """Describe the difference of one step's scores, in rows that are known to be running."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"of shape {tuple(one.shape)} {one.dtype}, not {tuple(two.shape)} {two.dtype}"
     if running is None:
         return ""
     if not _same_scores(one[running], two[running]):
         return f"differ by {_largest(one[running], two[running]):.1e}"
-    if torch.equal(one, two):  # decoded by transformers itself, which goes on with padding
+    if torch.equal(one, two):  # decoded by transformers, which appends padding
         return ""
     return "of rows that have ended are not zero" if one[~running].any() else ""
 
@@ -304,9 +304,9 @@ def _parts(ours: Answer, plain: Answer) -> int:
 
 
 def _running(plain: Answer, turn: Turn) -> Tensor | None:
-    """Which rows had not ended before each of their new tokens, `[rows, tokens]`; `None` where that is not known.
+    """Return whether each row was still running before each new token, `[rows, tokens]`; `None` if unknown.
 
-    Without a stop token nothing is padded, and rows go on until the last one is through.
+    Without a stop token nothing is padded, and all rows continue until the last one ends.
     """
     criterion = turn.settings.get("criterion", ())
     new = plain.sequences[:, plain.sequences.shape[1] - plain.new_tokens :]
@@ -323,7 +323,7 @@ def _running(plain: Answer, turn: Turn) -> Tensor | None:
 
 
 def _probable(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scores without those of improbable tokens, where rounding may be much of them."""
+    """Return both scores with improbable tokens set to 0, as rounding may dominate these."""
     improbable = torch.maximum(one.log_softmax(-1), two.log_softmax(-1)) < IMPROBABLE
     improbable &= one.isfinite() & two.isfinite()
     return one.masked_fill(improbable, 0), two.masked_fill(improbable, 0)
@@ -346,11 +346,11 @@ def _magnitude(scores: Tensor) -> float:
 
 
 def _is_close(reference: PreTrainedModel, turn: Turn, before: Answer | None, ours: Answer, plain: Answer) -> bool:
-    """Whether a float32 comparison may have gone wrong by rounding: of two likeliest tokens, or at a cutoff."""
+    """Return whether rounding may have changed a float32 text, between the two likeliest tokens or at a cutoff."""
     if torch.equal(ours.sequences, plain.sequences):
-        return ours.streamed == plain.streamed  # scores alone differ: float64 will tell
+        return ours.streamed == plain.streamed  # only scores differ: float64 will decide
     if turn.settings.get("do_sample") and turn.settings.get("top_k") != 1:
-        return True  # the race of a draw is not repeated here: float64 will tell
+        return True  # draws are not repeated here: float64 will decide
     step = _parts(ours, plain)
     keep = {"output_scores": True, "return_dict_in_generate": True}
     scores = call(reference, turn, before, ours=False, changes=keep).scores or ()
@@ -363,7 +363,7 @@ def _is_close(reference: PreTrainedModel, turn: Turn, before: Answer | None, our
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line, with its numbers taken out, so that the same reasons read the same."""
+    """Return the error in one line without numbers, so that equal reasons have equal texts."""
     text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", f"{type(error).__name__}: {error}")
     return _one_line(re.sub(r"(#, )+#", "#", text))
 

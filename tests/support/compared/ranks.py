@@ -1,6 +1,6 @@
 """Cases of lookahead parallelism: the same call in one process and on several ranks.
 
-All ranks must return the tokens of one process, and leave PyTorch's random state as it does.
+All ranks must return the tokens of one process, and leave the same random state in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel_team import Team
 
 
 def decode(group: ParallelGroup | None, case: Case) -> Answer | str:
-    """What the call of `case` gives on the ranks of `group`, or in this process alone; a traceback if it fails."""
+    """Return the answer of `case` on the ranks of `group`, or in only this process; a traceback if it fails."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -43,30 +43,30 @@ def _team() -> Team:
 
 def run_on_ranks(case: Case, team: Team | None = None) -> Outcome:
     """Decode `case` in this process and on the ranks of a team, and compare."""
-    wanted = decode(None, case)
-    if isinstance(wanted, str):
-        return Outcome(case, WRONG, f"one process: {wanted}")
+    expected = decode(None, case)
+    if isinstance(expected, str):
+        return Outcome(case, WRONG, f"one process: {expected}")
     for rank, got in enumerate((team or _team()).run(case.ranks, decode, case)):
-        problem = str(got) if not isinstance(got, Answer) else _problem(case, rank, got, wanted)
+        problem = str(got) if not isinstance(got, Answer) else _problem(case, rank, got, expected)
         if problem:
             return Outcome(case, WRONG, f"rank {rank}: {problem}")
-    return Outcome(case, EQUAL, tokens=wanted.new_tokens * len(wanted.sequences), answers=[wanted])
+    return Outcome(case, EQUAL, tokens=expected.new_tokens * len(expected.sequences), answers=[expected])
 
 
-def _problem(case: Case, rank: int, got: Answer, wanted: Answer) -> str:
-    if rank:  # it has nothing to stream
-        wanted = replace(wanted, streamed=[] if wanted.streamed is not None else None)
-    if found := difference(got, wanted, case.turns[0]):
+def _problem(case: Case, rank: int, got: Answer, expected: Answer) -> str:
+    if rank:  # only rank 0 streams
+        expected = replace(expected, streamed=[] if expected.streamed is not None else None)
+    if found := difference(got, expected, case.turns[0]):
         return found
-    # Of methods that draft by probabilities, which are sent in half precision, steps may differ.
+    # Steps may differ with drafts by probabilities, which are sent in half precision.
     by_probability = case.turns[0].drafting.get("preset", "auto") in BUDGETED
-    if not by_probability and len(got.accepted) != len(wanted.accepted):
-        return f"{len(got.accepted)} steps instead of {len(wanted.accepted)}"
-    return "" if torch.equal(got.random_state, wanted.random_state) else "another random state afterwards"
+    if not by_probability and len(got.accepted) != len(expected.accepted):
+        return f"{len(got.accepted)} steps instead of {len(expected.accepted)}"
+    return "" if torch.equal(got.random_state, expected.random_state) else "another random state afterwards"
 
 
 def decode_on_copies(group: ParallelGroup | None) -> list[list[int]]:
-    """Texts of a model of which there are two copies, each on half of the ranks; of one process without a group."""
+    """Return texts of two copies of a model, each on half of the ranks; without a group, of one process."""
     model = build("llama")
     copies = None
     if group is not None:
@@ -87,7 +87,7 @@ def decode_on_copies(group: ParallelGroup | None) -> list[list[int]]:
 
 
 def decode_for_ever(group: ParallelGroup) -> str:
-    """Decode until an error ends it, whose message is returned."""
+    """Decode until an error, and return its message."""
     config = lookahead.LookaheadConfig(preset="paper", window_size=6, ngram_size=4, guess_set_size=6)
     options = {"lookahead_config": config, "parallel": group, "max_new_tokens": 200, "do_sample": False}
     try:

@@ -1,4 +1,4 @@
-"""What came of cases, in text, and as rows of a file of results."""
+"""Outcomes of cases, as text and as rows of a results file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead.cli import process
 
 
 def report(outcomes: list[Outcome], table: str) -> str:
-    """Counts, families, reasons, and failures with the command that repeats each."""
+    """Return counts, families, reasons, and failures with commands to repeat them."""
     lines = _groups(outcomes)
     lines += _reasons("Not built", outcomes, NOT_BUILT)
     lines += _reasons("Refused", outcomes, REFUSED)
@@ -36,25 +36,25 @@ def report(outcomes: list[Outcome], table: str) -> str:
 
 
 def describe(outcome: Outcome, table: str) -> list[str]:
-    """A failure: what it was, and how to run it again."""
+    """Describe a failure, with the command that repeats it."""
     again = f"make fuzz SEED={outcome.case.seed}" + ("" if table == "all" else f" FUZZ={flag(table)}")
     return [f"  {again}   {outcome.kind}: {outcome.detail}", f"      {outcome.case.describe()}"]
 
 
 def check(case: Case, table: str = "all") -> Outcome:
-    """Run a case, which must be equal."""
+    """Run a case, and check that the outcome is equal."""
     outcome = run_case(case)
     assert outcome.kind == EQUAL, "\n".join([*describe(outcome, table), repr(case)])
     return outcome
 
 
 def flag(table: str) -> str:
-    """The option that asks for a table."""
+    """Return the command-line option of a table."""
     return f"--{table.replace(' ', '-')}"
 
 
 def reason_not_to_run(outcome: Outcome) -> str:
-    """Why a case was not run; empty if it was."""
+    """Return the reason why a case was not run; empty if it ran."""
     return outcome.detail if outcome.kind in (NOT_BUILT, REFUSED) else ""
 
 
@@ -64,7 +64,7 @@ def _counted(name: str, outcomes: list[Outcome]) -> str:
 
 
 def _groups(outcomes: list[Outcome]) -> list[str]:
-    """The families with equal cases, and those without."""
+    """List the families with equal cases, and the others."""
     exact: Counter[str] = Counter()
     reasons: dict[str, set[str]] = defaultdict(set)
     for outcome in outcomes:
@@ -94,17 +94,17 @@ def _reasons(title: str, outcomes: list[Outcome], kind: str) -> list[str]:
 
 
 class CaseRows:
-    """The rows of a file; a context manager, which closes it.
+    """Rows of a results file; a context manager that closes it.
 
     Args:
-        path: The file; it is made if it is not there, and else goes on.
-        table: What the cases were drawn from.
+        path: The file, which is created or continued.
+        table: Name of the cases' table.
     """
 
     def __init__(self, path: Path, table: str) -> None:
-        kept = kept_lines(path, lambda row: row.get("kind") == "header")
+        lines = kept_lines(path, lambda row: row.get("kind") == "header")
         self._table = table
-        self._file = RowsFile(path, kept or [_header()], lambda row: (row.get("of"), row.get("seed")))
+        self._file = RowsFile(path, lines or [_header()], lambda row: (row.get("of"), row.get("seed")))
 
     def __enter__(self) -> CaseRows:
         return self
@@ -116,15 +116,15 @@ class CaseRows:
         return (self._table, seed) in self._file
 
     def add(self, outcome: Outcome) -> None:
-        """Write what came of a case."""
+        """Write the outcome of a case."""
         self._file.append(_row(outcome, self._table))
 
     def equal(self) -> Counter[str]:
-        """How many cases of each family were equal."""
+        """Return the number of equal cases, by family."""
         return Counter(row["family"] for row in self._rows() if row["kind"] == EQUAL)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Of each family, why its cases were not run; empty for one that was."""
+        """Return the reasons why cases were not run, by family; an empty string for a case that ran."""
         found: dict[str, list[str]] = defaultdict(list)
         for row in self._rows():
             found[row["family"]].append(row["detail"] if row["kind"] in (NOT_BUILT, REFUSED) else "")
@@ -135,7 +135,7 @@ class CaseRows:
 
 
 def _row(outcome: Outcome, table: str) -> Row:
-    """The row of a case; `sampled` and so on say what is in any of its turns."""
+    """Return the row of a case; `sampled` and the following fields are true if any turn has the feature."""
     turns = outcome.case.turns
     return {
         "of": table,

@@ -1,4 +1,4 @@
-"""Random schedules of an `Engine`: requests come, are cancelled and preempted, and share beginnings and memory."""
+"""Random schedules of an `Engine`: requests arrive, are cancelled and preempted, and share prefixes and memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from model_zoo import VOCAB_SIZE
 from tiny.variant import Variant
 
 HYBRIDS = ("qwen3_next", "granitemoehybrid", "mamba2", "lfm2", "minimax", "falcon_h1")
-"""Families with running states, whose rows are chains."""
+"""Families with running states, which draft single paths."""
 TREES = ("zoo/llama", "zoo/mistral_sliding", "zoo/gpt2")
 
 
 def draw_schedule(number: int, hybrids: bool = False) -> Case:
-    """The schedule with a number, of models with running states or of others."""
+    """Return schedule `number`, for a model with running states or another model."""
     random = Random(f"schedule {number}")
     families = HYBRIDS if hybrids else TREES
     shared = tuple(random.randrange(1, VOCAB_SIZE) for _ in range(random.choice((0, 18, 18, 30))))
@@ -39,10 +39,10 @@ def draw_schedule(number: int, hybrids: bool = False) -> Case:
 
 
 def _draw_request(random: Random, shared: tuple[int, ...], drafting: dict[str, Any]) -> Turn:
-    """A request; most of them begin with `shared`."""
+    """Draw a request, usually with the prefix `shared`."""
     tail = tuple(random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))) * random.choice((1, 2, 4))
     prompt = tail if random.random() < 0.3 else shared + tail
-    longest = 16 if len(prompt) > 20 else 48  # short prompts are let in together, and outgrow the memory
+    longest = 16 if len(prompt) > 20 else 48  # short prompts are admitted together, and outgrow the memory
     settings: dict[str, Any] = {"max_new_tokens": random.randrange(1, longest)}
     if random.random() < 0.5:
         settings |= {"do_sample": True, "seed": random.randrange(1000), "temperature": random.choice((0.7, 1.0))}
@@ -76,7 +76,7 @@ def _draw_request(random: Random, shared: tuple[int, ...], drafting: dict[str, A
 
 
 def _with_true_prediction(random: Random, case: Case, turn: Turn) -> Turn:
-    """The request with a prediction that comes true, but for a token, if it has one at all; most often."""
+    """Return the request with a prediction that is right but for one token, if it has one; usually."""
     if "prediction" not in turn.extras or random.random() < 0.3:
         return turn
     text = call(load(case)[1], turn, None, ours=False).text

@@ -1,4 +1,4 @@
-"""Arguments of `generate` that are drawn, as plain values, and what they stand for."""
+"""Random arguments of `generate` as plain values, and their conversion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAD_TOKEN = 0
 
 
 class Tiring(LogitsProcessor):  # type: ignore[misc]
-    """A user's processor: tokens of the last few places become less likely, and those with a low id as well."""
+    """A user's processor: the last few tokens become less likely, and tokens with low ids too."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         recent = torch.nn.functional.one_hot(input_ids[:, -5:], scores.shape[-1]).sum(1)
@@ -33,7 +33,7 @@ class Tiring(LogitsProcessor):  # type: ignore[misc]
 
 
 class Typed(Tiring):
-    """The same, with scores of another type."""
+    """The same processor, with scores of another type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -43,10 +43,10 @@ class Typed(Tiring):
 
 
 class Fatigue(LogitsProcessor):  # type: ignore[misc]
-    """A processor with a memory: the more often a token was written, the less likely it becomes.
+    """A processor with a state: each occurrence of a token makes it less likely.
 
-    It counts the last token of the text at each call, and writes into the scores it is given. So it is right only
-    if it is called once for each token, in order, with the text that was decided, and with scores that are its own.
+    Each call counts the last token of the text, and changes the scores in place. This is right only with one call
+    per token, in order, with the decided text and with the processor's own copy of the scores.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Fatigue(LogitsProcessor):  # type: ignore[misc]
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]
-    """A processor with a state for each row of the batch, as those of grammars: one call for each token."""
+    """A processor with a state for each row of the batch, like a grammar's: one call per token."""
 
     def __init__(self, length: int = 0) -> None:
         self.length, self.states = length, [0, 3, 6, 9]
@@ -78,14 +78,14 @@ class Counting(LogitsProcessor):  # type: ignore[misc]
 
 
 class Uncopied(Counting):
-    """The same, of which there is no copy."""
+    """The same processor, which cannot be copied."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("it cannot be copied")
 
 
 class RowRule(LogitsProcessor):  # type: ignore[misc]
-    """Favours other tokens in each row, by its place in the batch."""
+    """Favour other tokens in each row, by its index in the batch."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         size = scores.shape[1]
@@ -94,7 +94,7 @@ class RowRule(LogitsProcessor):  # type: ignore[misc]
 
 
 class Pads(LogitsProcessor):  # type: ignore[misc]
-    """Has the pad token, a token like others to the model, at every fourth place."""
+    """Force the pad token, which is not special for the model, at every fourth index."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if input_ids.shape[1] % 4:
@@ -105,21 +105,21 @@ class Pads(LogitsProcessor):  # type: ignore[misc]
 
 
 class EndsOnSum(StoppingCriteria):  # type: ignore[misc]
-    """A user's criterion: a text is complete where its last three ids add up to a multiple of 17."""
+    """A user's criterion: a text is complete if the sum of its last three ids is a multiple of 17."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         return input_ids[:, -3:].sum(-1) % 17 == 0
 
 
 class EndsByRow(StoppingCriteria):  # type: ignore[misc]
-    """Ends each row at another length, by its place in the batch."""
+    """End each row at another length, by its index in the batch."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         return input_ids.shape[1] >= 20 + 5 * torch.arange(len(input_ids))
 
 
 class EndsAfter(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row with one of some tokens; it knows nothing of end-of-sequence tokens."""
+    """End a row after one of some tokens, independently of end-of-sequence tokens."""
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self._tokens = torch.tensor(tokens)
@@ -129,7 +129,7 @@ class EndsAfter(StoppingCriteria):  # type: ignore[misc]
 
 
 class Recorder(BaseStreamer):  # type: ignore[misc]
-    """A streamer that keeps what it gets."""
+    """A streamer that stores its values."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -142,7 +142,7 @@ class Recorder(BaseStreamer):  # type: ignore[misc]
 
 
 def allowed_tokens(vocabulary: int, modulus: int) -> Callable[[int, torch.Tensor], list[int]]:
-    """A `prefix_allowed_tokens_fn`: all but every `modulus`-th token, counted from one that the text and row name."""
+    """Return a `prefix_allowed_tokens_fn` that forbids every `modulus`-th token, from a start set by text and row."""
 
     def allowed(batch_id: int, text: torch.Tensor) -> list[int]:
         first = int(text[-1]) + len(text) + batch_id
@@ -152,12 +152,12 @@ def allowed_tokens(vocabulary: int, modulus: int) -> Callable[[int, torch.Tensor
 
 
 def draw_settings(random: Random, rows: int, most_tokens: int) -> dict[str, Any]:
-    """Settings for a call with `rows` rows."""
+    """Draw settings for a call with `rows` rows."""
     settings: dict[str, Any] = {"max_new_tokens": random.choice((1, 2, random.randint(3, 20), *[most_tokens] * 3))}
     if random.random() < 0.35:
         settings["do_sample"] = True
         settings["seed"] = random.randrange(1 << 16)
-        if rows > 1:  # the rows of a batch draw in another order, so that only one token may be left to each
+        if rows > 1:  # rows of a batch draw in another order, so each may have only one choice
             settings["top_k"] = 1
         elif random.random() < 0.08:
             settings |= {"num_return_sequences": random.randint(2, 3), "top_k": 1}
@@ -176,7 +176,7 @@ def draw_settings(random: Random, rows: int, most_tokens: int) -> dict[str, Any]
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate`, with processors and criteria made anew."""
+    """Return arguments of `generate`, with new processors and criteria."""
     values = {name: value for name, value in settings.items() if name not in _MADE}
     values["do_sample"] = settings.get("do_sample", False)
     values["pad_token_id"] = PAD_TOKEN
@@ -189,17 +189,17 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 USERS_PROCESSORS: dict[Any, Callable[[], LogitsProcessor]] = {
-    True: lambda: Tiring(),  # whatever a test puts in its place
+    True: lambda: Tiring(),  # looked up late, as tests replace it
     **{str(dtype): partial(Typed, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)},
     "counting": Counting,
     "uncopied": Uncopied,
     "row rule": RowRule,
     "pads": Pads,
 }
-"""What a setting `processor` may be, and what makes it; or `"fatigue"`, which writes into what transformers returns."""
+"""Processors by value of the setting `processor`; the value `"fatigue"` changes transformers' returned scores."""
 
 CRITERIA: dict[Any, type[StoppingCriteria]] = {True: EndsOnSum, "by row": EndsByRow}
-"""What a setting `criterion` may be, and what makes it; or tokens, for `EndsAfter`."""
+"""Criteria by value of the setting `criterion`; a tuple of tokens means `EndsAfter`."""
 
 
 def _processor(value: Any) -> LogitsProcessor:
@@ -224,27 +224,27 @@ _MADE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "green list": lambda value: {"watermarking_config": WatermarkingConfig(**value)},
     "SynthID": lambda value: {"watermarking_config": SynthIDTextWatermarkingConfig(**value)},
 }
-"""What a setting stands for, where it is not an argument as it is."""
+"""Functions that convert a setting to arguments, unless it is an argument itself."""
 
 
 @cache
 def words() -> PreTrainedTokenizerFast:
-    """A tokenizer for models of any vocabulary, of the words `w1`, `w2`, ..."""
+    """Return a tokenizer of the words `w1`, `w2`, ... for models of any vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["abcdef", *(f"w{number}" for number in range(1, VOCABULARY))]  # the first: transformers tries it
+    words = ["abcdef", *(f"w{number}" for number in range(1, VOCABULARY))]  # transformers tries the first word
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def with_tokens(settings: dict[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
-    """The settings with `change` made to each token id in them."""
+    """Return the settings with `change` applied to each token id."""
     return settings | {name: in_any_depth(settings[name], change) for name in _TOKENS if name in settings}
 
 
 def in_any_depth(value: Any, change: Callable[[int], int]) -> Any:
-    """The same tuples and lists with `change` made to the whole numbers in them."""
+    """Return the same tuples and lists with `change` applied to their integers."""
     if isinstance(value, tuple | list):
         return type(value)(in_any_depth(part, change) for part in value)
     return change(value) if isinstance(value, int) else value
@@ -254,11 +254,11 @@ _TOKENS = (
     *("eos", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_eos_token_id", "forced_bos_token_id", "negative_prompt_ids"),
 )
-"""Settings that hold token ids."""
+"""Settings with token ids."""
 
 
 def _some(random: Random, choices: dict[str, Any], share: float) -> dict[str, Any]:
-    """One to three of `choices`, drawn, in that share of the cases."""
+    """Draw one to three of `choices`, in this share of the cases."""
     if random.random() >= share:
         return {}
     names = random.sample(list(choices), random.choice((1, 1, 2, 3)))
@@ -274,7 +274,7 @@ def _tokens(random: Random, most: int) -> tuple[int, ...]:
 
 
 Draws = dict[str, Callable[[Random], Any]]
-"""Settings, and what draws their values."""
+"""Functions that draw values of settings."""
 
 WARPERS: Draws = {
     "temperature": lambda random: random.choice((0.2, 0.7, 1.0, 1.5)),
@@ -287,7 +287,7 @@ WARPERS: Draws = {
     "top_h": lambda random: random.choice((0.3, 0.6)),
     "renormalize_logits": lambda random: True,
 }
-"""Those that have an effect on sampling alone."""
+"""Settings that only affect sampling."""
 
 PROCESSORS: Draws = {
     "repetition_penalty": lambda random: random.choice((0.8, 1.1, 1.5)),
@@ -334,7 +334,7 @@ WATERMARKS: Draws = {
         "skip_first_ngram_calls": random.random() < 0.5,
     },
 }
-"""There is one argument for both."""
+"""Both set the same argument."""
 
 NEED_AN_END = ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
-"""Settings that mean nothing without a stop token."""
+"""Settings that need a stop token."""

@@ -1,4 +1,4 @@
-"""A failing case, made simpler for as long as it fails."""
+"""Simplify a failing case while it still fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny.variant import Variant
 
 
 def shrink(outcome: Outcome, run: Callable[[Case], Outcome] = run_case) -> Outcome:
-    """The simplest case found that `run` finds wrong as well, one change after another away from that of `outcome`."""
+    """Return the outcome of the simplest case that `run` still judges wrong, by successive simplifications."""
     changed = True
     while changed:
         changed = False
@@ -24,7 +24,7 @@ def shrink(outcome: Outcome, run: Callable[[Case], Outcome] = run_case) -> Outco
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases that are like `case` but for one thing that is simpler."""
+    """Yield copies of `case`, each simpler in one respect."""
     if len(case.turns) > 1:
         yield replace(case, turns=case.turns[:-1])
         if not any(turn.cache in ("whole", "tail") for turn in case.turns[1:]):

@@ -1,6 +1,6 @@
-"""Tables of cases: what of, and how the case with a number is drawn.
+"""Tables of cases, and the functions that draw a case from its number.
 
-Each case has a random state of its own, so that it changes neither with how many are run nor with those beside it.
+Each case has its own random state, so it is independent of the number and order of cases.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tiny.families import INDEXED, family_names, image_families, keeps_running_s
 
 ZOO = tuple(ARCHITECTURES)
 END = 1
-"""A token that ends texts, and that no setting rules out."""
+"""An end token that no setting forbids."""
 MODEL_SEEDS = 4
-"""How many sets of weights of each architecture are drawn from."""
+"""Number of sets of weights of each architecture."""
 
 OF_THE_TEXT: Draws = {
     **{name: draw for name, draw in PROCESSORS.items() if name != "remove_invalid_values"},
@@ -40,21 +40,21 @@ OF_THE_TEXT: Draws = {
     "allowed": lambda random: random.randint(2, 7),
     "negative_prompt_ids": lambda random: tuple(random.choices(range(VOCAB_SIZE), k=random.randint(1, 6))),
 }
-"""Settings that change logits, whether tokens are sampled or not."""
+"""Settings that change logits, with and without sampling."""
 SETTINGS = ("plain", "plain with eos", *WARPERS, *OF_THE_TEXT, "remove_invalid_values")
-"""What a case of settings can be made for."""
+"""Purposes of cases of settings."""
 _NEED = {*NEED_AN_END, "forced_eos_token_id"}
 FOR_ROWS = tuple(name for name in OF_THE_TEXT if name not in ("guidance_scale", "negative_prompt_ids", "min_length"))
-"""Settings that batches have; several hold something for each row."""
+"""Settings of batches; several have a state for each row."""
 
 
 def greedy_case(number: int, names: Sequence[str] = ZOO, engine: str = "dynamic") -> Case:
-    """A greedy text of the architecture whose turn it is."""
+    """Draw a case of greedy text; architectures take turns."""
     name, random = _turn(number, names, "greedy")
     weights, attention = random.randrange(MODEL_SEEDS), random.choice(ARCHITECTURES[name].attention)
     model = build(name, weights, attention)
     prompt = _motif(random)
-    # Text that has begun to repeat itself is where long candidates are accepted.
+    # Long candidates are accepted once the text repeats itself.
     prompt += greedy(model, prompt, random.choice((0, 0, random.randint(1, 24))))
     padding = random.choice((0, 0, 0, random.randint(1, 6)))
     new_tokens = _fitting(name, len(prompt) + padding, random.randint(20, 60))
@@ -68,7 +68,7 @@ def greedy_case(number: int, names: Sequence[str] = ZOO, engine: str = "dynamic"
 
 
 def sampled_case(number: int, names: Sequence[str] = SETTINGS, model: str = "") -> Case:
-    """A text with the setting whose turn it is and others, most often sampled, with `model` if given."""
+    """Draw a text with a leading setting, in turn, and others; usually sampled, with `model` if not empty."""
     leading, random = _turn(number, names, "sampled")
     name = model or (DEMO if random.random() < 0.25 else random.choice(ZOO))
     samples = leading in WARPERS or random.random() < 0.7
@@ -86,10 +86,10 @@ def sampled_case(number: int, names: Sequence[str] = SETTINGS, model: str = "") 
         settings["processor"] = random.choice((True, "fatigue"))
 
     def of_the_text(token: int) -> int:
-        """A token of the prompt, where it matters, or any other."""
+        """Return a token of the prompt, which has an effect, or any other."""
         return prompt[token % len(prompt)] if token % 3 else token * 37 % size
 
-    # transformers itself counts padding when it decides to compute Phi-3's cache anew
+    # transformers recomputes Phi-3's cache at a certain length, which includes padding.
     padding = 0 if name == "phi3_long_rope" else random.choice((0, 0, 0, random.randint(1, 5)))
     drafting = _drafting(random)
     case = zoo_case(
@@ -106,9 +106,9 @@ def sampled_case(number: int, names: Sequence[str] = SETTINGS, model: str = "") 
 
 
 def batch_case(number: int, names: Sequence[str] = ZOO, sampled: bool = False) -> Case:
-    """Ragged rows: as one call with scores, as one without a dict, and sometimes each as a request or call by itself.
+    """Draw rows of different lengths: one call with scores, one without a dict, sometimes a request or call per row.
 
-    The rows of a batch get ahead of each other, hold trees of different sizes and end at different places.
+    The rows of a batch advance at different speeds, have trees of different sizes and end in different steps.
     """
     name, random = _turn(number, names, "batch sampled" if sampled else "batch")
     longest = random.randint(1, 20)
@@ -136,28 +136,28 @@ def batch_case(number: int, names: Sequence[str] = ZOO, sampled: bool = False) -
     case = zoo_case(name, *prompts, weights=weights, attention=attention, drafting=_drafting(random), **settings)
     turn = case.turns[0]
     seen = {"streamer": True} if random.random() < 0.3 else {}
-    kept = {"output_scores": True, "output_logits": True} if random.random() < 0.3 else {}
-    # A call that leaves no cache need not pad its rows.
-    turns = [turn.having(**seen, **kept), turn.having(**seen, return_dict_in_generate=False)]
+    returned = {"output_scores": True, "output_logits": True} if random.random() < 0.3 else {}
+    # A call that returns no cache need not pad its rows.
+    turns = [turn.having(**seen, **returned), turn.having(**seen, return_dict_in_generate=False)]
     if random.random() < 0.3 and "rope_parameters" not in ARCHITECTURES[name].overrides:
         turns.append(entered(turn, random, APART[:2]))
     return replace(case, seed=number, turns=tuple(turns))
 
 
 def _turn(number: int, names: Sequence[str], what: str) -> tuple[str, Random]:
-    """The name whose turn it is, and the random state of the case."""
+    """Return the next name in turn, and the random state of the case."""
     turn, place = divmod(number, len(names))
     return names[place], Random(f"{what} {names[place]} {turn}")
 
 
 def _motif(random: Random) -> tuple[int, ...]:
-    """Random tokens, half of the time a short motif again and again."""
+    """Draw random tokens, half of the time a repeated short motif."""
     motif = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 12))]
     return tuple(motif * random.choice((1, random.randint(2, 3))))
 
 
 def _row(random: Random, longest: int) -> tuple[int, ...]:
-    """Up to `longest` random tokens, half of the time a short motif again and again."""
+    """Draw up to `longest` random tokens, half of the time a repeated short motif."""
     length = random.randint(1, longest)
     motif = random.choices(range(1, VOCAB_SIZE), k=random.choice((length, random.randint(1, 4))))
     return tuple((motif * length)[:length])
@@ -169,20 +169,22 @@ def _demo_tokens() -> tuple[int, ...]:
 
 
 def _code(random: Random) -> tuple[int, ...]:
-    """A piece of the code that the demo model continues."""
+    """Draw a piece of code for the demo model."""
     start = random.randrange(len(_demo_tokens()) - 8)
     return _demo_tokens()[start : start + random.randint(8, 80)]
 
 
 def _ends(random: Random) -> tuple[int, ...]:
-    """Tokens to stop at, of which some rows will meet one soon, and others late or never."""
+    """Draw stop tokens, which some rows meet soon, and others late or never."""
     return tuple(sorted(random.sample(range(1, VOCAB_SIZE), random.randint(1, 9))))
 
 
 def _mixed(random: Random, leading: str, possible: Draws) -> dict[str, Any]:
-    """The leading setting, and others to go with it."""
+    """Draw the leading setting, and others that are compatible with it."""
     if leading == "remove_invalid_values":
-        return {leading: True}  # what it puts for minus infinity makes others overflow, in transformers as well
+        return {
+            leading: True
+        }  # it replaces minus infinity by numbers that overflow in other settings, in transformers too
     others = sorted({*possible} - {leading})
     names = [leading, *random.sample(others, random.choice((0, 0, 1, 2, 3, 5)))]
     watermarks = [name for name in names if name in WATERMARKS]
@@ -190,7 +192,7 @@ def _mixed(random: Random, leading: str, possible: Draws) -> dict[str, Any]:
 
 
 def _with_end(settings: dict[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
-    """The settings with `change` made to their tokens, and `END` among those that end the text, but nowhere else."""
+    """Return the settings with `change` applied to their tokens, and `END` as an end token but in no other role."""
     settings = with_tokens(settings, lambda token: max(change(token), END + 1))
     if "forced_eos_token_id" in settings:
         settings["forced_eos_token_id"] = END
@@ -198,7 +200,7 @@ def _with_end(settings: dict[str, Any], change: Callable[[int], int]) -> dict[st
 
 
 def _drafting(random: Random) -> dict[str, Any]:
-    """As in the fuzzer, but for more of the paper's method, which sends large trees, and by steps of any shape."""
+    """Draw drafting as in the fuzzer, but more of the paper's method with its large trees, and steps of any shape."""
     drafting = max(draw_drafting(random), draw_drafting(random), key=lambda one: one["preset"] == "paper")
     drafting = drafting | {"engine": "dynamic"}
     if drafting["preset"] == "paper":
@@ -211,10 +213,10 @@ def _drafting(random: Random) -> dict[str, Any]:
 
 
 def _fitting(name: str, length: int, new_tokens: int, rows: bool = False) -> int:
-    """`new_tokens` after `length` others, or as many as the model has positions for.
+    """Return `new_tokens`, or the number of positions left after `length` tokens if that is less.
 
-    Where RoPE depends on the length of the longest of several rows, a row of a batch is not what it is alone, in
-    transformers as here; such models are compared only as long as they have not come there.
+    If RoPE depends on the longest row of a batch, rows differ from single calls, in transformers as here; such models
+    are compared only below that length.
     """
     limit = position_limit(name) if name != DEMO else None
     if rows and "rope_parameters" in ARCHITECTURES[name].overrides:
@@ -227,12 +229,11 @@ class Table:
     """Cases of one kind.
 
     Attributes:
-        about: What they are.
-        draw: Draws the case with a number.
+        about: Description.
+        draw: Function that draws a case from its number.
         strict: Whether a difference by rounding counts as wrong: models of the zoo have few near-ties.
-        names: Families that cases are drawn from. One that gives nothing but the same reason not to run it is left out
-            after a few cases.
-        run: Runs a case.
+        names: Families to draw from. A family is dropped after a few cases that do not run for the same reason.
+        run: Function that runs a case.
     """
 
     about: str
@@ -242,7 +243,7 @@ class Table:
     run: Callable[[Case], Outcome] = run_case
 
     def judge(self, case: Case) -> Outcome:
-        """What came of a case."""
+        """Run a case and return its outcome."""
         outcome = self.run(case)
         if self.strict and outcome.kind not in (EQUAL, WRONG):
             return replace(outcome, kind=WRONG, detail=f"{outcome.kind}: {outcome.detail}")
@@ -255,21 +256,21 @@ def _stateful(number: int) -> Case | None:
 
 
 def _ranks_case(number: int) -> Case:
-    """The calls of other tables, on 1 to 4 ranks in turn."""
+    """Draw calls of other tables, on 1 to 4 ranks in turn."""
     random, kind = Random(f"ranks {number}"), number // 4 % 4
     draws = (greedy_case, sampled_case, batch_case, partial(batch_case, sampled=True))
     case = draws[kind](number // 4)
-    turn = case.turns[0].without("criterion", "allowed")  # of code of its own nobody knows that it is of each row
+    turn = case.turns[0].without("criterion", "allowed")  # custom code may not treat rows separately
     if kind > 1 and turn.settings.get("processor"):
         turn = turn.without("processor")
-    # Ranks refuse a memory that outlives the call.
+    # Ranks refuse a memory that lasts longer than the call.
     turn = replace(turn, drafting={name: value for name, value in turn.drafting.items() if name != "memory"})
     if kind == 3 and turn.drafting["preset"] not in ("paper", "jacobi", "autoregressive"):
-        # Rows draw from one generator in the order of their steps, so that texts are the same only if steps are.
+        # Rows draw from one generator in the order of their steps, so texts are equal only if steps are.
         turn = replace(turn, drafting={"preset": "paper"})
     turn = turn.having(streamer=True)
     if random.random() < 0.2:
-        turn = turn.having(max_time=600.0)  # a criterion that looks at the clock, so that one rank decides
+        turn = turn.having(max_time=600.0)  # a criterion that reads the clock, so one rank decides
     if random.random() < 0.2:
         turn = turn.having(output_logits=True)
     return replace(case, seed=number, turns=(turn,), ranks=1 + number % 4)

@@ -1,1 +1,1 @@
-"""Every family of models of transformers, as small as it can be built."""
+"""Tiny models of every family in transformers."""

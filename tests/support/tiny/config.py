@@ -1,4 +1,4 @@
-"""The default configuration of a family, with its sizes made small."""
+"""Default configurations of families with small sizes."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from tiny.sizes import MROPE, SPECIAL
 from tiny.variant import Variant
 
 LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")
-"""What composite configurations call the part that reads and writes text."""
+"""Names of the text model's configuration within composite ones."""
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _END_TOKENS = ("bos_token_id", "eos_token_id")
 
 
 def tiny_config(kind: str, model_class: type[PreTrainedModel], variant: Variant) -> PreTrainedConfig:
-    """The configuration of model type `kind` for `model_class`, as `variant` says.
+    """Return the configuration of model type `kind` for `model_class` and `variant`.
 
-    Where `model_class` is the language model of a composite type, it is the configuration of that.
+    If `model_class` is the language model of a composite type, return the language model's configuration.
     """
     config_class = CONFIG_MAPPING[kind]
     config = config_class(**_changes(_default(kind, config_class), variant))
     if model_class.config_class is not None and not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
-    if hasattr(config, "is_decoder"):  # of encoders that can also be run as decoders
+    if hasattr(config, "is_decoder"):  # encoders that can also run as decoders
         config.is_decoder = True
-    if config.is_encoder_decoder:  # generate wants one before it begins
+    if config.is_encoder_decoder:  # generate needs one
         config.decoder_start_token_id = START_TOKEN
     for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
         for name in _END_TOKENS:
-            with suppress(StrictDataclassFieldValidationError):  # some must have one
+            with suppress(StrictDataclassFieldValidationError):  # some require one
                 setattr(part, name, None)
     return config
 
@@ -58,7 +58,7 @@ def _default(kind: str, config_class: type[PreTrainedConfig]) -> PreTrainedConfi
 
 
 def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -> dict[str, Any]:
-    """What to hand to the configuration's class."""
+    """Return arguments for the configuration's class."""
     sizes = TOWER_SIZES if tower else SIZES
     fields = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
@@ -79,7 +79,7 @@ def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -
             changes[name] = HEAD_DIM if name == "head_dim" else variant.key_value_heads
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
-        elif name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # latent attention calls it that
+        elif name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # the same size in latent attention
             changes[name] = sizes["qk_rope_head_dim"]
         elif name in ("attention_hidden_size", "attention_head_dim") and is_doubled(fields):
             changes[name] = 2 * sizes[name]
@@ -110,7 +110,7 @@ def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -
 
 
 def _chosen_layers(fields: dict[str, Any], depth: int | None, layers: int, seed: int) -> list[int]:
-    """Which layers of the default configuration a smaller model has: one of each kind first, then any."""
+    """Choose layers of the default configuration for a smaller model: first one of each kind, then any."""
     if depth is None:
         return []
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
@@ -128,11 +128,11 @@ def _special_token(name: str, value: int, number: int) -> int | None:
         return 1
     if name == "pad_token_id":
         return 0
-    return VOCABULARY + number  # of images and such: never generated
+    return VOCABULARY + number  # tokens for images and similar: never generated
 
 
 def _rope(default: dict[str, Any], kind: str, fields: dict[str, Any], variant: Variant) -> dict[str, Any]:
-    if "rope_type" not in default:  # one for each type of layers
+    if "rope_type" not in default:  # one per type of layer
         return {
             name: _rope(value, kind, fields, variant) if isinstance(value, dict) else value
             for name, value in default.items()

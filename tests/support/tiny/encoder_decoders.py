@@ -1,4 +1,4 @@
-"""Models with an encoder: their families, and what they read where that is not text."""
+"""Models with an encoder: their families, and encoder inputs other than text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 ENCODER = "/encoder"
-"""Behind a model type: the class with an encoder."""
+"""Suffix of a model type for the class with an encoder."""
 START_TOKEN = 2
-"""What each text of a decoder begins with."""
+"""First token of a decoder's texts."""
 
 NAMES = {**MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
 _SAMPLES = 4000
@@ -22,7 +22,7 @@ _SAMPLES = 4000
 
 @cache
 def encoder_families() -> list[str]:
-    """Names of the families with an encoder for text or speech, sorted."""
+    """Return the sorted names of families with an encoder for text or speech."""
     return sorted(
         kind + ENCODER for kind in NAMES if CONFIG_MAPPING[kind].is_encoder_decoder or _is_so_by_default(kind)
     )
@@ -31,17 +31,17 @@ def encoder_families() -> list[str]:
 def _is_so_by_default(kind: str) -> bool:
     try:
         return bool(CONFIG_MAPPING[kind]().is_encoder_decoder)
-    except Exception:  # it is made of two others
+    except Exception:  # composed of two other models
         return False
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
-    """Whether `model` has an encoder."""
+    """Return whether `model` has an encoder."""
     return bool(model.config.is_encoder_decoder)
 
 
 def read_by(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the encoder of `model` is given: the prompts `[rows, tokens]`, or sound that follows from their numbers."""
+    """Return inputs of `model`'s encoder: the prompts `[rows, tokens]`, or sound generated from their ids."""
     name = model.main_input_name
     if name == "input_ids":
         return {name: ids, "attention_mask": mask}

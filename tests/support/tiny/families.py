@@ -1,7 +1,7 @@
-"""Every family of causal language models that transformers has, as small as it can be built.
+"""Tiny models of every family of causal language models in transformers.
 
-A family is named by its model type; `type/multimodal` is the class that also takes images or sounds. Names, classes and
-configurations are transformers' own, so that new families join by themselves; only sizes are put in.
+A family has the name of its model type; `type/multimodal` is the class that also takes images or sound. Names, classes
+and configurations come from transformers, so new families are included automatically; only sizes are set here.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ MULTIMODAL = "/multimodal"
 _MULTIMODAL_NAMES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 _STATEFUL = ("lfm", "inkling")
-"""Beginnings of model types with running states whose classes do not say so."""
+"""Prefixes of model types with running states that their classes do not declare."""
 
 INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
-"""Model types whose layers pick the keys that they attend to."""
+"""Model types with layers that select keys to attend to."""
 
 
 class CannotBuild(Exception):
-    """A family that could not be built tiny; the message says why."""
+    """A tiny model cannot be built; the message gives the reason."""
 
 
 def family_names() -> list[str]:
-    """Names of all families, sorted."""
+    """Return the sorted names of all families."""
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     both = [kind + MULTIMODAL for kind, name in _MULTIMODAL_NAMES.items() if causal.get(kind) != name]
     return sorted([*causal, *both])
 
 
 def image_families() -> list[str]:
-    """Names of the families whose class may see images, sorted."""
+    """Return the sorted names of families with image input."""
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
     return sorted(kind if causal.get(kind) == name else kind + MULTIMODAL for kind, name in names)
 
 
 def keeps_running_state(family: str) -> bool:
-    """Whether the models of a family keep something else of the text than keys and values of each token."""
+    """Return whether the models of a family keep a state other than keys and values of each token."""
     if family.endswith(ENCODER):
         return False
     kind = family.removesuffix(MULTIMODAL)
@@ -67,13 +67,13 @@ def keeps_running_state(family: str) -> bool:
 
 
 def build(family: str, variant: Variant, attention: str, double: bool = False) -> PreTrainedModel:
-    """The model of `family` that `variant` describes, float32 or float64, in evaluation mode.
+    """Return the model of `family` for `variant`, in float32 or float64 and evaluation mode.
 
-    A kind of RoPE or a number of heads that the family does not have is left out, and an attention implementation
-    that it does not have replaced by `eager`.
+    Kinds of RoPE and numbers of heads that the family does not support are ignored; an unsupported attention
+    implementation is replaced by `eager`.
 
     Raises:
-        CannotBuild: It could not be built.
+        CannotBuild: The model cannot be built.
     """
     plain_rope = replace(variant, rope="default")
     cautious = replace(plain_rope, key_value_heads=4, window=8)
@@ -99,7 +99,7 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
         if attention == "sdpa" and not model_class._supports_sdpa:
             attention = "eager"
         model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
-        with suppress(ValueError):  # it has none
+        with suppress(ValueError):  # the model has none
             model.set_experts_implementation(experts)
         draw_weights(model.eval(), variant)
     for token in ("bos", "eos", "pad", "forced_bos", "forced_eos", "decoder_start"):
@@ -111,7 +111,7 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
 
 @contextmanager
 def _defined_memory() -> Iterator[None]:
-    """Fill memory that a model leaves as it was with NaN, so that no case depends on what lay there."""
+    """Fill uninitialised memory of a model with NaN, so that no case depends on its old contents."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

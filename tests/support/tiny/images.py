@@ -1,7 +1,7 @@
-"""Prompts with images of random pixels, for a tiny model of any class that sees them.
+"""Prompts with images of random pixels, for tiny models of any class with image input.
 
-How a class takes its pixels is nowhere declared: the ways that are known are tried, the simplest first, until the
-model's own function makes features of them, which says how many image tokens the prompt needs.
+Classes do not declare the form of their pixels. The known forms are tried, the simplest first, until the model's own
+function returns features; their number is the number of image tokens in the prompt.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def images(model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Tensor], int]:
-    """Arguments of `generate` for `count` images, and how many image tokens each of them takes.
+    """Return arguments of `generate` for `count` images, and the number of image tokens of each.
 
     Raises:
-        CannotBuild: The model sees no images, or takes them in a way that is not known here.
+        CannotBuild: The model has no image input, or an unknown form of it.
     """
     features = getattr(model.base_model, "get_image_features", None)
     if features is None or not any(hasattr(model.config, name) for name in _TOKEN_NAMES):
         raise CannotBuild("it has no get_image_features, or no image token")
     for name in _TOKEN_NAMES:
         if hasattr(model.config, name):
-            with suppress(AttributeError):  # it only returns that of another name
+            with suppress(AttributeError):  # a read-only alias of another field
                 setattr(model.config, name, IMAGE_TOKEN)
     reason = ""
     for arguments in _ways(model, count, torch.Generator().manual_seed(seed)):
@@ -44,8 +44,10 @@ def images(model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Ten
         try:
             with torch.no_grad():
                 output = features(**taken, return_dict=True)
-            found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-            total = sum(part.shape[:-1].numel() for part in (found if isinstance(found, list | tuple) else [found]))
+            features_ = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+            total = sum(
+                part.shape[:-1].numel() for part in (features_ if isinstance(features_, list | tuple) else [features_])
+            )
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             continue
@@ -55,10 +57,10 @@ def images(model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Ten
 
 
 def image_prompt(model: PreTrainedModel, rows: list[list[int]], seed: int) -> dict[str, Any]:
-    """Arguments of `generate` for `rows` of tokens, all of one length, each with an image behind its first token.
+    """Return arguments of `generate` for `rows` of tokens, all of one length, with an image after each first token.
 
     Raises:
-        CannotBuild: See `images`.
+        CannotBuild: The images cannot be made.
     """
     ids = torch.tensor(rows)
     ids, mask, read = with_images(model, ids, torch.ones_like(ids), seed)
@@ -66,16 +68,16 @@ def image_prompt(model: PreTrainedModel, rows: list[list[int]], seed: int) -> di
 
 
 def with_images(model: PreTrainedModel, ids: Tensor, mask: Tensor, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Prompts with an image behind the first token of each row, their mask, and what else the model is to read.
+    """Return prompts with an image after the first token of each row, their mask, and further inputs of the model.
 
     Args:
         model: The model; its image token is set.
         ids: Token ids, `[rows, tokens]`.
-        mask: Which of them count, `[rows, tokens]`; hidden ones come first.
-        seed: For the pixels.
+        mask: Attention mask, `[rows, tokens]`; hidden tokens come first.
+        seed: Seed of the pixels.
 
     Raises:
-        CannotBuild: See `images`.
+        CannotBuild: The images cannot be made.
     """
     arguments, size = images(model, len(ids), seed)
     rows = []
@@ -103,7 +105,10 @@ def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Ite
     def pixels(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) * 2 - 1
 
-    height, width = 3 * merge, 2 * merge  # so that rotary positions in three dimensions fall behind the count
+    height, width = (
+        3 * merge,
+        2 * merge,
+    )  # so that three-dimensional rotary positions are smaller than the number of tokens
     grid = {"image_grid_thw": torch.tensor([[1, height, width]] * count)}
     flat, total = channels * patch * patch, count * height * width
     merges = {"image_merge_sizes": torch.tensor([merge] * count)}
@@ -132,7 +137,7 @@ def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Ite
     pooled = 4 * pool * pool
     for values in (pixels(count, pooled, flat), pixels(count, pooled, pool * pool * flat)):
         yield {"pixel_values": values, "image_position_ids": _places(count, 2 * pool)}
-    targets = torch.tensor([[4, 4]] * count)  # in patches, which lie one beside the other
+    targets = torch.tensor([[4, 4]] * count)  # in patches, side by side
     yield {"pixel_values": pixels(1, channels, patch, count * 16 * patch), "target_sizes": targets}
 
 

@@ -1,4 +1,4 @@
-"""Fields of configurations that the library's table of sizes cannot know, by model type."""
+"""Special fields of configurations by model type, beyond the library's table of sizes."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""`for default` is for the configuration of which the rest is made smaller."""
+"""`for default` applies to the default configuration before its sizes are reduced."""
 
-# Families whose code takes another `mrope_section` for the default than what fits.
+# Families with a default `mrope_section` that does not fit small sizes.
 MROPE = (
     *("glm4v_text", "glm4v_moe_text", "glm46v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_vl_text"),
     *("qwen2_vl_text", "qwen2_5_omni_text"),

@@ -1,4 +1,4 @@
-"""What is drawn about a model besides its family."""
+"""Random choices about a model besides its family."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Variant:
     """One model of a family.
 
     Attributes:
-        seed: Of the weights.
-        layers: How many.
-        pick: Seed of which layers of the default configuration these are, where they differ in kind.
-        key_value_heads: How many, where queries may share them.
-        window: Of layers that see the nearest tokens alone, and other lengths at which a layer changes its ways.
-        context: Length of the position table, or that RoPE takes for the longest.
-        rope: Kind of RoPE, where a family lets it be chosen.
-        rope_context: Length from which a RoPE that is scaled counts as long.
+        seed: Seed of the weights.
+        layers: Number of layers.
+        pick: Seed for the choice of layers, if the default configuration has several kinds.
+        key_value_heads: Number of key-value heads, with grouped-query attention.
+        window: Length of sliding windows, and other limits of a layer's attention.
+        context: Length of the position table, or maximum length of RoPE.
+        rope: Kind of RoPE, if the family supports it.
+        rope_context: Longest text for which scaled RoPE uses its factors for short texts.
         embedding_gain: Standard deviation of the token embeddings.
         spread: Standard deviation of the logits.
         experts: Implementation of mixtures of experts.
-        biases: Whether linear layers have biases where that can be chosen.
-        vocabulary: How many tokens.
+        biases: Whether linear layers have biases, if the family supports both.
+        vocabulary: Size of the vocabulary.
     """
 
     seed: int = 0
@@ -46,12 +46,12 @@ class Variant:
 
 
 def draw_variant(random: Random) -> Variant:
-    """A model, drawn."""
+    """Draw a variant."""
     rope = random.choice(ROPE_KINDS) if random.random() < 0.5 else "default"
     rope_context = random.choice((16, 32, 64))
     context = random.choice((48, 80, 120)) if random.random() < 0.15 else 1024
     if rope == "dynamic":
-        context = rope_context  # which is where it looks
+        context = rope_context  # this RoPE reads the field
     elif rope != "default":
         context = 4 * rope_context
     return Variant(

@@ -1,4 +1,4 @@
-"""Weights of tiny random models, under which attention matters and near-ties are rare; see `model_zoo`."""
+"""Weights of tiny random models: attention matters, and near-ties are rare (see `model_zoo`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tiny.variant import Variant
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, variant: Variant) -> None:
-    """Give every parameter of `model` a value that depends on nothing but `variant`.
+    """Set every parameter of `model` to values that depend only on `variant`.
 
     Args:
-        model: Its parameters may hold anything, uninitialised memory included, as long as that is NaN.
-        variant: Seed and spreads; that of the logits holds as far as the model has a projection to scale.
+        model: The model; its parameters may be uninitialised if they are NaN.
+        variant: Seed and spreads; the spread of the logits needs a projection to scale.
     """
     random = torch.Generator().manual_seed(variant.seed)
     for module in model.modules():
@@ -34,14 +34,14 @@ def draw_weights(model: PreTrainedModel, variant: Variant) -> None:
             else:
                 parameter.copy_(1.3 * noise / _fan_in(module, parameter) ** 0.5)
         for name, buffer in module.named_buffers(recurse=False):
-            # Of routers, learned in training without a gradient; that of OpenAI GPT is a mask.
+            # Biases of routers, learned without a gradient; OpenAI GPT's `bias` is a mask.
             if "bias" in name and buffer.is_floating_point() and buffer.dim() < 4:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=random))
     _scale_logits(model, random, variant)
 
 
 def _middle(name: str, parameter: Tensor) -> float:
-    """What a vector stays near: its initial value, if it has one value that is not odd."""
+    """Return the mean of a vector's weights: its initial value if uniform and small, else 1; 0 for biases."""
     if "bias" in name or "sink" in name or not parameter.numel():
         return 0.0
     first = float(parameter.flatten()[0])
@@ -60,7 +60,7 @@ def _scale_logits(model: PreTrainedModel, random: torch.Generator, variant: Vari
     if is_encoder_decoder(model):
         read = read_by(model, torch.ones_like(ids) if model.main_input_name != "input_ids" else ids, ids > 0)
         arguments = {**read, "decoder_input_ids": ids}
-    for _ in range(3):  # more than once, as a soft cap on the logits is not linear
+    for _ in range(3):  # repeated, as a soft cap on the logits is not linear
         deviation = float(model(**arguments, use_cache=False).logits.float().std())
         if not math.isfinite(deviation) or deviation == 0:
             raise ValueError("the logits are not finite, or all the same")

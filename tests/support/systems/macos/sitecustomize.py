@@ -1,6 +1,6 @@
-"""Python without some of what macOS lacks: `/proc`, `/sys`, and limits that Linux has.
+"""Simulate macOS: hide `/proc`, `/sys`, and limits that only Linux has.
 
-Python imports a module of this name when it starts, also in child processes.
+Python imports a module of this name at its start, also in child processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def without_proc(file: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def without_end(kind: int) -> tuple[int, int]:
-    """Files have no hard limit, in words."""
+    """Return no hard limit on files, as a symbolic value."""
     return (256, resource.RLIM_INFINITY) if kind == resource.RLIMIT_NOFILE else getrlimit(kind)
 
 

@@ -1,6 +1,6 @@
-"""Python without some of what Windows lacks, as far as other packages can do without it on this system.
+"""Simulate Windows: hide modules that Windows lacks, as far as other packages work without them here.
 
-Python imports a module of this name when it starts, also in child processes.
+Python imports a module of this name at its start, also in child processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 with contextlib.suppress(ImportError):
-    import psutil  # noqa: F401  # its part for Linux imports hidden modules
+    import psutil  # noqa: F401  # imported first, as its Linux code imports hidden modules
 
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios", "tty")
 OF_OS = ("fork", "forkpty", "getuid", "killpg", "nice", "sched_getaffinity", "setsid", "sysconf")
@@ -21,7 +21,7 @@ OF_SIGNAL = ("SIGALRM", "SIGHUP", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "p
 
 
 class Hidden:
-    """Importer that refuses the hidden modules."""
+    """Importer that refuses hidden modules."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
