@@ -1,4 +1,4 @@
-"""Fixed numbers of nodes."""
+"""Budgets of a fixed number of nodes."""
 
 import numpy as np
 import pytest

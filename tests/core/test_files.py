@@ -1,4 +1,4 @@
-"""Replacing files as a whole."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 

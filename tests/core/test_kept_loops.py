@@ -1,4 +1,4 @@
-"""Compiled loops are kept between processes, and compiled anew when anything that they are made of has changed."""
+"""Compiled loops are stored for later processes, and compiled again after any change of their sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = (
     "kept_loops._PACKAGE = Path(__file__).parent\nfor kept in (kept_loops._stamp, kept_loops.loops_folder):\n"
     "    kept.cache_clear()\nkept_loops._cache_class.cache_clear()\n"
 )
-"""Begins a program whose own sources decide which loops are its."""
+"""Start of a program that identifies its loops by its own sources."""
 
 MODULES = {
     "called.py": "from lookahead.core.compiled import inner\n\n@inner\ndef step(x):\n    return x + {step}\n",
@@ -33,18 +33,18 @@ MODULES = {
 
 @pytest.fixture(autouse=True)
 def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the user's that is empty."""
+    """An empty user cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
-    """What the loop gives with such a step, whether it was read rather than compiled, and where it is kept."""
+    """Return the result of the loop with `step`, whether it was loaded instead of compiled, and its folder."""
     for name, text in MODULES.items():
         (folder / name).write_text(text.format(step=step))
     command = [sys.executable, str(folder / "main.py")]
-    result, hits, kept = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return int(result), int(hits) > 0, Path(kept)
+    result, hits, loops = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return int(result), int(hits) > 0, Path(loops)
 
 
 def test_a_loop_follows_what_it_calls_in_other_files(tmp_path: Path, user_cache: Path) -> None:
@@ -76,8 +76,8 @@ def test_without_a_folder_loops_run_and_leave_nothing(tmp_path: Path, user_cache
     user_cache.write_text("no folder")
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text.format(step=1))
-    found = subprocess.run([sys.executable, str(tmp_path / "main.py")], check=True, capture_output=True, text=True)
-    assert found.stdout == "2 0 None\n"
+    result = subprocess.run([sys.executable, str(tmp_path / "main.py")], check=True, capture_output=True, text=True)
+    assert result.stdout == "2 0 None\n"
     assert not list(tmp_path.glob("**/*.nb*"))
 
 
@@ -90,7 +90,7 @@ AT_ONCE = (
     "os.replace = replace\nprint('ready', flush=True)\ninput()\n"
     "print(total(numbers) == numbers.sum(), len(total.stats.cache_hits))\n"
 )
-"""Adds up numbers of some type, and takes its time to put each file in its place."""
+"""Add numbers of some type, with a delay before each file is moved to its name."""
 
 ADDED = (
     "from lookahead.core.compiled import compiled\n\n@compiled\ndef total(numbers):\n    sum = 0\n"
@@ -99,7 +99,7 @@ ADDED = (
 
 
 def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Such a program, ready to go on when it is told to."""
+    """Start the program, and wait until it is ready for its input."""
     command = [sys.executable, str(folder / "main.py"), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert opened(process.stdout).readline() == "ready\n"
@@ -115,7 +115,7 @@ def opened(stream: IO[str] | None) -> IO[str]:
 def test_processes_that_compile_for_two_types_at_once_do_not_mix_them_up(tmp_path: Path, other: str) -> None:
     (tmp_path / "loop.py").write_text(ADDED)
     (tmp_path / "main.py").write_text(AT_ONCE)
-    # With numbered files and an index: the other's index is the last one, and the first one's code is under its number.
+    # With numbered files and an index, the delays would pair the second program's index with the first one's code.
     processes = [begin(tmp_path, "whole", "0.5", "1.5"), begin(tmp_path, other, "1", "0.5")]
     for process in processes:
         opened(process.stdin).write("\n")
@@ -134,7 +134,7 @@ def test_damaged_files_are_compiled_anew(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
-    """numba keeps none that has a large array in its code."""
+    """numba does not store loops with a large array in their code."""
     (tmp_path / "loop.py").write_text(
         "import numpy as np\n\nfrom lookahead.core.compiled import compiled\n\nMANY = np.ones(1 << 20)\n\n"
         "@compiled\ndef run(x):\n    return x + int(MANY[x])\n"

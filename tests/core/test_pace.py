@@ -1,4 +1,4 @@
-"""The laws of `Pace`, by simulated clocks: what is lost to plain decoding, whatever drafts cost and bring."""
+"""Bounds of `Pace`, by simulated clocks: the loss against plain decoding, for any cost and success of drafts."""
 
 import math
 import random
@@ -16,13 +16,13 @@ from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 
 LOSS = 0.01
-"""Part of the time that drafts may lose, besides a fixed number of plain steps."""
+"""Share of the time that drafts may lose, in addition to a fixed number of plain steps."""
 
 FIXED_LOSS = 30.0
-"""So many: what may be lost at first, and in trials before rests are long enough to cover them."""
+"""Plain steps that may be lost at first, and in trials until rests are long enough to cover them."""
 
 Draft = tuple[int, float]
-"""Candidates that are accepted at most, and what the nodes of a step take over those of `curve`."""
+"""Largest number of accepted candidates, and the time of a step relative to `curve`."""
 
 CURVES: dict[str, list[tuple[int, float]]] = {
     "AMX": [(1, 1.0), (16, 1.14), (64, 1.75), (128, 2.9)],
@@ -42,8 +42,8 @@ def _seconds_of(points: tuple[tuple[int, float], ...], nodes: int) -> float:
 
 
 class Text:
-    """Decodes with a `Pace` and a clock that is only a number. What disturbs that clock confuses the pace, and is not
-    counted as lost."""
+    """A text decoded with a `Pace` and a simulated clock. Noise of the clock confuses the pace, but is not counted as
+    a loss."""
 
     def __init__(self, pace: Pace, curve: str = "AMX", jitter: Callable[[], float] = lambda: 1.0) -> None:
         self.pace = pace
@@ -51,7 +51,7 @@ class Text:
         self.seconds, self.tokens, self.sent = 0.0, 0, list[int]()
 
     def decode(self, drafts: Iterator[Draft], tokens: int, likely: float = 0.2) -> None:
-        """Decode so many more tokens."""
+        """Decode at least `tokens` more tokens."""
         end, row = self.tokens + tokens, PacedRow(self.pace)
         while self.tokens < end:
             sent, accepted, longer = [0], 0, 1.0
@@ -72,7 +72,7 @@ class Text:
 
     @property
     def lost(self) -> float:
-        """Plain steps that were lost to plain decoding beyond its allowed part of the time."""
+        """Plain steps lost against plain decoding, beyond the allowed share of the time."""
         return self.seconds - self.tokens * (1 + LOSS)
 
 
@@ -115,12 +115,12 @@ def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_mo
     noise=st.floats(0.0, 0.1),
     seed=st.integers(0, 1000),
 )
-# Each node costs a plain step, so that none is sent, and to find that out takes 7 % of it.
+# Each node costs a plain step, so none is sent; the search for drafts takes 7 % of a step.
 @example(blocks=[(278, 3), (276, 3), (6, 3), (174, 1), (133, 3)], cost=1.07, curve="rows", noise=0.098, seed=19)
-# Noise made a plain step seem longer than it is, and steps whose drafts are wrong seem to save.
+# Noise made plain steps seem too long, so steps with wrong drafts seemed to save time.
 @example(blocks=[(1, 0)], cost=1.0, curve="AMX", noise=0.078125, seed=0)
 @example(blocks=[(1, 1)], cost=1.0, curve="AVX-512", noise=0.0859375, seed=0)
-def test_whatever_drafts_cost_and_bring_little_is_lost_to_plain_decoding(
+def test_the_loss_against_plain_decoding_is_small_for_any_drafts(
     blocks: list[tuple[int, int]], cost: float, curve: str, noise: float, seed: int
 ) -> None:
     drafts = ((accepted, cost) for steps, accepted in cycle(blocks) for _ in range(steps))
@@ -133,7 +133,7 @@ def test_a_promising_draft_ends_a_rest_until_promises_are_broken() -> None:
     pace = Pace(StepCosts())
     text = Text(pace)
     text.decode(repeat((0, 1.0)), 1000)
-    while pace.credit.cooldown < 8 * REST:  # of many steps that are left
+    while pace.credit.cooldown < 8 * REST:  # until the rest has many steps left
         text.decode(repeat((0, 1.0)), 1, likely=0.01)
     begin = text.seconds
     text.decode(repeat((8, 1.0)), 200, likely=0.9)
@@ -195,7 +195,7 @@ def test_a_disturbed_step_ends_nothing() -> None:
 @pytest.mark.parametrize("curve", CURVES)
 def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_number(curve: str) -> None:
     def decode(nodes: int | None) -> float:
-        """Tokens per plain step; each candidate follows the one before it, as sure as the text is easy there."""
+        """Return tokens per plain step; each candidate is right with the probability of the current passage."""
         generator, pace = np.random.default_rng(0), Pace(StepCosts())
         row, seconds, tokens = PacedRow(pace), 0.0, 0.0
         for _ in range(3000):
@@ -217,7 +217,7 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
 
 def test_certain_tokens_say_nothing_of_whether_drafting_pays() -> None:
     pace = Pace(StepCosts())
-    for _ in range(400):  # four certain tokens each; what is sent beside them brings nothing
+    for _ in range(400):  # four certain tokens each; other candidates are always wrong
         rests = pace.rests
         nodes = 5 if rests else 4 + pace.most()
         pace.book(
@@ -252,7 +252,7 @@ def test_a_chain_is_as_long_as_gains_the_most_where_a_rejection_has_it_sent_agai
     pace = Pace(StepCosts(1 + slope * (GRID - 1)))
 
     def gain(nodes: int) -> float:
-        """Tokens over what the time brings elsewhere, one token a plain step, by the outcomes of the draft."""
+        """Return the expected tokens of a draft minus its time in plain steps, over all outcomes."""
         total = 0.0
         for accepted in range(nodes + 1):
             fails = 1 - chances[accepted] if accepted < nodes else 1.0
@@ -280,7 +280,7 @@ def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str, deviation
 
 
 def learned(sizes: tuple[int, ...] = (1, 8, 32)) -> StepCosts:
-    """Steps that took 10 ms, and 0.2 ms more for each node."""
+    """Return costs learned from steps of 10 ms plus 0.2 ms per node."""
     costs, noise = StepCosts(), uneven(1, 0.03)
     for _ in range(20):
         for nodes in sizes:
@@ -318,7 +318,7 @@ def test_a_disturbed_step_changes_nothing() -> None:
     assert costs.seconds(32) == pytest.approx(0.0162, rel=0.1)
 
 
-def test_what_one_node_took_before_does_not_make_thirty_two_seem_dear() -> None:
+def test_old_times_of_one_node_do_not_raise_the_price_of_thirty_two() -> None:
     costs = StepCosts()
     for _ in range(8):
         costs.observe(1, 100, 1.0, plain=True)
@@ -340,7 +340,7 @@ def test_a_trial_begins_with_as_many_nodes_as_a_first_step() -> None:
     assert text.pace.most() == first
 
 
-def test_what_one_node_took_long_ago_does_not_make_sixty_four_seem_cheap() -> None:
+def test_old_times_of_one_node_do_not_lower_the_price_of_sixty_four() -> None:
     pace = Pace(StepCosts())
     for step in range(400):
         slow = 1.5 if step < 40 else 1.0
@@ -366,14 +366,16 @@ def test_more_nodes_stay_where_they_cost_less_than_they_teach(
 def test_nodes_are_worth_more_early_in_a_text_but_for_chains_and_where_they_teach_nothing() -> None:
     costs, likely = StepCosts(), np.full(31, 0.005)
     for nodes in (1, 8, 32, 1, 8, 32):
-        costs.observe(nodes, 100, 1 + 0.02 * (nodes - 1), plain=nodes == 1)  # more than a node promises, and 0.007
+        costs.observe(
+            nodes, 100, 1 + 0.02 * (nodes - 1), plain=nodes == 1
+        )  # a node costs more than its probability, even with a bonus of 0.007
 
     def sent(row: PacedRow, teaches: bool = True) -> list[int]:
-        found = []
+        counts = []
         for _ in range(100):
             row.begin(teaches)
-            row.offer(likely, found.append)
-        return found
+            row.offer(likely, counts.append)
+        return counts
 
     first, second = sent(PacedRow(Pace(costs))), sent(PacedRow(Pace(costs)))
     assert first == second, "each text begins anew"
@@ -404,14 +406,14 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
     pace.credit.cooldown = 1000
 
     def looks(row: PacedRow, steps: int) -> list[int]:
-        found = []
+        steps_with_search = []
         for step in range(steps):
             row.begin()
             if not row.backs_off:
-                found.append(step)
+                steps_with_search.append(step)
                 row.offer(np.zeros(0), lambda chosen: None)
             pace.book(StepTime(1, 100, 1.0, 1, 1, False))
-        return found
+        return steps_with_search
 
     assert looks(PacedRow(pace), 250) == [0, 2 * REST, 6 * REST, 10 * REST, 14 * REST]
     assert looks(PacedRow(pace), 250)[0] <= 2 * REST

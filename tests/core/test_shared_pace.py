@@ -1,4 +1,4 @@
-"""Rows of many requests that share a step: whose candidates are sent, and what drafting may lose."""
+"""Pace of a step for many rows: the choice of candidates, and the bound of the loss."""
 
 import random
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 
 FIXED_LOSS = 40.0
-"""Plain steps that drafts may lose before rests are long enough to cover them."""
+"""Plain steps that drafts may lose until rests are long enough to cover them."""
 
 
 def shared_of(slope: float = 0.01, nodes: int | None = None) -> SharedPace:
-    """Steps that are guessed to take `slope` longer for each node."""
+    """Return a pace with an initial guess of `slope` plain steps per node."""
     return SharedPace(lambda load, temperature: Pace(StepCosts(1 + slope * (GRID - 1)), load), nodes)
 
 
 def send(shared: SharedPace, offers: list[list[float]], teaching: int | None = None) -> list[int]:
-    """How many candidates of each row are sent."""
+    """Return the number of candidates sent for each row."""
     sent = [0] * len(offers)
     for place in range(len(offers)):
         shared.begin(teaching is None or place < teaching)
@@ -57,7 +57,7 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
     counts = []
     for slope in (0.001, 0.05, 0.5):
         shared = shared_of(slope)
-        for _ in range(5):  # the first ones are timed, whatever they promise
+        for _ in range(5):  # the first steps are timed for any probabilities
             shared.begin_step(4)
             sent = sum(send(shared, [[0.9, 0.5, 0.1]] * 4)) if not shared.backs_off else 0
             shared.book(StepTime(4 + sent, 100, 1 + slope * (3 + sent), 4 + sent // 2, 4, not shared.backs_off))
@@ -68,7 +68,7 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
 
 @pytest.mark.parametrize(("teaching", "sent"), [(4, True), (3, True), (2, False), (0, False)])
 def test_nodes_are_worth_what_they_teach_in_the_mean_row(teaching: int, sent: bool) -> None:
-    shared = shared_of(slope=0.002)  # of a step of four rows, that is 0.008 tokens; and a node promises and teaches
+    shared = shared_of(slope=0.002)  # a node costs 0.008 tokens of a step with four rows; it promises and teaches
     shared.begin_step(4)
     assert any(send(shared, [[0.0035]] * 4, teaching)) == sent
 
@@ -91,21 +91,21 @@ def test_steps_that_carry_prompts_say_nothing() -> None:
 
 
 class Load:
-    """Requests that share steps, by a clock that is only a number."""
+    """Requests in shared steps, with a simulated clock."""
 
     def __init__(self, rows: int, slope: float) -> None:
         self.shared, self._rows, self._slope = shared_of(), rows, slope
         self._plain = 1 + slope * (rows - 1)
-        self.seconds = self.tokens = 0.0  # in plain steps; of a row
+        self.seconds = self.tokens = 0.0  # in plain steps; per row
 
     def decode(self, drafts: Iterator[tuple[float, float]], tokens: int) -> None:
-        """Decode so many more tokens of each row; `drafts` says which part of each step's candidates is accepted, and
-        how much longer it takes than it should."""
+        """Decode `tokens` more per row; `drafts` yields the accepted share of a step's candidates, and the step's time
+        relative to its expected time."""
         end = self.tokens + tokens
         while self.tokens < end:
             self.shared.begin_step(self._rows)
             sent = 0 if self.shared.backs_off else sum(send(self.shared, [[0.4] * 8] * self._rows))
-            rests = self.shared.backs_off  # or it was but a look
+            rests = self.shared.backs_off  # or the search was only a probe
             share, longer = (0.0, 1.0) if rests else next(drafts)
             accepted = round(share * sent)
             took = (1 + self._slope * (self._rows + sent - 1)) * longer
@@ -116,7 +116,7 @@ class Load:
 
     @property
     def lost(self) -> float:
-        """Plain steps lost beyond the allowed part of the time."""
+        """Plain steps lost beyond the allowed share of the time."""
         return self.seconds - 1.01 * self.tokens
 
 

@@ -1,4 +1,4 @@
-"""The step over sequences that come and go, as those of many requests do; against transformers' own `generate`."""
+"""The step over sequences that join and leave, like requests, against `model.generate`."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from model_zoo import VOCAB_SIZE, build
 
 
 class ComingAndGoing:
-    """A backend whose rows come and go: a runner for each."""
+    """A backend with a runner per row; rows join and leave."""
 
     def __init__(self) -> None:
         self.rows: list[ModelRunner] = []
@@ -45,7 +45,13 @@ class ComingAndGoing:
 def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
     model: PreTrainedModel = build("llama")
     random = torch.Generator().manual_seed(4)
-    requests = [(0, 9, 12), (0, 5, 30), (2, 7, 4), (3, 12, 20), (9, 6, 16)]  # joins at, prompt, new tokens
+    requests = [
+        (0, 9, 12),
+        (0, 5, 30),
+        (2, 7, 4),
+        (3, 12, 20),
+        (9, 6, 16),
+    ]  # step of joining, prompt length, new tokens
     prompts = [torch.randint(VOCAB_SIZE, (1, length), generator=random).repeat(1, 2) for _, length, _ in requests]
     records: list[list[StepRecord]] = [[] for _ in requests]
     backend, sequences, texts = ComingAndGoing(), list[TextSequence](), {}
@@ -81,7 +87,7 @@ def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
                 del backend.rows[row]
     assert together >= 3
     for index, (_, length, new_tokens) in enumerate(requests):
-        torch.manual_seed(index)  # the stream of draws that a generator of this seed has
+        torch.manual_seed(index)  # the same draws as a generator with this seed
         options = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
         expected = model.generate(prompts[index], max_new_tokens=new_tokens, **options)
         assert torch.equal(texts[index], expected), index

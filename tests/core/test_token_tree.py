@@ -10,7 +10,7 @@ from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.errors import InvalidArgumentError
 
-# Fig. 2(b) of the paper, W=5, N=4, G=2, in the order in which the nodes are added: the input token, two
+# Fig. 2(b) of the paper, W=5, N=4, G=2, with nodes in the order of their addition: the input token, two
 # candidates a and b of three tokens, then the window: orange 1-4, green 1-5, red 2-6.
 FIGURE_2B = """
     0 aaa bbb oooo ggggg rrrrr
@@ -39,7 +39,7 @@ r6  # ... ... #### ....# ....#
 
 
 def figure_2b_tree() -> TokenTree:
-    """The tree of a paper step with a full window (W=5, N=4) and two n-grams (G=2) for the input token 0."""
+    """Return the tree of a paper step with a full window (W=5, N=4) and two n-grams (G=2) for the input token 0."""
     window, pool = JacobiWindow(5, 4, seed=0), NGramPool(4, 2)
     window.start([100])
     window._trunk, window._rows = [11, 12, 13, 14], [[21, 22, 23, 24, 25], [32, 33, 34, 35, 36]]
@@ -52,14 +52,14 @@ def figure_2b_tree() -> TokenTree:
 
 def test_mask_and_positions_of_figure_2b() -> None:
     layout = lay_out(figure_2b_tree())
-    nodes = layout.slots  # as they were added; the window is sent depth first
+    nodes = layout.slots  # in the order of addition; the window is sent depth first
     rows = FIGURE_2B.strip().splitlines()[1:]
     expected = np.array([[mark == "#" for mark in "".join(row.split()[1:])] for row in rows])
     assert expected.shape == (21, 21)
     np.testing.assert_array_equal(layout.ancestor_mask()[np.ix_(nodes, nodes)], expected)
     assert layout.depths[nodes].tolist() == [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
     assert layout.tokens[nodes].tolist()[:7] == [0, 41, 42, 43, 51, 52, 53]
-    # Logits are wanted after the input, after all candidates, and after the last row of the window alone.
+    # Logits are needed after the input, after all candidates, and after the last row of the window.
     assert sorted(layout.order[layout.read_slots]) == [0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20]
 
 
@@ -78,7 +78,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 
 def ancestors(tree: TokenTree, node: int) -> set[int]:
-    """A node and all nodes above it, by walking up."""
+    """Return a node and its ancestors, by walking up."""
     seen = set()
     while node >= 0:
         seen.add(node)
@@ -106,7 +106,7 @@ def test_layout_keeps_first_paths_contiguous_behind_the_root(tree: TokenTree) ->
     kinds = [tree.kinds[node] for node in layout.order.tolist()]
     assert kinds == sorted(kinds)
     assert layout.order.tolist()[: tree.root + 1] == list(range(tree.root + 1))
-    # Following first-added children from the root, the slots count up by one.
+    # Along first-added children from the root, slots increase by one.
     node, slot = tree.root, tree.root
     while True:
         children = [n for n in range(len(tree)) if tree.parents[n] == node and tree.kinds[n] is NodeKind.CANDIDATE]

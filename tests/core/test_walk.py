@@ -1,4 +1,4 @@
-"""The walk, and how the sampler selects tokens."""
+"""The walk, and the sampler's selection of tokens."""
 
 from copy import copy
 from functools import partial
@@ -24,7 +24,8 @@ def tree_with(*paths: list[int]) -> TokenTree:
 
 
 def walked(tree: TokenTree, answers: list[int], stop_at: int | None = None) -> tuple[list[int], list[int], bool]:
-    """Walk with a sampler that selects `answers` in order; returns tokens of the path, tokens named, stopped."""
+    """Walk with a sampler that selects `answers` in order; return the path's tokens, the selected tokens, and whether
+    the walk stopped."""
     named = iter(answers)
     walk = follow(tree, lambda node: (token := next(named), token == stop_at))
     return [tree.tokens[node] for node in walk.path], walk.tokens, walk.stopped
@@ -43,12 +44,12 @@ def test_walk_selects_one_token_when_nothing_matches() -> None:
 
 
 def test_walk_stops_inside_an_accepted_run() -> None:
-    # The last token is not on the path: its keys are not wanted, as in plain decoding.
+    # The last token is not on the path: as in plain decoding, its keys are not needed.
     assert walked(tree_with([1, 2, 3]), [1, 2, 3, 9], stop_at=2) == ([1], [1, 2], True)
 
 
 class Text:
-    """A text of a greedy row, walked either way."""
+    """A text of a greedy row, for both kinds of walks."""
 
     finished, error = False, None
 
@@ -70,7 +71,7 @@ class Text:
 
 
 def random_tree(random: Random) -> TokenTree:
-    """A tree with pending tokens, branches, and perhaps a window, over few tokens."""
+    """Return a tree of few distinct tokens, with pending tokens, branches, and maybe a window."""
     tree = TokenTree(random.choices(range(3), k=random.randint(1, 3)))
     for _ in range(random.randint(0, 6)):
         tree.add_candidates(random.choices(range(4), k=random.randint(1, 4)), random.randrange(tree.root, len(tree)))
@@ -80,7 +81,7 @@ def random_tree(random: Random) -> TokenTree:
 
 
 class Predictions:
-    """The outputs of a pass that says these tokens."""
+    """Outputs of a pass with random predictions."""
 
     def __init__(self, forest: Forest, random: Random) -> None:
         self.predictions = np.array([random.randrange(4) for _ in forest.tokens])
@@ -99,12 +100,12 @@ def test_rows_that_are_walked_together_are_walked_as_each_alone() -> None:
         outputs = Predictions(forest, random)
         rules = [(random.randint(1, 6), tuple(random.sample(range(4), random.randint(0, 1)))) for _ in forest]
         together, alone = ([Text(*rule) for rule in rules] for _ in range(2))
-        found = walk_trees(together, forest, outputs)
+        walks = walk_trees(together, forest, outputs)
         for row, text in enumerate(alone):
-            assert found[row] == follow(forest[row], partial(take_token, text, outputs[row]))
+            assert walks[row] == follow(forest[row], partial(take_token, text, outputs[row]))
             assert together[row].tokens == text.tokens
-            accepted += len(found[row].path)
-            ended += found[row].stopped
+            accepted += len(walks[row].path)
+            ended += walks[row].stopped
     assert accepted > 200
     assert ended > 100
 

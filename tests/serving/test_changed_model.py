@@ -1,4 +1,4 @@
-"""A live Engine follows its model: after any change its texts are those that `model.generate` gives now."""
+"""A running Engine follows its model: after any change its texts equal `model.generate` with the changed model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """A tiny random Llama of its own for each test."""
+    """A new tiny random Llama for each test."""
     return copy.deepcopy(build("llama"))
 
 
@@ -35,7 +35,7 @@ def served(engine: Engine) -> list[int]:
 
 
 def written_token(model: PreTrainedModel) -> int:
-    """A change of its row changes the text, and hardly any other bits."""
+    """Return a token of the text; a change of its row changes the text, but few bits."""
     return plain(model)[len(PROMPT)]
 
 
@@ -179,7 +179,7 @@ def test_a_text_that_would_be_mixed_ends_with_an_error(
 def test_passes_and_calls_of_generate_are_no_change() -> None:
     model = copy.deepcopy(build("llama_dynamic_rope"))
     engine = Engine(model, LookaheadConfig(step_budget=4))
-    short = {"max_new_tokens": 8, "do_sample": False}  # longer texts have other frequencies
+    short = {"max_new_tokens": 8, "do_sample": False}  # longer texts change the frequencies
     expected = model.generate(torch.tensor([PROMPT]), **short)
     handle = engine.submit(PROMPT, **short)
     calls: list[Callable[[], object]] = [
@@ -200,7 +200,7 @@ def test_passes_and_calls_of_generate_are_no_change() -> None:
 
 
 class Counting(torch.nn.Module):
-    """An activation that keeps a state, which says nothing of what it computes."""
+    """An activation with a state that does not affect its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Counting(torch.nn.Module):
         return torch.nn.functional.silu(inputs)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # a clone runs, or the model itself
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # one runs a clone, the other the model itself
 def test_a_state_that_passes_change_is_no_change(model: PreTrainedModel, attention: str) -> None:
     model.set_attn_implementation(attention)
     model.model.layers[0].mlp.act_fn = Counting()

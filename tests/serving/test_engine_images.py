@@ -1,4 +1,4 @@
-"""Prompts with images in an engine, beside others: each text is that of transformers' own generate."""
+"""Prompts with images in an engine, with other requests: each text equals `model.generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 def prompts(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Two images behind the same tokens, other text behind the first one, and text alone that begins like all."""
+    """Return prompts with equal beginnings: two images, the first image with another text, and only text."""
     text = torch.tensor([TEXT * 2])
     seeds = [
         image_prompt(model, [TEXT * 2], 0),
@@ -56,7 +56,7 @@ def test_each_text_is_that_of_its_own_image(family: str, options: dict[str, Any]
     model = tiny(family)
     expected = [alone(model, inputs, seed, **options) for seed, inputs in enumerate(prompts(model))]
     engine = Engine(model, LookaheadConfig(step_budget=16, memory="process"), max_rows=3)
-    for _ in range(2):  # again, when the engine has kept the texts of all
+    for _ in range(2):  # the second time with all texts in the prefix cache
         handles = [submitted(engine, inputs, seed, **options) for seed, inputs in enumerate(prompts(model))]
         for handle, text in zip(handles, expected, strict=True):
             assert torch.equal(handle.result(), text)
@@ -65,15 +65,15 @@ def test_each_text_is_that_of_its_own_image(family: str, options: dict[str, Any]
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_an_image_behind_more_text_than_a_window_shows(family: str) -> None:
-    """The last token of such a prompt is sent again, and sees as far back as before."""
+    """The last token of a cached prompt is sent again, with the same visible tokens."""
     model = build(family, Variant(seed=1, window=3, embedding_gain=3.0), "eager")
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     for tokens in range(3, 9):
         inputs = image_prompt(model, [list(range(5, 5 + tokens))], tokens)
         expected = model.generate(**inputs, **options)
-        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
         engine = Engine(model, LookaheadConfig(step_budget=8))
-        assert torch.equal(engine.submit(given.pop("input_ids"), **given, **options).result(), expected)
+        assert torch.equal(engine.submit(arguments.pop("input_ids"), **arguments, **options).result(), expected)
 
 
 def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
@@ -91,11 +91,11 @@ def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
 
 
 NOTING = ["qwen2_vl/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "glm4v/multimodal"]
-"""Classes whose `generate` notes on the model by how much positions behind an image differ from places."""
+"""Classes with a `generate` that stores the position offset after images on the model."""
 
 
 @pytest.mark.parametrize("family", quickly(NOTING, ["qwen2_vl/multimodal", "glm4v/multimodal"]))
-def test_what_generate_notes_for_one_request_is_no_change_for_the_others(family: str) -> None:
+def test_attributes_that_generate_sets_for_one_request_are_no_change_for_others(family: str) -> None:
     model = tiny(family)
     cases = prompts(model)
     expected = [alone(model, case, 0, do_sample=False) for case in cases]
@@ -106,7 +106,9 @@ def test_what_generate_notes_for_one_request_is_no_change_for_the_others(family:
             handles.append(submitted(engine, cases[case], 0, do_sample=False))
             engine.step()
             engine.step()
-        lookahead.generate(model, **cases[2], max_new_tokens=2, do_sample=False)  # which notes it on the model itself
+        lookahead.generate(
+            model, **cases[2], max_new_tokens=2, do_sample=False
+        )  # sets the attribute of the model itself
         for handle, case in zip(handles, order, strict=True):
             assert torch.equal(handle.result(), expected[case])
 
@@ -141,15 +143,15 @@ def test_an_image_that_waits_while_the_model_changes_is_read_by_the_changed_mode
 
 
 class Noting(LlamaForCausalLM):
-    """A class whose `generate` sets attributes of a model and of a module in it, and that reads one of them again."""
+    """A class with a `generate` that sets attributes of the model and of a module, and reads one of them."""
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
-        self.model.layers[0].asked = [*getattr(self.model.layers[0], "asked", []), kwargs]
+        self.model.layers[0].requests = [*getattr(self.model.layers[0], "requests", []), kwargs]
         self.latest = object()
         return super()._prepare_generation_config(*args, **kwargs)
 
 
-def test_whatever_a_class_notes_in_generate_is_no_change() -> None:
+def test_attributes_that_a_class_sets_in_generate_are_no_change() -> None:
     model = copy.deepcopy(zoo_model("llama"))
     model.__class__ = Noting
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -164,7 +166,7 @@ def test_whatever_a_class_notes_in_generate_is_no_change() -> None:
         assert torch.equal(handle.result(), text)
 
 
-def test_what_cannot_be_read_ends_its_own_request() -> None:
+def test_an_unreadable_prompt_ends_only_its_own_request() -> None:
     model = tiny("qwen2_5_vl/multimodal")
     image, _, _, text = prompts(model)
     expected, shape = alone(model, text, 0, do_sample=False), image["input_ids"].shape

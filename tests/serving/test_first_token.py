@@ -1,4 +1,4 @@
-"""How long clients wait for their first token, by a simulated clock: drafts of others do not make it longer."""
+"""Time to the first token, by a simulated clock: drafts of other requests do not delay it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from model_zoo import build
 
 CLIENTS, ROWS, REQUESTS = 32, 16, 96
 STEP, NODE = 1.0, 1 / 16
-"""What a step and what a node of it take: as on a processor, where no node is free."""
+"""Seconds of a step, and of each node; as on a CPU, no node is free."""
 
 
 class Clock:
-    """The time that steps take by how many tokens they send."""
+    """A clock that advances by the number of tokens in each step."""
 
     now = 0.0
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 def first_tokens(config: LookaheadConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """The mean time to the first token of clients that ask again as soon as they are answered, and the time of all."""
+    """Return the mean time to the first token, and the total time, of clients that send requests without pause."""
     clock, random_ = Clock(), random.Random(0)
     with monkeypatch.context() as patch:
         patch.setattr("lookahead.backends.machine.step_clock", lambda device: lambda: clock.now)

@@ -1,4 +1,4 @@
-"""A fork of the process that made an Engine is told so at once, whatever it does with it."""
+"""A forked process that uses an inherited Engine gets an error at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
 def in_a_fork(act: Callable[[], object]) -> str:
-    """What comes of `act` in a fork of this process: the name of its error and what that says."""
+    """Run `act` in a fork of this process; return its result, or the name and message of its error."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -73,7 +73,7 @@ USES: dict[str, Callable[[Engine, RequestHandle], object]] = {
 def test_a_forked_process_cannot_use_the_engine(use: str, held: bool) -> None:
     engine = Engine(build("llama"))
     handle = engine.submit(PROMPT, **OPTIONS)
-    if held:  # as a thread of the parent's may hold them, which no fork has
+    if held:  # like a thread of the parent, which does not exist in the fork
         engine._stepping.acquire()
         for lock in (engine._changed, handle._changed):
             lock.acquire()
@@ -86,7 +86,7 @@ def test_a_forked_process_cannot_use_the_engine(use: str, held: bool) -> None:
 
 
 def _in_another_thread(act: Callable[[], object]) -> object:
-    """The locks are this thread's, which could take them again."""
+    """Run `act` in another thread, because this one holds the locks and could acquire them again."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:

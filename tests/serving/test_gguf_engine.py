@@ -1,4 +1,4 @@
-"""The engine over sequence ids of llama.cpp, against transformers' generate with each prompt alone."""
+"""The engine with sequence ids of llama.cpp, against `model.generate` for each prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def prompts(count: int) -> list[torch.Tensor]:
-    """Different lengths, some of them with a common beginning."""
+    """Return prompts of different lengths, some with a common prefix."""
     draws = torch.Generator().manual_seed(0)
     start = torch.randint(1, 72, (1, 24), generator=draws)
     ends = [torch.randint(1, 72, (1, 3 + 2 * number), generator=draws) for number in range(count)]
@@ -47,11 +47,11 @@ def prompts(count: int) -> list[torch.Tensor]:
 def test_requests_get_the_tokens_that_they_get_alone(
     model: Any, config: LookaheadConfig | None, sizes: dict[str, Any]
 ) -> None:
-    """Greedy and sampled ones side by side, more than run at once; the texts of finished ones are used again."""
-    reference, asked = build("llama"), prompts(6)
+    """Greedy and sampled requests together, more than `max_rows`; finished texts are reused."""
+    reference, inputs = build("llama"), prompts(6)
     engine = Engine(model, config, **sizes)
     handles, expected = [], []
-    for number, ids in enumerate(2 * asked):
+    for number, ids in enumerate(2 * inputs):
         options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": number % 3 == 0}
         if options["do_sample"]:
             options["temperature"] = 0.9
@@ -64,7 +64,7 @@ def test_requests_get_the_tokens_that_they_get_alone(
 
 
 def test_sequence_ids_are_returned(model: Any) -> None:
-    """More requests than there are ids, one after another and cancelled ones among them."""
+    """Successive requests, some cancelled, more than there are sequence ids."""
     engine = Engine(model, LookaheadConfig(step_budget=60), max_rows=4)
     (ids,) = prompts(1)
     expected = build("llama").generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None).tolist()
@@ -82,28 +82,28 @@ def test_sequence_ids_are_returned(model: Any) -> None:
 
 
 def tokens_in_cells(engine: Engine) -> int:
-    """Tokens that llama.cpp holds, those of sequences that share cells counted for each."""
+    """Return the number of tokens in llama.cpp's cells; shared cells count once per sequence."""
     context: Any = engine._model.runner.llama_context
     last = binding().llama_memory_seq_pos_max
     return sum(last(context._memory, sequence) + 1 for sequence in range(context.sequences))
 
 
 def test_no_token_attends_to_finished_texts(model: Any) -> None:
-    """They leave llama.cpp's cells, all of which its attention goes through, and come back for what begins alike."""
+    """Finished texts leave llama.cpp's cells, which attention always reads, and return for equal prefixes."""
     reference = build("llama")
     engine = Engine(model, LookaheadConfig(step_budget=20), max_rows=4)
     draws = torch.Generator().manual_seed(1)
-    asked = [torch.randint(1, 72, (1, 20 + number), generator=draws) for number in range(40)]
+    inputs = [torch.randint(1, 72, (1, 20 + number), generator=draws) for number in range(40)]
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    expected = [reference.generate(ids, **options, eos_token_id=None, pad_token_id=0).tolist() for ids in asked]
-    for ids, text in zip(asked, expected, strict=True):
+    expected = [reference.generate(ids, **options, eos_token_id=None, pad_token_id=0).tolist() for ids in inputs]
+    for ids, text in zip(inputs, expected, strict=True):
         handle = engine.submit(ids, **options)
         engine.run()
         assert handle.result().tolist() == text
         assert tokens_in_cells(engine) == 0
-    assert engine.load.prefix_bytes >= sum(ids.shape[1] for ids in asked) * model.llama.token_bytes
+    assert engine.load.prefix_bytes >= sum(ids.shape[1] for ids in inputs) * model.llama.token_bytes
     assert engine.statistics.reused_tokens == 0
-    for ids, text in zip(asked, expected, strict=True):
+    for ids, text in zip(inputs, expected, strict=True):
         handle = engine.submit(ids, **options)
         engine.run()
         assert handle.result().tolist() == text
@@ -118,7 +118,7 @@ def test_no_token_attends_to_a_text_that_went_beside_it(model: Any) -> None:
     for _ in range(2):
         engine.step()
     assert not long.done
-    assert tokens_in_cells(engine) == 3 + len(long.tokens) - 1  # the last one is sent with the next step
+    assert tokens_in_cells(engine) == 3 + len(long.tokens) - 1  # the last token is sent with the next step
 
 
 def test_kv_bytes_bounds_finished_texts_and_running_ones_together(model: Any) -> None:

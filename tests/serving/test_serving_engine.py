@@ -1,4 +1,4 @@
-"""Requests that come and go, each against transformers' own `generate` on its prompt alone."""
+"""Requests that join and leave, each against `model.generate` for its prompt."""
 
 import asyncio
 import copy
@@ -28,7 +28,7 @@ NODES = LookaheadConfig(step_budget=24)
 PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]
 
 
-class Asked(NamedTuple):
+class RequestArguments(NamedTuple):
     """A request."""
 
     prompt: list[int]
@@ -39,14 +39,14 @@ class Asked(NamedTuple):
         return engine.submit(self.prompt, seed=self.seed, **self.options, **extras)
 
     def alone(self, model: PreTrainedModel) -> list[int]:
-        """The text that `generate` gives."""
+        """Return the text of `model.generate`."""
         torch.manual_seed(self.seed)
         text: list[int] = model.generate(torch.tensor([self.prompt]), **self.options)[0].tolist()
         return text
 
 
 def check_schedules(table: str, numbers: Iterable[int]) -> Counter[str]:
-    """Run the schedules with these numbers, which must match; returns what happened, counted."""
+    """Run the schedules with these numbers, check that they match, and return counts of events."""
     seen = Counter[str]()
     for number in numbers:
         case = TABLES[table].draw(number)
@@ -62,7 +62,7 @@ def test_random_schedules(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_random_schedules_of_hybrids(number: int) -> None:
-    """Rows with running states, each of which has a pass of its own."""
+    """Rows with running states, with a pass per row."""
     check_schedules("hybrid schedules", [number])
 
 
@@ -81,7 +81,7 @@ def test_500_random_schedules() -> None:
 @pytest.mark.parametrize(("name", "attention"), [("llama", "eager"), ("deepseek_v3", "sdpa")])
 def test_models_whose_rows_cannot_be_packed(name: str, attention: str) -> None:
     model = build(name, attention=attention)
-    # longer than what is padded, so that it has a pass of its own
+    # The last prompt is too long for padding, and gets its own pass.
     prompts = [[*PROMPT, number] for number in range(3)] + [[number % 50 for number in range(90)]]
     engine = Engine(model, NODES, max_rows=3)
     handles = [
@@ -99,11 +99,11 @@ def test_models_whose_rows_cannot_be_packed(name: str, attention: str) -> None:
 def test_rows_that_outgrow_the_memory_wait_and_go_on() -> None:
     model = build("llama")
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=70 * token_bytes(model))
-    wanted = [Asked(PROMPT, seed, {"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
-    handles = [asked.submit(engine) for asked in wanted]
+    requests = [RequestArguments(PROMPT, seed, {"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
+    handles = [request.submit(engine) for request in requests]
     engine.run()
     assert engine.statistics.preempted > 0
-    assert [handle.result()[0].tolist() for handle in handles] == [asked.alone(model) for asked in wanted]
+    assert [handle.result()[0].tolist() for handle in handles] == [request.alone(model) for request in requests]
 
 
 def test_a_long_prompt_does_not_hold_up_others() -> None:
@@ -122,7 +122,7 @@ def test_a_long_prompt_does_not_hold_up_others() -> None:
 
 @pytest.fixture
 def timed() -> Iterator[tuple[Engine, Any]]:
-    """An engine whose seconds are the tokens that its model has been sent, and its clock."""
+    """An engine and its clock, which counts the tokens sent to the model."""
     engine = Engine(build("llama"), LookaheadConfig(step_budget=1), max_rows=4, prompt_tokens=16)
     sent: list[int] = []
     hook = engine._model.runner.model.get_input_embeddings().register_forward_pre_hook(
@@ -137,7 +137,7 @@ SHORT = [7, 8, 9, 10]
 
 
 def seconds_of_a_short_one(engine: Engine, clock: Any) -> float:
-    """From its arrival, just before a step."""
+    """Return the seconds of a short request from its arrival, just before a step."""
     begin = clock()
     short = engine.submit(SHORT, max_new_tokens=4, do_sample=False)
     while not short.done:
@@ -177,8 +177,8 @@ def test_prompts_of_several_requests_share_a_step(timed: tuple[Engine, Any]) -> 
 def test_answers_to_one_question_share_their_turns(timed: tuple[Engine, Any]) -> None:
     engine, clock = timed
     alone = seconds_of_a_short_one(engine, clock)
-    asked = [Asked(PROMPT, seed, {"max_new_tokens": 30, "do_sample": True}) for seed in range(8)]
-    handles = [wanted.submit(engine, group="a") for wanted in asked]
+    requests = [RequestArguments(PROMPT, seed, {"max_new_tokens": 30, "do_sample": True}) for seed in range(8)]
+    handles = [request.submit(engine, group="a") for request in requests]
     for _ in range(4):
         engine.step()
         assert seconds_of_a_short_one(engine, clock) <= 2 * alone + 4, "a token of each row is a step"
@@ -188,7 +188,9 @@ def test_answers_to_one_question_share_their_turns(timed: tuple[Engine, Any]) ->
     running = Counter(request.group for request in engine._scheduler.running)
     assert running == {"a": 2, "b": 2}
     engine.run()
-    assert [handle.result()[0].tolist() for handle in handles] == [wanted.alone(build("llama")) for wanted in asked]
+    assert [handle.result()[0].tolist() for handle in handles] == [
+        request.alone(build("llama")) for request in requests
+    ]
     assert all(handle.done for handle in other)
 
 
@@ -199,7 +201,7 @@ def test_a_waiting_request_is_not_overtaken_for_ever() -> None:
     urgent = engine.submit(PROMPT, priority=1, max_new_tokens=2, do_sample=False)
     order = []
     while engine.step():
-        order += [asked for asked in (first, *late, urgent) if asked.done and asked not in order]
+        order += [handle for handle in (first, *late, urgent) if handle.done and handle not in order]
     assert order[:1] == [urgent]
     assert order[1:] == [first, *late][: len(order) - 1]
 
@@ -217,12 +219,12 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
     engine.run()
     hook.remove()
     assert max(sent) <= 24
-    assert max(len(asked.tokens) / asked.statistics.steps for asked in handles) > 1.1
+    assert max(len(handle.tokens) / handle.statistics.steps for handle in handles) > 1.1
 
 
 def test_requests_take_over_memories_and_nothing_in_them() -> None:
-    """Each text has one of its own, whoever had its arrays before: it drafts as if it were the first."""
-    model = copy.deepcopy(build("llama"))  # for which nothing is kept yet
+    """Requests reuse the arrays of earlier memories, but draft as if they were the first."""
+    model = copy.deepcopy(build("llama"))  # a new object without stored state
     engine, counts = Engine(model, LookaheadConfig(step_budget=8)), []
     for _ in range(2):
         handles = [engine.submit(PROMPT, max_new_tokens=20, do_sample=False) for _ in range(2)]
@@ -238,23 +240,25 @@ def test_requests_take_over_memories_and_nothing_in_them() -> None:
 
 def test_readers_of_a_thread_and_of_asyncio() -> None:
     model = build("llama")
-    wanted = [Asked(PROMPT[:length], length, {"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)]
-    expected = [asked.alone(model)[len(asked.prompt) :] for asked in wanted]
+    requests = [
+        RequestArguments(PROMPT[:length], length, {"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)
+    ]
+    expected = [request.alone(model)[len(request.prompt) :] for request in requests]
 
     async def read(engine: Engine) -> list[list[int]]:
-        async def tokens(asked: Asked) -> list[int]:
-            return [token async for token in asked.submit(engine)]
+        async def tokens(request: RequestArguments) -> list[int]:
+            return [token async for token in request.submit(engine)]
 
-        return await asyncio.gather(*map(tokens, wanted))
+        return await asyncio.gather(*map(tokens, requests))
 
     with Engine(model, NODES) as engine:
         assert asyncio.run(read(engine)) == expected
-        assert [list(asked.submit(engine)) for asked in wanted] == expected
+        assert [list(request.submit(engine)) for request in requests] == expected
     with pytest.raises(InvalidArgumentError, match="closed"):
         engine.submit(PROMPT)
-    # without a thread, whoever reads runs the steps
+    # Without a thread, readers run the steps.
     engine = Engine(model, NODES)
-    assert [list(asked.submit(engine)) for asked in wanted] == expected
+    assert [list(request.submit(engine)) for request in requests] == expected
     assert asyncio.run(read(engine)) == expected
 
 
@@ -291,7 +295,7 @@ def test_an_exception_in_a_processor_ends_its_own_request() -> None:
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)
     assert torch.equal(other.result(), expected)
     calls.clear()
-    engine = Engine(model)  # whose steps are held against the clock
+    engine = Engine(model)  # with adaptive pace
     alone = engine.submit(PROMPT, max_new_tokens=16, do_sample=False, logits_processor=[fails])
     engine.run()
     with pytest.raises(ArithmeticError, match="fifth"):
@@ -392,13 +396,13 @@ def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> Non
 def test_shared_prefixes_are_computed_once() -> None:
     model = build("llama")
     shared, options = PROMPT * 4, {"max_new_tokens": 6, "do_sample": False}
-    wanted = [Asked([*shared, *range(1, 4 + number)], number, options) for number in range(4)]
-    expected = [asked.alone(model) for asked in wanted]
+    requests = [RequestArguments([*shared, *range(1, 4 + number)], number, options) for number in range(4)]
+    expected = [request.alone(model) for request in requests]
     for reuses in (True, False):
         engine = Engine(model, NODES, prefix_cache=reuses)
-        handles = [asked.submit(engine) for asked in wanted]  # at once: three wait for the first one
+        handles = [request.submit(engine) for request in requests]  # together: three wait for the first one
         engine.run()
-        turn = Asked([*expected[0], 5, 6], 0, options)  # the next turn of a chat
+        turn = RequestArguments([*expected[0], 5, 6], 0, options)  # the next turn of a chat
         handles.append(turn.submit(engine))
         engine.run()
         texts = [handle.result()[0].tolist() for handle in handles]
@@ -414,12 +418,12 @@ def test_finished_texts_make_room_for_running_ones() -> None:
     size = token_bytes(model)
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=120 * size)
     for number in range(6):
-        wanted = Asked([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
-        handle = wanted.submit(engine)
+        request = RequestArguments([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
+        handle = request.submit(engine)
         engine.run()
-        assert handle.result()[0].tolist() == wanted.alone(model)
+        assert handle.result()[0].tolist() == request.alone(model)
         assert 0 < engine.load.prefix_bytes <= 120 * size
-    long = Asked(PROMPT * 8, 0, {"max_new_tokens": 16, "do_sample": False})
+    long = RequestArguments(PROMPT * 8, 0, {"max_new_tokens": 16, "do_sample": False})
     handle = long.submit(engine)
     engine.run()
     assert handle.result()[0].tolist() == long.alone(model)
@@ -433,10 +437,10 @@ def test_finished_texts_have_a_bound_of_their_own(kv_bytes: int | None) -> None:
     engine = Engine(model, LookaheadConfig(step_budget=4), **limits)
     held = []
     for number in range(4):
-        wanted = Asked([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
-        handle = wanted.submit(engine)
+        request = RequestArguments([number + 1, *PROMPT * 3], 0, {"max_new_tokens": 8, "do_sample": False})
+        handle = request.submit(engine)
         engine.run()
-        assert handle.result()[0].tolist() == wanted.alone(model)
+        assert handle.result()[0].tolist() == request.alone(model)
         held.append(engine.load.prefix_bytes)
     assert 0 < max(held) <= 70 * size
 
@@ -469,13 +473,13 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 def test_a_predicted_text_saves_steps_and_changes_nothing() -> None:
     model = build("llama")
-    wanted = Asked(PROMPT, 3, {"max_new_tokens": 40, "do_sample": True})
-    text = wanted.alone(model)[len(PROMPT) :]
+    request = RequestArguments(PROMPT, 3, {"max_new_tokens": 40, "do_sample": True})
+    text = request.alone(model)[len(PROMPT) :]
     changed = [*text[:15], 1, *text[16:]]
     steps = []
     for prediction in (None, text, changed):
         guess = {} if prediction is None else {"prediction": torch.tensor(prediction)}
-        handle = wanted.submit(Engine(model, LookaheadConfig(step_budget=12)), **guess)
+        handle = request.submit(Engine(model, LookaheadConfig(step_budget=12)), **guess)
         assert handle.result()[0, len(PROMPT) :].tolist() == text
         steps.append(handle.statistics.steps)
         assert handle.statistics.predicted_tokens == {None: 0}.get(
@@ -509,21 +513,21 @@ def test_finish_reason_is_stop_length_or_cancelled() -> None:
     assert gone.finish_reason is None
     gone.cancel()
     engine.run()
-    assert [asked.finish_reason for asked in (text, ended, gone)] == ["length", "stop", "cancelled"]
+    assert [handle.finish_reason for handle in (text, ended, gone)] == ["length", "stop", "cancelled"]
     assert text.statistics.first_token_seconds is not None
     assert text.statistics.total_seconds is not None
     assert engine.load.running == engine.load.waiting == engine.load.kv_bytes == 0
 
 
-def test_who_asks_is_told_once_that_a_request_is_done() -> None:
+def test_done_callbacks_are_called_once() -> None:
     engine = Engine(build("llama"), NODES)
-    kept, gone = (engine.submit(PROMPT, max_new_tokens=6, do_sample=False) for _ in range(2))
-    told: list[str] = []
-    kept.add_done_callback(lambda: told.append(f"kept {kept.finish_reason}"))
-    gone.add_done_callback(lambda: told.append(f"gone {gone.finish_reason}"))
-    gone.cancel()
-    assert told == []
+    whole, cut = (engine.submit(PROMPT, max_new_tokens=6, do_sample=False) for _ in range(2))
+    calls: list[str] = []
+    whole.add_done_callback(lambda: calls.append(f"whole {whole.finish_reason}"))
+    cut.add_done_callback(lambda: calls.append(f"cut {cut.finish_reason}"))
+    cut.cancel()
+    assert calls == []
     engine.run()
-    assert sorted(told) == ["gone cancelled", "kept length"]
-    kept.add_done_callback(lambda: told.append("late"))
-    assert told[2:] == ["late"]
+    assert sorted(calls) == ["cut cancelled", "whole length"]
+    whole.add_done_callback(lambda: calls.append("late"))
+    assert calls[2:] == ["late"]
