@@ -1,4 +1,4 @@
-"""The merged drafter: what it draws from its sources, within its bounds, and that texts stay the same."""
+"""The merged drafter: drafts from all sources, bounds, and unchanged texts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ TOP_K = 4
 
 
 def likely_of(drafter: AutoDrafter, tree: TokenTree) -> NDArray[np.float64]:
-    """How likely each node of a tree was taken to be."""
+    """Return the drafter's probability of each node of a tree."""
     return np.array([origin.probability for origin in drafter.explain(tree).origins])
 
 
 class Chain:
-    """A model without depth: what follows depends on the last two tokens, under a seed.
+    """A simple model: the last two tokens and a seed decide the next token.
 
     Attributes:
         text: The text so far.
-        likely: How likely the nodes of the last step were taken to be.
+        likely: The drafter's probabilities of the nodes in the last step.
     """
 
     def __init__(self, drafter: AutoDrafter, prompt: list[int], seed: int = 0, positions: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Chain:
         return _top_tokens(self._seed, *context[-2:])
 
     def step(self) -> TokenTree:
-        """Take one step; returns the tree that was sent."""
+        """Run one step, and return the tree that was sent."""
         tree = TokenTree(self.text[self._cached :], None if self._positions is None else self._positions - self._cached)
         self._drafter.propose(tree)
         self.likely = likely_of(self._drafter, tree)
@@ -153,7 +153,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     names = feature_names(2)
     columns = [names.index(name) for name in ("after 1 token", "after 2 tokens", NOTHING)]
     weights = all_weights(memory.orders)[0, 2, columns]
-    unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
+    unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token and after two tokens
     log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
     scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}
     total = sum(np.exp(list(scores.values()))) + np.exp(weights[-1])
@@ -188,13 +188,13 @@ def test_nothing_is_indexed_before_a_first_draft_and_then_every_step_teaches() -
     assert drafter.together is None
     assert not lookup(drafter.memory, np.array([[2, 1, -1]]))[0].any()
     drafter.propose(TokenTree([3]))
-    tree = TokenTree([3])  # one that was not drafted for
+    tree = TokenTree([3])  # a tree without a draft
     drafter.observe(StepResult(tree, np.array([5]), [], [5], np.array([[5, 6]]), shares[1:]))
     assert lookup(drafter.memory, np.array([[3, 2, 1]]))[0].tolist() == [[True, True, True]]
 
 
 class Stingy:
-    """A budget that takes two nodes, and says what it was offered."""
+    """A budget that accepts two nodes, and records its offers."""
 
     backs_off = False
     least = 0.0
@@ -231,12 +231,12 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
 @pytest.mark.parametrize("memory", [lambda: DraftMemory(3, 256, TOP_K), DraftMemory.of_texts, lambda: None])
 def test_a_budget_knows_whether_nodes_teach(memory: Callable[[], DraftMemory | None]) -> None:
     budget = Stingy()
-    kept = memory()
-    drafter = AutoDrafter(kept, budget)
+    draft_memory = memory()
+    drafter = AutoDrafter(draft_memory, budget)
     drafter.start([1, 2, 3])
     drafter.begins(TokenTree([1, 2, 3]))
-    assert budget.taught == [kept is not None and not kept.observed]
-    drafter._join().state.heard["share"] = 0.0  # a processor writes something else than the model says
+    assert budget.taught == [draft_memory is not None and not draft_memory.observed]
+    drafter._join().state.heard["share"] = 0.0  # a processor changes the text, so predictions are useless
     drafter.begins(TokenTree([1, 2, 3]))
     assert budget.taught[-1] is False
     assert drafter.top_k == 0
@@ -262,7 +262,7 @@ def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
     budget = Stingy()
     drafter = AutoDrafter(DraftMemory(3, 256, TOP_K), budget)
     drafter.start(range(1, 41))
-    for token in range(100, 160):  # none of them recent
+    for token in range(100, 160):  # no recent tokens
         tree = TokenTree([token - 1])
         drafter.propose(tree)
         says, shares = np.full((len(tree), 1), 50), np.full((len(tree), 1), 0.01, dtype=np.float32)

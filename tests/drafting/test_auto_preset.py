@@ -1,4 +1,4 @@
-"""`preset="auto"` through `generate`: what it keeps between calls, and where."""
+"""`preset="auto"` through `generate`: memories between calls, in the process and in files."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ def test_a_memory_of_the_process_saves_steps_in_the_next_call(model: PreTrainedM
     first, second = (run(model, step_budget=16, memory="process").statistics for _ in range(2))
     assert second.steps < first.steps
     assert second.sources[0]["entries"][0] >= first.sources[0]["entries"][0] > 0
-    assert run(model, step_budget=16).statistics.steps == first.steps  # a request's own memory begins anew
+    assert run(model, step_budget=16).statistics.steps == first.steps  # a call's own memory starts empty
     other = copy.deepcopy(model)
     assert run(other, step_budget=16, memory="process").statistics.steps == first.steps
 
@@ -63,25 +63,25 @@ def test_a_memory_in_a_file_goes_on_in_another_process(model: PreTrainedModel, t
     path = tmp_path / "folder" / "memory.npz"
     first = run(model, step_budget=16, memory=path).statistics
     assert path.exists()
-    again = copy.deepcopy(model)  # another object, as in another process: only the file can have told it
+    again = copy.deepcopy(model)  # another object, as in another process: only the file connects them
     second = run(again, step_budget=16, memory=path).statistics
     assert second.steps < first.steps
-    # What was saved gives the same drafts as what was kept.
-    kept = copy.deepcopy(model)
-    run(kept, step_budget=16, memory="process")
-    assert run(kept, step_budget=16, memory="process").statistics.steps == second.steps
+    # A memory from the file gives the same drafts as a memory in the process.
+    third = copy.deepcopy(model)
+    run(third, step_budget=16, memory="process")
+    assert run(third, step_budget=16, memory="process").statistics.steps == second.steps
     assert not [file for file in path.parent.iterdir() if file != path and file.suffix != ".lock"]
 
 
 def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTrainedModel, tmp_path: Path) -> None:
-    """As two processes with one file: both have read it before either writes."""
+    """Like two processes with one file: both read it before either writes."""
     path, other = tmp_path / "memory.npz", copy.deepcopy(model)
     config = LookaheadConfig(memory=path, step_budget=16)
     texts = [torch.tensor([[5 + row, 7, 11, 13 + row]]) for row in range(4)]
     for row, text in enumerate(texts):
         lookahead.generate((model, other)[row % 2], text, lookahead_config=config, max_new_tokens=4, do_sample=False)
-    kept = load_memory(path, model_identity(model))
-    assert lookup(kept, torch.cat(texts).flip(1).numpy())[0].all()
+    merged = load_memory(path, model_identity(model))
+    assert lookup(merged, torch.cat(texts).flip(1).numpy())[0].all()
 
 
 def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -126,11 +126,13 @@ def test_statistics_have_the_sizes_of_memory_and_pool(model: PreTrainedModel) ->
 def test_the_nodes_follow_from_a_stored_cost_curve(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, least: int, most: int
 ) -> None:
-    """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
+    """Stored curves of `lookahead tune`: steps of several nodes are too expensive, or cost nothing more."""
     curve = StepCosts.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
     monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     store_costs(describe_setting(model, LookaheadConfig()), curve, {})
-    monkeypatch.setattr(StepCosts, "observe", lambda *_, **plain: None)  # or this machine would be learned
+    monkeypatch.setattr(
+        StepCosts, "observe", lambda *_, **plain: None
+    )  # otherwise the pace would learn this machine's costs
     nodes = run(model).statistics.nodes_per_step
     assert least <= max(nodes) <= most
 

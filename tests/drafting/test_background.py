@@ -1,4 +1,4 @@
-"""Loops that are not kept yet are compiled by another process, while texts are decoded without drafts."""
+"""Missing loops are compiled by another process, while texts are decoded without drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for options in json.loads(sys.argv[1]):
     assert output.sequences.equal(expected)
     print(json.dumps(output.statistics.nodes_per_step))
 """
-"""Decodes a text as often as there are options, and waits for the loops within it; prints the nodes of each step."""
+"""Decode a text once per option, wait for the loops within it, and print the nodes of each step."""
 
 STEPS = """
 import json, sys, time
@@ -64,16 +64,16 @@ while not any(drafted):
     drafted.append(len(tree) > 1)
 print(json.dumps(drafted))
 """
-"""Begins steps until one is drafted for; with the name of a program that one is to compile. Prints which were."""
+"""Begin steps until one has a draft, with an optional program as the compiler; print whether each step had one."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of kept loops in which those of one module are missing, which take the least time to compile."""
-    kept = loops_folder()
-    assert kept is not None
+    """A folder of compiled loops without one module, the fastest to compile."""
+    loops = loops_folder()
+    assert loops is not None
     missing = shutil.ignore_patterns("forest.*", "all-*", "*.tmp.*", "*.lock")
-    return Path(shutil.copytree(kept, tmp_path / OWN_FOLDER / kept.name, ignore=missing))
+    return Path(shutil.copytree(loops, tmp_path / OWN_FOLDER / loops.name, ignore=missing))
 
 
 def begin(folder: Path, program: str, *arguments: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Chains: the likeliest path, how much of it is sent, and what its drafter learns."""
+"""Chains: the likeliest path, its length, and learning from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 
 
 class Listing:
-    """Lists the same paths in each step, and forbids some tokens."""
+    """A source that lists the same paths in each step, and forbids some tokens."""
 
     name = "listing"
 
@@ -40,13 +40,13 @@ class Listing:
 
 
 class Proposer:
-    """Adds nodes after given parents, and keeps what it is told."""
+    """A drafter that adds nodes after fixed parents, and records the results of steps."""
 
     top_k = 3
 
     def __init__(self, parents: Sequence[int]) -> None:
         self._parents = parents
-        self.told: list[StepResult] = []
+        self.results: list[StepResult] = []
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
@@ -55,14 +55,14 @@ class Proposer:
             tree.add_candidates([100 + number], tree.root + parent)
 
     def observe(self, result: StepResult) -> None:
-        self.told.append(result)
+        self.results.append(result)
 
     def statistics(self) -> dict[str, Any]:
         return {}
 
 
 def test_the_first_path_is_sent() -> None:
-    parents = [0, 0, 1, 2, 3, 3]  # 100 - 102 - 104, and others that were added later
+    parents = [0, 0, 1, 2, 3, 3]  # 100 - 102 - 104, and later nodes
     drafter = CheckedDrafter(lambda: Proposer(parents), 64, chain=20)
     drafter.start([1, 2])
     tree = TokenTree([2, 3])
@@ -89,7 +89,7 @@ def test_the_drafter_learns_of_what_was_sent_alone() -> None:
     assert [tree.child(1, 100), tree.child(2, 102), tree.child(1, 101)] == [2, 3, None]
     result = StepResult(tree, np.array([-1, 100, 9, 10]), [2], [100, 9])
     drafter.observe(result)
-    assert proposer.told == [result]
+    assert proposer.results == [result]
 
 
 def test_token_recycling_chains_the_likeliest_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Context matches against a search through the whole text."""
+"""Context matches, against a search through the whole text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, RUNS, SE
 
 
 def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
-    """Every place in `text` that follows as many of the last tokens of `context` as the longest run that occurs."""
+    """Return all indices in `text` after the longest occurring suffix of `context`, with the suffix's length."""
     for run in RUNS:
-        found = []
+        matches = []
         for place in range(len(text) - 1, run - 1, -1):
             length = 0
             while length < min(place, len(context), LONGEST) and text[place - 1 - length] == context[-1 - length]:
                 length += 1
             if len(context) >= run and length >= run:
-                found.append((place, length))
-        if found:
-            return sorted(found[:SEARCHED], key=lambda match: -match[1])
+                matches.append((place, length))
+        if matches:
+            return sorted(matches[:SEARCHED], key=lambda match: -match[1])
     return []
 
 
 class Text:
-    """One text in a batch."""
+    """A batch of one text."""
 
     def __init__(self, tokens: list[int], reach: int = 2 * BUCKETS) -> None:
         self.batch = DraftBatch(DraftMemory(1, 4, 1), 1, reach=reach)
@@ -52,7 +52,7 @@ def compiled_find_matches(context, nodes, texts, occurrences):  # type: ignore[n
 
 
 def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
-    """The occurrences of a context in the text, the longest first, then the newest."""
+    """Return the occurrences of a context in the text, the longest first, then the newest."""
     occurrences = np.zeros((1, SEARCHED), dtype=OCCURRENCE)
     last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
     count = compiled_find_matches(last, np.zeros(1, dtype=NODE), text.batch.state.texts, occurrences)
@@ -96,10 +96,10 @@ def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
         matches.extend(new)
         assert len(matches.kept) <= 128
         assert matches.batch.state.texts.tokens.shape[1] <= 129
-        kept = matches.kept
-        assert kept == text[len(text) - len(kept) :]
-        assert len(kept) >= min(64, len(text))
-        assert found(matches, kept[-40:]) == search(kept, kept[-40:])
+        tail = matches.kept
+        assert tail == text[len(text) - len(tail) :]
+        assert len(tail) >= min(64, len(text))
+        assert found(matches, tail[-40:]) == search(tail, tail[-40:])
 
 
 def test_a_prompt_longer_than_the_memory_keeps_its_end() -> None:

@@ -1,4 +1,4 @@
-"""A drafter takes a place and fills pages for the first step that drafts, and no earlier."""
+"""A drafter takes a place and fills pages with its first draft, and no earlier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model_zoo import build
 
 
 class Switch(FixedBudget):
-    """A budget that backs off until it is told otherwise."""
+    """A budget that backs off until `backs_off` is cleared."""
 
     backs_off = True
 
@@ -52,7 +52,7 @@ def test_a_call_that_backs_off_gives_the_same_text() -> None:
 
 
 def generate_with(model: PreTrainedModel, prompt: torch.Tensor, rest: int, **options: Any) -> Any:
-    """A call in a rest that has so many plain steps left."""
+    """Generate during a rest with `rest` plain steps left."""
     for pace in state_of(model).paces.values():
         pace.credit.cooldown = pace.credit.until_probe = rest
     config = LookaheadConfig()

@@ -1,5 +1,4 @@
-"""Drafts for many texts at once, against those for each of them alone, and what they learn against inserting it row by
-row."""
+"""Drafts for many texts at once, against drafts for each text; and learning, against insertion row by row."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from ngram_access import insert, lookup
 
 VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
 
-Told = tuple[np.ndarray, np.ndarray]
-"""The likeliest tokens after a text and after each token of its draft, and their probabilities."""
+Predictions = tuple[np.ndarray, np.ndarray]
+"""Predictions: likeliest tokens after a text and after each token of its draft, and their probabilities."""
 
 
 def small_memory(capacity: int = 256) -> DraftMemory:
@@ -29,7 +28,7 @@ def small_memory(capacity: int = 256) -> DraftMemory:
 
 
 class Model:
-    """Probabilities that the last two tokens decide; of some it is nearly sure, of others not."""
+    """A model: the last two tokens decide the probabilities, which are sharp after some tokens only."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -42,10 +41,10 @@ class Model:
         ids = np.argsort(-shares, kind="stable")[:TOP_K]
         return ids, shares[ids].astype(np.float32)
 
-    def verify(self, text: Sequence[int], draft: Sequence[int]) -> tuple[list[int], Told]:
-        """What a step selects, and what it says about each position."""
-        told = [self.after([*text, *draft[:count]]) for count in range(len(draft) + 1)]
-        ids, shares = (np.array(part) for part in zip(*told, strict=True))
+    def verify(self, text: Sequence[int], draft: Sequence[int]) -> tuple[list[int], Predictions]:
+        """Return the selected tokens of a step, and the predictions at each position."""
+        predictions = [self.after([*text, *draft[:count]]) for count in range(len(draft) + 1)]
+        ids, shares = (np.array(part) for part in zip(*predictions, strict=True))
         tokens = [int(ids[0, 0])]
         while len(tokens) <= len(draft) and draft[len(tokens) - 1] == tokens[-1]:
             tokens.append(int(ids[len(tokens), 0]))
@@ -53,7 +52,7 @@ class Model:
 
 
 class Texts:
-    """Texts of one batch, a row and a place for each; drafts are chains."""
+    """A batch of texts with single-path drafts; each text has a row and a place in memory."""
 
     def __init__(self, *texts: Sequence[int], memory: DraftMemory | None = None, **settings: int) -> None:
         self.batch = DraftBatch(memory or small_memory(), LONGEST, True, places=len(texts), **settings)
@@ -68,14 +67,14 @@ class Texts:
         counts = self.batch.state.counts.tolist()
         return [self.batch.state.trees["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
-    def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None]) -> int:
-        """Learn what a step showed; where nothing is told, that is what was selected."""
+    def learn(self, selected: Sequence[Sequence[int]], predictions: Sequence[Predictions | None]) -> int:
+        """Learn a step's predictions; for a text without predictions, learn the selected tokens."""
         counts = np.maximum(self.batch.state.counts, 0) + 1
         for text, new in zip(self.texts, selected, strict=True):
             text += new
-        ids = np.full((counts.sum(), 1 if told[0] is None else TOP_K), -1)
+        ids = np.full((counts.sum(), 1 if predictions[0] is None else TOP_K), -1)
         shares = np.zeros(ids.shape, dtype=np.float32)
-        for end, count, each in zip(np.cumsum(counts), counts, told, strict=True):
+        for end, count, each in zip(np.cumsum(counts), counts, predictions, strict=True):
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
@@ -85,10 +84,10 @@ class Texts:
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:
-        """Draft, verify and learn; returns how many drafted tokens were accepted."""
+        """Draft, verify and learn; return the number of accepted tokens."""
         drafts = self.propose()
-        found = [model.verify(text, draft) for text, draft in zip(self.texts, drafts, strict=True)]
-        return self.learn([tokens for tokens, _ in found], [told for _, told in found])
+        results = [model.verify(text, draft) for text, draft in zip(self.texts, drafts, strict=True)]
+        return self.learn([tokens for tokens, _ in results], [predictions for _, predictions in results])
 
 
 @pytest.mark.parametrize(("seed", "reach"), [(0, 1000), (1, 1000), (2, 1000), (3, 16)])
@@ -123,8 +122,8 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
     def results_of(trees: list[TokenTree]) -> list[StepResult]:
         results = []
         for tree, text in zip(trees, texts, strict=True):
-            told = [model.after([*text, token]) for token in tree.tokens]  # of one token it knows the one before, too
-            ids, shares = (np.array(part) for part in zip(*told, strict=True))
+            predictions = [model.after([*text, token]) for token in tree.tokens]  # the model needs two tokens
+            ids, shares = (np.array(part) for part in zip(*predictions, strict=True))
             results.append(StepResult(tree, ids[:, 0], [], [int(ids[0, 0])], ids, shares))
         return results
 
@@ -132,14 +131,14 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
     together, apart = drafters_of([memory] * 3), drafters_of([small_memory(4096) for _ in texts])
     for step in range(4):
         trees, alone = ([TokenTree([text[-1]]) for text in texts] for _ in range(2))
-        if step == 0:  # they have no places yet
+        if step == 0:  # the drafters have no places yet
             for drafter, tree in zip(together, trees, strict=True):
                 drafter.propose(tree)
         else:
             together[0].together.propose_rows(together, trees)
         for drafter, tree in zip(apart, alone, strict=True):
             drafter.propose(tree)
-        if step == 0:  # from then on each knows what the others have learned
+        if step == 0:  # later, each text also uses the other texts' lessons
             assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
         results = results_of(trees)
         walks = [Walk(result.tree, [], result.tokens, False) for result in results]
@@ -154,7 +153,7 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
 
 
 def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
-    """Unless one learns what the other one does not know."""
+    """The first drafts are equal; later ones differ, as texts of a batch share a memory."""
     texts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 5, 6, 5], [7, 8, 9, 7, 8]]
     alone = [Texts(text).propose()[0] for text in texts]
     assert Texts(*texts).propose() == alone
@@ -162,7 +161,7 @@ def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
 
 
 def context(path: list[int]) -> list[int]:
-    """The last tokens, the very last first; -1 before the beginning."""
+    """Return the last tokens, in reverse order, with -1 before the beginning."""
     return (path[::-1] + [-1] * ORDERS)[:ORDERS]
 
 
@@ -173,16 +172,17 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
     expected = DraftMemory(ORDERS, 4096, TOP_K)
     for _ in range(8):
         drafts = paths.propose()
-        found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
-        told = []
-        for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, found, strict=True):
+        results = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
+        lessons = []
+        for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, results, strict=True):
             rows = [(context([*text, *draft[:row]]), ids[row], shares[row]) for row in range(len(ids))]
-            told += [*rows[len(tokens) :], *rows[: len(tokens)]]
-        paths.learn([tokens for tokens, _ in found], [said for _, said in found])
-        for tokens, ids_of_row, shares_of_row in told:
+            lessons += [*rows[len(tokens) :], *rows[: len(tokens)]]
+        paths.learn([tokens for tokens, _ in results], [predictions for _, predictions in results])
+        for tokens, ids_of_row, shares_of_row in lessons:
             insert(expected, np.array([tokens]), ids_of_row[None], shares_of_row[None])
-    asked = random.integers(0, VOCABULARY, (300, ORDERS))
-    for found_there, expected_there in zip(lookup(paths.batch.memory, asked), lookup(expected, asked), strict=True):
+    contexts = random.integers(0, VOCABULARY, (300, ORDERS))
+    pairs = zip(lookup(paths.batch.memory, contexts), lookup(expected, contexts), strict=True)
+    for found_there, expected_there in pairs:
         np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
 
 
@@ -198,8 +198,8 @@ def test_selected_tokens_replace_missing_predictions() -> None:
 def test_a_foreign_draft_teaches_nothing() -> None:
     paths = Texts([1, 2, 3, 4, 1, 2])
     (draft,) = paths.propose()
-    told = Model(0).verify([1, 2], draft)[1]
-    assert paths.learn([[draft[0] + 1, 7]], [told]) == 0
+    predictions = Model(0).verify([1, 2], draft)[1]
+    assert paths.learn([[draft[0] + 1, 7]], [predictions]) == 0
     assert paths.batch.memory.statistics()["entries"] == [0] * ORDERS
     assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
 
@@ -207,7 +207,7 @@ def test_a_foreign_draft_teaches_nothing() -> None:
 def test_tokens_that_are_not_the_likeliest_are_believed_after_a_while() -> None:
     paths = Texts([1, 2])
     others = np.array([[5, 6, 7, 8]]), np.array([[0.9, 0.05, 0.02, 0.01]], dtype=np.float32)
-    for token in [3, 1, 2] * 8:  # selected by a grammar, say
+    for token in [3, 1, 2] * 8:  # for example, selected by a grammar
         paths.learn([[token]], [others])
     assert paths.propose()[0][0] == 3
 
@@ -237,7 +237,7 @@ def test_long_texts_are_searched_beside_short_ones() -> None:
 
 
 def probabilities_of_a_match(comes_true: bool) -> list[float]:
-    """How likely a token is taken to be that followed two tokens before, each time that they come again."""
+    """Return the drafter's probability of a matched token, at each of its repetitions."""
     paths, likely = Texts([1, 2, 3, 1, 2]), []
     for time in range(12):
         draft = paths.propose()[0]

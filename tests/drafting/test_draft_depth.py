@@ -1,4 +1,4 @@
-"""No draft reaches beyond the last token that `max_new_tokens` leaves room for, whatever runs the text."""
+"""No draft reaches beyond the last token allowed by `max_new_tokens`, in any kind of run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 9
 
 
 class Recorder:
-    """Proposes a path that is much too long, and notes how deep it becomes, beside the tokens of the text by then."""
+    """Propose a path that is much too long, and record its final depth with the length of the text."""
 
     top_k = 0
 
@@ -45,11 +45,14 @@ class Recorder:
 def check(depths: list[tuple[int, int]], prompt: int, tokens: int = TOKENS) -> None:
     assert depths
     for length, depth in depths:
-        assert depth == prompt + tokens - length - 1, (length, depth)  # one more token is selected after the last node
+        assert depth == prompt + tokens - length - 1, (
+            length,
+            depth,
+        )  # the last node is followed by one more selected token
 
 
 @pytest.mark.parametrize("prompt_tokens", [512, 3])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])  # rows that are packed, and padded
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])  # packed rows and padded rows
 def test_drafts_of_an_engine_end_at_the_last_token(name: str, prompt_tokens: int) -> None:
     depths: list[tuple[int, int]] = []
     engine = Engine(build(name), LookaheadConfig(drafter=lambda: Recorder(depths)), prompt_tokens=prompt_tokens)
@@ -79,7 +82,7 @@ def test_chains_end_at_the_last_token() -> None:
 
 
 class EndsFirstRow(StoppingCriteria):  # type: ignore[misc]
-    """Ends one text early; without an end-of-sequence token it then goes on as far as the others."""
+    """End one text early; without an end-of-sequence token it continues to the length of the others."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         ends = [len(PROMPT) + (2 if int(row[0]) == 1 else 5) for row in input_ids]

@@ -1,4 +1,4 @@
-"""A drafter or source that raises costs its own request the drafts, with one warning, and nothing else."""
+"""An error of a drafter or source ends the drafts of its own request, with one warning, and has no other effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAFTING = LookaheadConfig(step_budget=16)
 
 
 class Failing:
-    """A drafter that raises on the second call of one of its members, the tree already damaged."""
+    """A drafter that damages the tree and raises in the second call of one of its methods."""
 
     def __init__(self, member: str) -> None:
         self._drafter = TokenRecyclingDrafter(8)
@@ -95,7 +95,7 @@ CONFIGS = [
         LookaheadConfig(step_budget=8, sources=(lambda member=member: FailingSource(member),))
         for member in ("start", "propose", "observe")
     ],
-    LookaheadConfig(sources=(lambda: FailingSource("propose"),)),  # in the budget that rows share
+    LookaheadConfig(sources=(lambda: FailingSource("propose"),)),  # within the shared budget of rows
 ]
 
 
@@ -143,7 +143,7 @@ def test_where_the_warning_is_an_error_it_ends_its_own_request(config: Lookahead
         handles[1].result()
 
 
-@pytest.mark.parametrize("config", [*CONFIGS[:4], *CONFIGS[5:]])  # statistics are asked for when the text is complete
+@pytest.mark.parametrize("config", [*CONFIGS[:4], *CONFIGS[5:]])  # statistics are read after the text is complete
 def test_where_warnings_are_errors_no_text_is_cut_short_in_silence(config: LookaheadConfig) -> None:
     ids, options = torch.tensor(PROMPTS[:1]), {"max_new_tokens": TOKENS, "do_sample": False}
     with warnings.catch_warnings():
@@ -206,7 +206,7 @@ class OddTopK(TokenRecyclingDrafter):
 
 
 class OddNodes(TokenRecyclingDrafter):
-    """Adds a node that no tree can have, past the methods of trees."""
+    """A drafter that adds an invalid node, without the tree's methods."""
 
     def __init__(self, token: Any, parent: int) -> None:
         super().__init__(8)
@@ -229,7 +229,7 @@ def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any,
 
 
 class Together:
-    """Drafts for all rows in one call, which fails where one of them does."""
+    """A group that drafts for all rows in one call, and fails if one row fails."""
 
     def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         for drafter, tree in zip(drafters, trees, strict=True):
@@ -241,7 +241,7 @@ class Together:
 
 
 class InGroup:
-    """A drafter of one token, which may fail in one of its members."""
+    """A drafter of one token that may fail in one of its methods."""
 
     top_k = 0
 
@@ -265,7 +265,9 @@ class InGroup:
 
 
 @pytest.mark.parametrize("member", ["propose", "observe"])
-def test_what_a_group_raises_costs_those_alone_whose_matter_it_is(member: Literal["propose", "observe"]) -> None:
+def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(
+    member: Literal["propose", "observe"],
+) -> None:
     together = Together()
     sequences = [
         SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")

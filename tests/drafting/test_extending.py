@@ -1,4 +1,4 @@
-"""Drafters and sources of a user's own: the page that shows them runs, texts stay the same, bad ones are refused."""
+"""A user's drafters and sources: the page's examples run, texts stay the same, invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 40
 
 
 class Fixed:
-    """A source that always lists the same."""
+    """A source that always lists the same paths."""
 
     name = "fixed"
 
@@ -43,7 +43,7 @@ class Fixed:
 
 
 def steps_with(config: LookaheadConfig, rows: int = 1) -> int:
-    """Steps of a text, which must be that of `model.generate`."""
+    """Return the steps of a text, after checking that it equals `model.generate`."""
     output = lookahead.generate(
         build("llama", seed=0),
         torch.tensor([PROMPT] * rows),
@@ -57,7 +57,7 @@ def steps_with(config: LookaheadConfig, rows: int = 1) -> int:
 
 
 def run_page() -> dict[str, Any]:
-    """What the page's examples define, run where they know of the text that the model writes."""
+    """Run the page's examples with the model's text as their data, and return the names that they define."""
     model = build("llama", seed=0)
     expected = [*PROMPT, *greedy(model, PROMPT, TOKENS)]
     names: dict[str, Any] = {"model": model, "texts": [expected], "input_ids": torch.tensor([PROMPT])}
@@ -98,7 +98,7 @@ def test_listed_paths_are_drafted_as_they_branch() -> None:
 
 
 def first_draft(drafter: AutoDrafter, text: int) -> tuple[TokenTree, float]:
-    """The tree of the next step, and how likely its first node is taken to be."""
+    """Return the tree of the next step, and the drafter's probability of its first node."""
     tree = TokenTree([text])
     drafter.propose(tree)
     return tree, float(drafter.explain(tree).origins[0].probability or 0)
@@ -113,7 +113,7 @@ def test_a_source_is_believed_as_often_as_it_came_true(comes_true: bool) -> None
     tree, first = first_draft(drafter, 5)
     assert tree.tokens == [5, 1]
     for step in range(20):
-        # what has been in the text before would be drafted as well
+        # Clear the memory, which would also draft from the text.
         ids = np.array([[1 if comes_true else 10 + step], [1 if comes_true else -1]])[: len(tree)]
         shares = np.full(ids.shape, 0.9, dtype=np.float32)
         memory.clear()
@@ -127,7 +127,7 @@ def test_a_source_is_believed_as_often_as_it_came_true(comes_true: bool) -> None
 
 
 class Forbidding(Fixed):
-    """Lists a tree, and says that some of its tokens cannot come."""
+    """A source that lists a tree, and forbids some of its tokens."""
 
     def __init__(self, paths: Any, forbidden: set[int]) -> None:
         super().__init__(paths)
@@ -144,7 +144,7 @@ def test_forbidden_drafts_are_replaced_by_others() -> None:
     drafter.start([7])
     tree = TokenTree([7])
     drafter.propose(tree)
-    assert (tree.tokens, tree.parents) == ([7, 3, 4, 5], [-1, 0, 1, 2])  # 2 would follow 1
+    assert (tree.tokens, tree.parents) == ([7, 3, 4, 5], [-1, 0, 1, 2])  # 2 comes after the forbidden 1
     likely = [origin.probability or 0.0 for origin in drafter.explain(tree).origins]
     assert len(likely) == 3
     assert (np.diff(likely) <= 0).all()
@@ -179,7 +179,7 @@ def test_invalid_permits_stop_the_drafts() -> None:
 
 
 class Sure(Fixed):
-    """Knows what comes next."""
+    """A source that is certain of the next tokens."""
 
     def __init__(self, certain: list[int], paths: Any) -> None:
         super().__init__(paths)
@@ -190,7 +190,7 @@ class Sure(Fixed):
 
 
 class Resting(FixedBudget):
-    """Never drafts."""
+    """A budget that never drafts."""
 
     backs_off = True
 
@@ -323,7 +323,7 @@ def test_objects_that_cannot_draft_are_refused(fields: dict[str, Any], message: 
 
 
 class RandomSource(Fixed):
-    """Lists tokens that it draws from torch's default generator."""
+    """A source that draws tokens from torch's default generator."""
 
     drawn: ClassVar[list[list[int]]] = []
 
@@ -333,7 +333,7 @@ class RandomSource(Fixed):
 
 
 class RandomDrafter:
-    """Drafts such tokens, and draws whenever it is asked something."""
+    """A drafter that draws tokens, and draws random numbers in every call."""
 
     top_k = 0
 

@@ -14,7 +14,7 @@ NextToken = Callable[[list[int]], int]
 
 
 def run(drafter: JacobiBlockDrafter, next_token: NextToken, prompt: list[int], tokens: int) -> list[list[int]]:
-    """Decode at least `tokens` tokens with a fake model; returns the tokens that each step accepted."""
+    """Decode at least `tokens` tokens with a fake model; return the accepted tokens of each step."""
     drafter.start(prompt)
     text, steps = list(prompt), []
     while sum(map(len, steps)) < tokens:
@@ -30,14 +30,14 @@ def run(drafter: JacobiBlockDrafter, next_token: NextToken, prompt: list[int], t
 
 
 def reference_steps(next_token: NextToken, prompt: list[int], guesses: list[int]) -> list[int]:
-    """Algorithm 1 on one block, all positions recomputed in every iteration: tokens confirmed by each iteration.
+    """Run Algorithm 1 on one block, recomputing all positions; return the number of tokens confirmed per iteration.
 
-    A position is confirmed when all before it are, and the guess there did not change.
+    A position is confirmed if all positions before it are, and its guess did not change.
     """
     block, confirmed, steps = list(guesses), 0, []
     while confirmed < len(block):
         new = [next_token(prompt + block[:i]) for i in range(len(block))]
-        # The first open position is named from decided text alone; what follows it holds while guesses did.
+        # The first open position depends only on decided text; later ones are right while the guesses before were.
         right = confirmed + 1
         while right < len(block) and block[right - 1] == new[right - 1]:
             right += 1
@@ -59,7 +59,7 @@ def test_block_takes_the_steps_of_algorithm_1(seed: int, size: int, vocabulary: 
     first_block = list(drafter._guesses)
     expected = reference_steps(next_token, prompt, first_block)
     got = [len(tokens) for tokens in run(drafter, next_token, prompt, size)]
-    # The last step of a block may confirm its end and, for nothing, name the token behind it.
+    # The last step of a block may confirm its end, and predict the token after it at no cost.
     assert got[: len(expected) - 1] == expected[:-1]
     assert got[len(expected) - 1] in (expected[-1], expected[-1] + 1)
 

@@ -1,4 +1,4 @@
-"""Drafts that know what tokens are sampled with: the same text in fewer steps, and nothing drawn that was not to be."""
+"""Drafts with known sampling noise: the same text in fewer steps, without additional random draws."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drafter_of(budget: int, **settings: bool) -> AutoDrafter:
 
 
 class SampledChain:
-    """A model whose tokens depend on the one before, sampled with noise that is drawn beforehand."""
+    """A model of token pairs, sampled with noise drawn in advance."""
 
     def __init__(self, tokens: int, knows: bool, temperature: float = 1.0, chains: bool = False) -> None:
         random = np.random.default_rng(0)
@@ -65,14 +65,14 @@ def test_known_noise_saves_steps_and_changes_no_token(chains: bool) -> None:
 
 
 def test_noise_counts_less_where_the_temperature_is_low() -> None:
-    # The likeliest token is nearly certain then: noise that counted in full would mislead.
+    # The likeliest token is nearly certain: noise with full weight would be wrong.
     known, unknown = SampledChain(1500, True, 0.1), SampledChain(1500, False, 0.1)
     assert known.text[:1500] == unknown.text[:1500]
     assert known.steps <= unknown.steps
 
 
 def learned(drafter: AutoDrafter, likely: dict[int, float]) -> None:
-    """Teach what may follow token 1, in a text that ends with it."""
+    """Teach predictions after token 1, in a text that ends with it."""
     drafter.start([1])
     tree = TokenTree([1])
     drafter.propose(tree)
@@ -96,7 +96,7 @@ def test_tokens_that_the_noise_does_not_reach_are_drafted_without() -> None:
     drafter = drafter_of(3)
     learned(drafter, {4: 0.6, 5: 0.4})
     tree = TokenTree([1])
-    tree.foresee = lambda tokens: Noise((np.ones(5, dtype=np.float32),), 1.0)  # token 5 has none
+    tree.foresee = lambda tokens: Noise((np.ones(5, dtype=np.float32),), 1.0)  # without noise for token 5
     drafter.propose(tree)
     assert {4, 5} <= set(tree.tokens)
 
@@ -109,7 +109,7 @@ def test_a_sampler_foresees_what_it_samples_with(rows: int) -> None:
 
     noise = SamplingNoise(rows, torch.Generator().manual_seed(7))
     samplers = [TextSampler(noise=noise, row=row) for row in range(rows)]
-    assert samplers[0].foresee(4) is None  # how large the vocabulary is, and where, shows when it is first used
+    assert samplers[0].foresee(4) is None  # the size and device of the vocabulary are unknown before the first use
     for place, shares in enumerate(probabilities):
         for row, sampler in enumerate(samplers):
             foreseen = sampler.foresee(3)

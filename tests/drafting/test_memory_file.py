@@ -1,4 +1,4 @@
-"""The file of a memory: whole at any time, shared by all who fill it, and refused where it is something else."""
+"""The file of a memory: always complete, shared by several writers, and refused if it is another kind of file."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ORDERS = DraftMemory().orders
 
 
 def teach(memory: DraftMemory, token: int, following: int, probability: float = 0.5) -> None:
-    """One lesson: after `token`, and after the same token again and again, comes `following`."""
+    """Teach that `following` comes after `token`, and after any repetition of it."""
     context = np.full((1, memory.orders), token)
     insert(memory, context, np.array([[following]]), np.array([[probability]], dtype=np.float32))
 
 
 def known(memory: DraftMemory, token: int) -> int | None:
-    """What the longest context of `token` is followed by; `None` if it is not known."""
-    found, ids, _ = lookup(memory, np.full((1, memory.orders), token))
-    return int(ids[0, -1, 0]) if found[0, -1] else None
+    """Return the prediction after the longest context of `token`; `None` if the context is unknown."""
+    is_known, ids, _ = lookup(memory, np.full((1, memory.orders), token))
+    return int(ids[0, -1, 0]) if is_known[0, -1] else None
 
 
 def files(folder: Path) -> list[str]:
-    """What is in a folder besides the lock, which stays there."""
+    """Return the names of files in a folder, without the lock file."""
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
@@ -63,8 +63,8 @@ def test_two_objects_with_one_file_keep_what_both_learned(path: Path) -> None:
         for file, first in ((one, 0), (two, 100)):
             teach(file.memory, first + step, 7 + step)
             file.save(MODEL)
-    kept = load_memory(path, MODEL)
-    assert [known(kept, first + step) for first in (0, 100) for step in range(3)] == [7, 8, 9] * 2
+    merged = load_memory(path, MODEL)
+    assert [known(merged, first + step) for first in (0, 100) for step in range(3)] == [7, 8, 9] * 2
     assert known(two.memory, 0) == 7, "and each drafts from what the other one wrote"
     assert files(path.parent) == [path.name]
 
@@ -77,8 +77,8 @@ def test_processes_with_one_file_keep_what_all_learned(path: Path) -> None:
     for process in processes:
         process.join(600)
         assert process.exitcode == 0
-    kept = load_memory(path, MODEL)
-    missing = [token for first in (0, 100, 200) for token in range(first, first + 10) if known(kept, token) is None]
+    merged = load_memory(path, MODEL)
+    missing = [token for first in (0, 100, 200) for token in range(first, first + 10) if known(merged, token) is None]
     assert not missing
     assert files(path.parent) == [path.name]
 
@@ -129,7 +129,7 @@ def test_merging_keeps_the_newest_of_a_full_set() -> None:
 
 
 def test_merging_agrees_with_a_dictionary() -> None:
-    """As long as nothing has to make room, all contexts of both are there, with the predictions of one of them."""
+    """While nothing is evicted, the result has the contexts of both, each with the predictions of one."""
     rng = np.random.default_rng(0)
     memories = [DraftMemory(2, 4096, 2) for _ in range(2)]
     told: list[dict[int, int]] = [{}, {}]
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
             file.save(MODEL)
     assert path.read_bytes() == content
     assert files(path.parent) == [path.name]
-    file.save(MODEL)  # and when there is room again, nothing is missing
+    file.save(MODEL)  # with space again, nothing is missing
     assert known(load_memory(path, MODEL), 3) == 4
 
 
@@ -217,7 +217,7 @@ def test_the_content_reaches_the_disk_before_the_name(path: Path, monkeypatch: p
 
 def test_a_link_is_followed_and_stays(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere" / "kept.npz"
-    path.symlink_to(target)  # to a folder that is not there yet
+    path.symlink_to(target)  # to a folder that does not exist yet
     save_lessons(path, range(2))
     assert path.is_symlink()
     assert known(load_memory(target, MODEL), 1) == 1001
@@ -251,7 +251,7 @@ def test_a_file_of_something_else_is_left_alone(path: Path) -> None:
     path.unlink()
     file = MemoryFile(path, MODEL)
     teach(file.memory, 1, 2)
-    path.write_bytes(b"mine")  # meanwhile
+    path.write_bytes(b"mine")  # between loading and saving
     with pytest.raises(InvalidArgumentError, match="is no saved memory"):
         file.save(MODEL)
     assert path.read_bytes() == b"mine"
@@ -267,14 +267,14 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_paths_that_are_no_regular_file_are_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)  # the name of a socket is short
+    monkeypatch.chdir(path.parent)  # names of sockets must be short
     MAKERS[kind](Path(path.name))
     with pytest.raises(InvalidArgumentError, match=r"memory='.*memory\.npz' cannot be written: it is no file"):
         MemoryFile(path, MODEL)
     path.rmdir() if kind == "a folder" else path.unlink()
     file = MemoryFile(path, MODEL)
     teach(file.memory, 1, 2)
-    MAKERS[kind](Path(path.name))  # meanwhile
+    MAKERS[kind](Path(path.name))  # between loading and saving
     with pytest.raises(InvalidArgumentError, match="it is no file"):
         file.save(MODEL)
 
@@ -296,7 +296,7 @@ def test_the_longest_name_is_no_trouble(tmp_path: Path) -> None:
 
 
 def content(**changes: NDArray[Any] | None) -> bytes:
-    """A small saved memory, some arrays replaced or left out."""
+    """Return the bytes of a small memory file, with some arrays replaced or left out."""
     memory = DraftMemory(2, 64, 2)
     for token in range(5):
         teach(memory, token, token)
@@ -355,7 +355,7 @@ def test_a_byte_changed_anywhere_is_refused_or_of_no_account(path: Path) -> None
             loaded = load_memory(path, MODEL)
         except InvalidArgumentError:
             check_refused(path, bytes(changed))
-        else:  # such as the time at which it was packed
+        else:  # for example, the time of packing
             for name, array in memory_arrays(expected).items():
                 assert np.array_equal(memory_arrays(loaded)[name], array)
 
@@ -374,7 +374,7 @@ def test_other_content_is_refused(path: Path) -> None:
 @pytest.mark.parametrize("name", [*np.load(io.BytesIO(content())).files])
 def test_an_array_that_is_missing_or_another_is_refused(path: Path, name: str) -> None:
     array = np.load(io.BytesIO(content()))[name]
-    missing = [] if name == "ngram_evidence" else [None]  # files of before have none
+    missing = [] if name == "ngram_evidence" else [None]  # older files do not have it
     for other in (*missing, array[None], array.astype(np.complex64) if array.dtype.kind != "U" else np.array(3.5)):
         check_refused(path, content(**{name: other}))
     if array.ndim:
@@ -384,7 +384,7 @@ def test_an_array_that_is_missing_or_another_is_refused(path: Path, name: str) -
 
 
 class Trap:
-    """Unpickling it would be noticed."""
+    """An object that detects its unpickling."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.abort, ()
@@ -409,7 +409,7 @@ def test_sizes_are_checked_before_room_is_taken(path: Path, sizes: tuple[int, in
 
 
 def test_a_shape_is_checked(path: Path) -> None:
-    """An array that declares terabytes, in a file of a few bytes."""
+    """A file of a few bytes declares an array of terabytes."""
     data, stream = content(), io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
         for name in old.namelist():

@@ -1,4 +1,4 @@
-"""The n-gram memory against a dictionary, its bounds, and its way through a file."""
+"""The n-gram memory: comparison with a dictionary, bounds, saving and loading."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOP_K = 4
 def predictions(
     rng: np.random.Generator, count: int, width: int = TOP_K
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Made-up top tokens of `count` nodes: distinct ids and falling probabilities."""
+    """Return random predictions for `count` nodes: distinct ids and falling probabilities."""
     ids = np.stack([rng.permutation(50)[:width] for _ in range(count)]) if count else np.zeros((0, width), np.int64)
     shares = -np.sort(-rng.random((count, width)), axis=1)
     return ids, (0.9 * shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-9)).astype(np.float32)
 
 
 class Dictionary:
-    """What the memory should be, as long as nothing has to make room."""
+    """Reference for the memory, while nothing is evicted."""
 
     def __init__(self, old_share: float) -> None:
         self._old_share = old_share
@@ -77,10 +77,10 @@ def test_the_memory_agrees_with_a_dictionary(batches: list[list[tuple[int, ...]]
     reference = Dictionary(old_share)
     for batch in batches:
         contexts = np.array(batch, dtype=np.int64).reshape(-1, ORDERS)
-        contexts[::3, -1] = -1  # some stand near the beginning of a text
-        told = predictions(rng, len(contexts))
-        insert(memory, contexts, *told)
-        reference.insert(contexts, *told)
+        contexts[::3, -1] = -1  # some contexts are at the beginning of a text
+        lesson = predictions(rng, len(contexts))
+        insert(memory, contexts, *lesson)
+        reference.insert(contexts, *lesson)
     everything = np.stack(np.meshgrid(*[np.arange(6)] * ORDERS), axis=-1).reshape(-1, ORDERS)
     check_equal(memory, reference, everything)
 
@@ -95,7 +95,7 @@ def test_the_newest_prediction_counts_and_the_last_of_a_batch() -> None:
     assert memory.statistics()["entries"] == [1]
 
 
-def test_what_follows_a_single_token_keeps_some_of_what_it_was() -> None:
+def test_predictions_after_a_single_token_keep_a_share_of_older_ones() -> None:
     memory = DraftMemory(2, 64, 2, old_share=0.25)
     for ids, shares in (([1, 2], [0.8, 0.1]), ([3, 4], [0.6, 0.1])):
         insert(memory, np.array([[7, 9]]), np.array([ids]), np.array([shares], dtype=np.float32))
@@ -115,7 +115,7 @@ def test_a_full_set_forgets_its_oldest_context() -> None:
     probability = np.array([[0.5]], dtype=np.float32)
     for token in range(WAYS):
         insert(memory, np.array([[token]]), np.array([[token + 100]]), probability)
-    insert(memory, np.array([[0]]), np.array([[200]]), probability)  # seen again, so the youngest
+    insert(memory, np.array([[0]]), np.array([[200]]), probability)  # seen again, so now the newest
     insert(memory, np.array([[50]]), np.array([[150]]), probability)
     assert lookup(memory, np.array([[0], [1], [2], [50]]))[0][:, 0].tolist() == [True, False, True, True]
 
@@ -145,17 +145,17 @@ def test_sizes_out_of_range_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
-    rng, kept = np.random.default_rng(1), DraftMemory(ORDERS, 64, TOP_K)
+    rng, original = np.random.default_rng(1), DraftMemory(ORDERS, 64, TOP_K)
     contexts = rng.integers(0, 30, (100, ORDERS))
-    insert(kept, contexts, *predictions(rng, 100))
+    insert(original, contexts, *predictions(rng, 100))
     path = tmp_path / "memory.npz"
-    save_memory(kept, path, "a model")
+    save_memory(original, path, "a model")
     loaded = load_memory(path, "a model")
     more = rng.integers(0, 30, (50, ORDERS))
-    told = predictions(rng, 50)
-    for memory in (kept, loaded):
-        insert(memory, more, *told)  # and it makes room as before
-    for one, other in zip(lookup(kept, contexts), lookup(loaded, contexts), strict=True):
+    lesson = predictions(rng, 50)
+    for memory in (original, loaded):
+        insert(memory, more, *lesson)  # evictions are equal too
+    for one, other in zip(lookup(original, contexts), lookup(loaded, contexts), strict=True):
         assert np.array_equal(one, other)
 
 

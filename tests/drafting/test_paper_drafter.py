@@ -1,4 +1,4 @@
-"""The window's life and what enters the pool, against a trace made by hand."""
+"""The window over several steps, and the n-grams that enter the pool, against a trace made by hand."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,9 @@ from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
 
 
 class FakeModel:
-    """After a node that stands at place p of the text, in step s, it names the token 100 * s + p + 1.
+    """After a node at index p of the text, in step s, predict the token 100 * s + p + 1.
 
-    So every token tells when it was made and for which place: 204 was made in step 2 for place 4.
+    So every token shows its step and index: 204 was predicted in step 2 for index 4.
     """
 
     def __init__(self) -> None:
@@ -18,13 +18,13 @@ class FakeModel:
         self.text = [5]
 
     def run(self, tree: TokenTree, accept: int = 1) -> StepResult:
-        """Run one step on `tree`, whose root is the end of the text, and decide `accept` tokens."""
+        """Run one step on `tree`, with its root at the end of the text, and decide `accept` tokens."""
         self.step += 1
         root_place = len(self.text) - 1
         predictions = np.array(
             [
-                100 * self.step + root_place + depth - tree.depths[tree.root] + 1 if wanted else -1
-                for depth, wanted in zip(tree.depths, tree.needs_logits, strict=True)
+                100 * self.step + root_place + depth - tree.depths[tree.root] + 1 if reads else -1
+                for depth, reads in zip(tree.depths, tree.needs_logits, strict=True)
             ]
         )
         tokens = [100 * self.step + root_place + 1 + i for i in range(accept)]
@@ -41,17 +41,17 @@ def run_step(window: JacobiWindow, model: FakeModel, accept: int = 1) -> list[tu
 def test_window_of_three_columns_and_four_grams_by_hand() -> None:
     window, model = JacobiWindow(window_size=3, ngram_size=4, seed=0), FakeModel()
     window.start([5])
-    # W+N-3 = 4 random tokens of the prompt, for places 1-4; the root stands at place 0.
+    # W+N-3 = 4 random tokens of the prompt, for indices 1-4; the root is at index 0.
     assert window.rows == [[5, 5, 5, 5]]
-    # Warm-up 1: the tokens named after the trunk, for places 2-5, become row 1. The next root takes place 1.
+    # Warm-up 1: the predictions after the trunk, for indices 2-5, become row 1. The next root takes index 1.
     assert run_step(window, model) == []
     assert window.rows == [[5, 5, 5], [102, 103, 104, 105]]
-    # Warm-up 2: row 1 names places 3-6. The next root takes place 2, so row 1 loses it, and row 2 place 3.
+    # Warm-up 2: row 1 predicts indices 3-6. The next root takes index 2, so row 1 loses it, and row 2 index 3.
     assert run_step(window, model) == []
     assert window.rows == [[5, 5], [103, 104, 105], [204, 205, 206]]
     # The window is full: N-1 = 3 rows, W = 3 columns with the root. Each column and its new token are a 4-gram.
     assert run_step(window, model) == [(202, 103, 204, 305), (5, 104, 205, 306), (5, 105, 206, 307)]
-    # Row 0 goes; the first token of row 1 makes way for the next root, at place 3.
+    # Row 0 is dropped; the first token of row 1 is replaced by the next root, at index 3.
     assert window.rows == [[104, 105], [204, 205, 206], [305, 306, 307]]
     assert run_step(window, model) == [(303, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408)]
     assert window.rows == [[205, 206], [305, 306, 307], [406, 407, 408]]
@@ -62,11 +62,11 @@ def test_window_slides_one_place_however_many_tokens_are_accepted() -> None:
     window.start([5])
     for _ in range(3):
         run_step(window, model)
-    # Three tokens at once, for places 4-6; the window's rows move up just as for one.
+    # Three tokens at once, for indices 4-6; the window's rows move up as after one token.
     assert run_step(window, model, accept=3) == [(303, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408)]
     assert model.text[-1] == 406
     assert window.rows == [[205, 206], [305, 306, 307], [406, 407, 408]]
-    # The root is 406 at place 6 now, and the last row stands at places 8-10.
+    # Now the root is 406 at index 6, and the last row has indices 8-10.
     assert run_step(window, model) == [(406, 305, 406, 509), (205, 306, 407, 510), (206, 307, 408, 511)]
 
 
@@ -160,7 +160,7 @@ def test_drafter_verifies_what_the_window_found() -> None:
 
 
 def test_pool_from_prompt_and_output_takes_the_accepted_run_once() -> None:
-    """The original implementation repeats the last token instead of the accepted run."""
+    """The original implementation repeats the last token instead of adding the accepted run."""
     pool = NGramPool(3, 5)
     drafter = PaperDrafter(JacobiWindow(2, 3, seed=0), pool, pool_from_prompt=True, pool_from_output=True)
     drafter.start([1, 2, 3])

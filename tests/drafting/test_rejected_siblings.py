@@ -1,4 +1,4 @@
-"""What followed a token in the root's place is drafted after the right one."""
+"""Predictions after a rejected sibling are drafted after the selected token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_continuations_of_rejected_siblings_are_drafted_after_the_selected_token
     tree = TokenTree([5])
     drafter.propose(tree)
     assert tree.tokens == [5, 7]
-    # The model says 8, not 7; after 7 it would have said 9, or else 3.
+    # The model selects 8, not 7; after 7 it would have selected 9, or else 3.
     ids, shares = np.array([[8, 7], [9, 3]]), np.float32([[0.9, 0.1], [0.7, 0.2]])
     drafter.observe(StepResult(tree, ids[:, 0], [], [8], ids, shares))
     coming = TokenTree([8])

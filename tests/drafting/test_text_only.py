@@ -1,4 +1,4 @@
-"""Drafts of texts alone: what the memory counts, and what is drafted from it."""
+"""Drafts without predictions: counts of tokens in the memory, and drafts from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_shares_are_running_means_at_each_length(seed: int) -> None:
 
 
 @pytest.mark.parametrize("chains", [False, True])
-def test_what_the_prompt_has_takes_few_steps(chains: bool) -> None:
+def test_text_of_the_prompt_takes_few_steps(chains: bool) -> None:
     prompt = [1, 2, *LINE, 3]
     assert play_text(prompt, [1, 2, *LINE], AutoDrafter(DraftMemory.of_texts(), 16, chains=chains)).steps <= 3
 

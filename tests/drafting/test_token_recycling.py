@@ -1,4 +1,4 @@
-"""Token recycling by hand: which tree it draws, and what it learns."""
+"""Token recycling by hand: its trees, and its learning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lookahead.drafting import StepResult, TokenRecyclingDrafter
 
 
 def show(drafter: TokenRecyclingDrafter, token: int, ids: list[int], probabilities: list[float]) -> None:
-    """A step of one token, after which the model predicts `ids`."""
+    """Observe a step of one token with the predictions `ids`."""
     drafter.observe(
         StepResult(
             TokenTree([token]),
@@ -23,7 +23,7 @@ def show(drafter: TokenRecyclingDrafter, token: int, ids: list[int], probabiliti
 
 
 def draft(drafter: TokenRecyclingDrafter, root: int, max_depth: int | None = None) -> list[tuple[int, int]]:
-    """Token and parent of each drafted node, in order."""
+    """Return token and parent of each drafted node, in order."""
     tree = TokenTree([root], max_depth)
     drafter.propose(tree)
     return list(zip(tree.tokens, tree.parents, strict=True))[1:]

@@ -1,4 +1,4 @@
-"""Texts that are not what the model would write: what is learned from the tokens selected, and from what is beside."""
+"""Texts that differ from the model's predictions: learning from the selected tokens, and trust in predictions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def text_of(pieces: Sequence[int]) -> list[int]:
 
 
 def write(drafter: AutoDrafter, prompt: list[int], answer: list[int], right: bool = False) -> list[int]:
-    """Steps of a text that is decided beforehand, with predictions that are right or have nothing to do with it; the
-    nodes that each step sent."""
+    """Run the steps of a fixed text, with right or unrelated predictions; return the number of nodes of each step."""
     whole, text, cached = [*prompt, *answer], list(prompt), 0
     drafter.start(prompt)
     sent = []
@@ -89,7 +88,7 @@ def test_nothing_is_listed_where_predictions_say_nothing_and_again_where_they_do
 
 
 class Wrong:
-    """A source that is sure, and always wrong."""
+    """A source that is confident and always wrong."""
 
     name = "wrong"
 
@@ -111,7 +110,7 @@ def test_a_source_that_keeps_failing_costs_no_more_than_some_steps(right: bool) 
 
 
 def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
-    """The share of the selected tokens that predictions account for, token by token; each step has one node."""
+    """Return the share of selected tokens that were predicted, after each token; each step has one node."""
     batch = DraftBatch(DraftMemory(2, 64, 3), 1)
     batch.begin(0, [1])
     shares = []
@@ -139,7 +138,7 @@ def test_sampled_tokens_that_were_thought_likely_keep_the_trust() -> None:
 
 
 class Recorded(LogitsProcessor):
-    """Leaves one token at each place."""
+    """Allow one token at each index."""
 
     def __init__(self, answer: list[int], prompt: int) -> None:
         self._answer, self._prompt = answer, prompt

@@ -1,4 +1,4 @@
-"""Drafts hold tokens of the model's vocabulary alone, whatever is remembered of another one."""
+"""Drafts only hold tokens of the model's vocabulary, even with a memory of a larger one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from model_zoo import VOCAB_SIZE, build
 
 LEARNED = torch.tensor([[5, 60, 61, 62, 63, 5, 60, 61, 62, 63, 5, 60]])
 LEFT = 30
-"""Tokens that are left of the vocabulary."""
+"""Size of the reduced vocabulary."""
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 20, 5]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """A tiny random Llama of its own for each test."""
+    """A new tiny random Llama for each test."""
     return copy.deepcopy(build("llama"))
 
 
@@ -40,7 +40,7 @@ def resize(model: PreTrainedModel, tokens: int) -> None:
 
 
 def door(how: str, model: PreTrainedModel, folder: Path) -> Any:
-    """What generates for `model` with a memory that it keeps."""
+    """Return an entry point for `model` with a memory that lasts between calls."""
     config = LookaheadConfig(memory=folder / "memory" if how == "file" else "process", step_budget=16)
     if how == "engine":
         engine = Engine(model, config)
@@ -85,12 +85,12 @@ def test_requests_that_wait_while_the_vocabulary_shrinks(model: PreTrainedModel)
 
 
 class Gone:
-    """A source of a token that is gone."""
+    """A source of a token outside of the reduced vocabulary."""
 
     name = "gone"
 
     def start(self, prompt: Any) -> None:
-        """It knows nothing of the text."""
+        """Ignore the text."""
 
     def propose(self) -> TokenPaths:
         return TokenPaths.chain([60, 61])
@@ -99,7 +99,7 @@ class Gone:
         return [61]
 
     def observe(self, result: Any) -> None:
-        """Nor does it learn."""
+        """Learn nothing."""
 
 
 def test_a_source_of_tokens_that_are_gone_costs_its_request_the_drafts(model: PreTrainedModel) -> None:

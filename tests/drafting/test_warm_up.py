@@ -1,4 +1,4 @@
-"""What is done before the first step: loops are compiled, so that no step has to."""
+"""Loops are compiled before the first step, so that no step has to."""
 
 from __future__ import annotations
 
