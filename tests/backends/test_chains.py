@@ -1,4 +1,4 @@
-"""States that are put back: saved, restored, tried on miniatures, and told from those that cannot be."""
+"""Running states: saved, restored, tried on miniatures, and distinguished from states that cannot be restored."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 def plain(model: PreTrainedModel) -> torch.Tensor:
-    """Logits along the text, read a token at a time."""
+    """Return the logits along the text, read a token at a time."""
     return follow(ChainRunner(model), [[*TEXT, 0]], 4, nothing)[0]
 
 
 def tensors(cache: Any) -> list[torch.Tensor]:
-    """All tensors that a cache holds, copied."""
+    """Return copies of all tensors in a cache."""
     found: list[torch.Tensor] = []
 
     def visit(value: Any) -> None:
@@ -128,21 +128,21 @@ def test_layers_that_forget_their_states_take_drafts_one_by_one(family: str) -> 
     model = tiny(family)
     expected = plain(model)
     with_drafts = follow(ChainRunner(model), [[*TEXT, 0]], 4, lambda tree, following: tree.add_candidates(following))
-    assert not torch.allclose(with_drafts[0], expected, atol=1e-2)  # the model itself, over several tokens
+    assert not torch.allclose(with_drafts[0], expected, atol=1e-2)  # the model itself is wrong over several tokens
     runner = ChainRunner(model, engine=chain_engine(model))
-    found = follow(runner, [[*TEXT, 0]], 4, lambda tree, following: tree.add_candidates(following))
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
-    # A prompt that is longer than a draft, behind a text, goes the same way.
+    logits = follow(runner, [[*TEXT, 0]], 4, lambda tree, following: tree.add_candidates(following))
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+    # A prompt longer than a draft, after a text, is read in the same way.
     runner.rows = [runner.new_row()]
     torch.testing.assert_close(follow(runner, [[*TEXT, 0]], 4, nothing)[0], expected, atol=1e-4, rtol=1e-4)
     text = torch.randint(3, 90, (1, 90), generator=torch.Generator().manual_seed(0))
     prompt = {"max_new_tokens": 4, "do_sample": False}
     with Engine(model, prompt_tokens=70) as rows:
         assert torch.equal(rows.submit(text, **prompt).result(), model.generate(text, **prompt))
-    given = {"prefill_chunk_size": 4, "past_key_values": DynamicCache(config=model.config)}
-    if "mamba" in family:  # which calls its cache otherwise
-        del given["past_key_values"]
-    for name, value in given.items():
+    arguments = {"prefill_chunk_size": 4, "past_key_values": DynamicCache(config=model.config)}
+    if "mamba" in family:  # its cache argument has another name
+        del arguments["past_key_values"]
+    for name, value in arguments.items():
         with pytest.raises(UnsupportedArgumentError, match="forget the state"):
             lookahead.generate(model, text, **{name: value}, **prompt)
 
@@ -150,14 +150,14 @@ def test_layers_that_forget_their_states_take_drafts_one_by_one(family: str) -> 
 def test_states_that_stay_as_the_draft_left_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SavedState, "restore", lambda self: None)
     model = build("qwen3_next", Variant(window=5), "eager")
-    model.config.name_or_path = "of no other test"  # what was tried is kept by configuration
+    model.config.name_or_path = "of no other test"  # findings are stored by configuration
     assert not equivalence(model).holds("chains")
 
 
 def test_the_model_itself_is_tried_as_well() -> None:
     model = tiny("mamba2")
     assert equivalence(model).holds("chains")
-    mixer = model.backbone.layers[0].mixer  # which goes on wrongly, as a kernel of its device might
+    mixer = model.backbone.layers[0].mixer  # wrong after a first pass, like a faulty kernel
     mixer.register_forward_hook(lambda module, inputs, output: output if output.shape[1] in (1, 6) else -output)
     with pytest.raises(UnsupportedModelError, match="otherwise than one token at a time"):
         runs_on_chains(model)
@@ -174,7 +174,7 @@ def test_trying_leaves_the_states_of_modules() -> None:
 @torch.no_grad()
 def test_drafts_are_read_in_short_chunks() -> None:
     model = tiny("mamba2")
-    assert chain_engine(model) is model  # whose chunks are short
+    assert chain_engine(model) is model  # its chunks are short
     for layer in model.backbone.layers:
         layer.mixer.chunk_size = 256
     expected = plain(model)
@@ -195,7 +195,7 @@ def test_drafts_are_read_in_short_chunks() -> None:
 
 def test_models_with_keys_and_values_alone_run_on_trees() -> None:
     assert not runs_on_chains(tiny("llama"))
-    blt = tiny("blt")  # of whose configuration transformers makes no cache
+    blt = tiny("blt")  # transformers cannot make a cache from its configuration
     assert not has_running_state(type(blt), blt.config)
 
 

@@ -1,4 +1,4 @@
-"""The model runner against plain forward passes, one for each path of a tree."""
+"""The model runner, against a plain forward pass for each path of a tree."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_every_node_reads_its_own_path(name: str) -> None:
                         assert result.predictions[node] == expected.argmax()
                     else:
                         assert result.predictions[node] == -1
-            # Rows accept different lengths: the branch that is not contiguous, and one candidate alone.
+            # Rows accept different lengths: the branch in scattered slots, and a single candidate.
             paths = [trees[0].add_candidates([1 + step, 4]), trees[1].add_candidates([1 + step])]
             runner.commit([[*range(t.root + 1), *path] for t, path in zip(trees, paths, strict=True)])
             for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
@@ -69,7 +69,7 @@ def test_every_node_reads_its_own_path(name: str) -> None:
 
 
 def test_one_token_steps_are_transformers_own(llama: PreTrainedModel) -> None:
-    """A step without a draft sends no mask of ours: bit for bit what transformers computes."""
+    """A step without a draft has no mask of ours, and is bit-identical to transformers."""
     text = [4, 8, 15, 16, 23, 42]
     runner = ModelRunner(llama, batch_size=1)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_trees_end_where_the_context_does() -> None:
 
 
 def test_keys_that_are_picked_are_counted_by_tokens_and_not_by_positions() -> None:
-    """Behind an image positions are smaller than indices in the text."""
+    """After an image, positions are smaller than indices in the text."""
     limits = Limits(PreTrainedConfig(layer_types=["indexed_attention"], index_topk=64))
     assert limits.deepest(10, shift=-20) == limits.deepest(10) - 20
 
@@ -110,7 +110,7 @@ def test_keys_that_are_picked_are_counted_by_tokens_and_not_by_positions() -> No
 def test_trees_end_where_a_model_begins_to_choose_what_it_attends_to() -> None:
     config = DeepseekV4Config(index_topk=3, compress_rates={"compressed_sparse_attention": 4})
     limit = Limits(config)
-    # The token at place 15 completes a fourth entry of four tokens; the one before it may come with what is pending.
+    # The token at index 15 completes a fourth entry of four tokens; the one before it may join the pending tokens.
     assert [limit.deepest(place) for place in (0, 12, 13, 14, 15, 40)] == [13, 13, 13, 14, 15, 40]
 
 
@@ -123,7 +123,7 @@ def test_trees_do_not_reach_across_a_change_of_rope() -> None:
     assert longrope.deepest(32) == 99
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     dynamic = Limits(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
-    assert dynamic.deepest(10) == 30  # a pass that comes to the last place keeps the frequencies of a longer text
+    assert dynamic.deepest(10) == 30  # a pass up to the last index keeps the frequencies of a longer text
     assert dynamic.deepest(40) == 40, "the frequencies change with every position: one at a time"
 
 

@@ -1,4 +1,4 @@
-"""The engine's clone of a model: faster, the same numbers, and nothing done to the model itself."""
+"""The engine's clone of a model: faster, with equal numbers; the model itself stays unchanged."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ def grouped_llama(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
 
 
 def state_of(model: PreTrainedModel) -> list[object]:
-    """Everything that somebody could have done to a model, by identity."""
+    """Return everything that may change in a model, by identity."""
     state: list[object] = [str(model.config), model.config._attn_implementation]
     for name, module in model.named_modules():
         state.append((name, type(module), id(module), sorted(vars(module))))
@@ -63,7 +63,7 @@ def test_the_model_itself_is_not_touched(pack_weights: bool) -> None:
     clone = engine_model(model, pack_weights)
     assert clone is not model
     assert clone.config._attn_implementation == FOLDED_SDPA
-    packs = pack_weights and can_pack(model.lm_head)  # not on a processor that does not multiply its number type
+    packs = pack_weights and can_pack(model.lm_head)  # the processor must support the number type
     assert any(isinstance(module, PackedLinear) for module in clone.modules()) == packs
     lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(pack_weights=pack_weights), **GREEDY)
     assert state_of(model) == before
@@ -98,7 +98,7 @@ def test_changed_weights_are_packed_anew() -> None:
     model = grouped_llama(torch.float32)
     lookahead.generate(model, PROMPT, lookahead_config=PACKED, **GREEDY)
     with torch.no_grad():
-        # As merging an adapter does it: past the version counter of the parameter.
+        # Like merging an adapter: the parameter's version counter does not change.
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data += torch.randn(weight.shape) @ torch.randn(weight.shape[1], weight.shape[1])
     expected = model.generate(PROMPT, **GREEDY)
@@ -117,7 +117,7 @@ def test_replaced_modules_and_settings_are_followed() -> None:
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
     second = engine()
     assert second is not first
-    model.config.hidden_act = "gelu"  # nobody reads it any more, but a clone cannot know
+    model.config.hidden_act = "gelu"  # unused by now, but a clone cannot know that
     assert engine() is not second
     model.set_attn_implementation("eager")
     assert engine() is model

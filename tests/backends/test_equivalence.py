@@ -1,4 +1,4 @@
-"""What only shows far into a long text is found on a miniature of the model."""
+"""Faults that only appear in long texts are found on a miniature of the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def randomised(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
-    """Larger weights than a model begins with, so that its text depends on what it sees."""
+    """Give a model larger weights than the initial ones, so that its text depends on its context."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -76,19 +76,19 @@ def assert_exact(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> N
 
 
 class CountsKeys(LlamaForCausalLM):
-    """Scales what it says by the number of keys, from a length on that is in its configuration."""
+    """A model that scales its logits by the number of keys, beyond a length in its configuration."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        kept = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         output = super().forward(*args, past_key_values=past_key_values, **kwargs)
-        places = kept + torch.arange(output.logits.shape[1])
+        places = cached + torch.arange(output.logits.shape[1])
         beyond = (places - self.config.sliding_window).clamp(min=0)
         output.logits = output.logits * (1 + 0.1 * beyond)[None, :, None]
         return output
 
 
 def test_a_model_that_counts_keys_beyond_its_window_is_refused() -> None:
-    """Its own passes of a few tokens say nothing of that: the window is 4,096 tokens long."""
+    """Short passes cannot show it: the window is 4,096 tokens long."""
     model = CountsKeys(LlamaConfig(**SIZES, sliding_window=4096)).eval()
     with pytest.raises(UnsupportedModelError, match="past every window"):
         lookahead.generate(model, prompt(5), max_new_tokens=4)
@@ -99,20 +99,20 @@ def test_a_model_that_counts_keys_beyond_its_window_is_refused() -> None:
     [("doge", {"keep_window_size": 24, "num_key_value_heads": 2}), ("moshi", {"sliding_window": 24, "ffn_dim": 96})],
 )
 def test_nothing_is_drafted_where_layers_no_longer_attend_to_all_keys(family: str, sizes: dict[str, int]) -> None:
-    """Which of equal keys Doge picks depends on where they lie; Moshi's cache drops keys that its masks have."""
+    """Doge selects among equal keys by their slots; Moshi's cache drops keys that its masks still include."""
     model = randomised(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).eval())
     options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
     for tokens in (30, 8):
-        found = lookahead.generate(model, prompt(tokens), lookahead_config=LookaheadConfig(step_budget=8), **options)
-        assert torch.equal(found.sequences, model.generate(prompt(tokens), **options).sequences)
-    nodes = found.statistics.nodes_per_step
+        output = lookahead.generate(model, prompt(tokens), lookahead_config=LookaheadConfig(step_budget=8), **options)
+        assert torch.equal(output.sequences, model.generate(prompt(tokens), **options).sequences)
+    nodes = output.statistics.nodes_per_step
     assert max(nodes[1:]) > 1
     assert nodes[-20:] == [1] * 20
 
 
 @pytest.mark.parametrize("tokens", quickly([20, 60, 120], [60]))
 def test_gpt_neo_beyond_its_local_window(tokens: int) -> None:
-    """Its local layers cut their masks from a table, by the numbers of the keys."""
+    """Local layers crop their masks from a table, by the indices of the keys."""
     config = GPTNeoConfig(
         vocab_size=97,
         hidden_size=64,
@@ -145,7 +145,7 @@ def test_gpt_neo_in_batches() -> None:
 @pytest.mark.parametrize("attention_chunk_size", quickly([32, 8192], [32]))
 @pytest.mark.parametrize("tokens", quickly([10, 30, 60], [10, 60]))
 def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> None:
-    """Queries of layers without RoPE are scaled by their place in the cache, in steps of `floor_scale`."""
+    """Queries of layers without RoPE are scaled by their index in the cache, in steps of `floor_scale`."""
     config = AutoConfig.for_model(
         "llama4_text",
         **SIZES,
@@ -173,7 +173,7 @@ def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> No
 
 @pytest.mark.exact
 def test_hidden_tokens_where_a_window_counts_them() -> None:
-    """Exact while the text stays inside the window, refused where it may outgrow it."""
+    """Exact while the text fits into the window, refused if it may exceed it."""
     ids, mask = prompt(20), torch.ones(1, 20, dtype=torch.long)
     mask[0, 16] = 0
     for window in (None, 8, 100):
@@ -190,7 +190,7 @@ def test_hidden_tokens_where_a_window_counts_them() -> None:
 
 
 def test_decoders_without_position_ids_take_no_padding() -> None:
-    """GIT counts padding as text: rows alone are exact, padded ones are refused."""
+    """GIT counts padding as text: single rows are exact, padded ones are refused."""
     config = GitConfig(**SIZES, vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
     model = randomised(GitForCausalLM(config))
     ids = torch.cat([prompt(14), prompt(14, 1)])
@@ -202,7 +202,7 @@ def test_decoders_without_position_ids_take_no_padding() -> None:
 
 
 def test_positions_that_are_computed_do_not_end() -> None:
-    """XGLM's sinusoidal table grows, GPT-2's learned one does not."""
+    """XGLM's sinusoidal table grows; GPT-2's learned table does not."""
     config = AutoConfig.for_model(
         "xglm", vocab_size=97, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=60
     )
@@ -217,7 +217,7 @@ def test_positions_that_are_computed_do_not_end() -> None:
 
 @pytest.mark.parametrize("end", [None, 96], ids=["no end", "an end that never comes"])
 def test_the_end_of_a_table_in_a_padded_batch(end: int | None) -> None:
-    """All that plain decoding writes before it fails is there; rows are of one length where nothing fills them up."""
+    """The text is complete up to the failure of plain decoding; rows have equal lengths without a pad token."""
     config = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=48)
     config.bos_token_id = config.eos_token_id = None
     model = randomised(GPT2LMHeadModel(config))
@@ -235,7 +235,7 @@ def test_the_end_of_a_table_in_a_padded_batch(end: int | None) -> None:
 @pytest.mark.parametrize("tokens", quickly([40, 46, 47, 48], [46, 47]))
 @pytest.mark.parametrize("attention", quickly(["sdpa", "eager"], ["sdpa"]))
 def test_dynamic_rope_after_a_longer_text(tokens: int, attention: str) -> None:
-    """A pass that ends before the last place of the context forgets the longer text; a draft must not prevent that."""
+    """A pass that ends before the context's last index forgets the longer text; drafts must not prevent that."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = LlamaConfig(**SIZES, max_position_embeddings=48, rope_parameters=rope)
     model = randomised(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
@@ -264,7 +264,7 @@ def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("attention", quickly(["eager", "sdpa"], ["sdpa"]))
 def test_models_with_few_tokens_are_tried_and_exact(vocabulary: int, attention: str) -> None:
-    """The tokens that a model is tried with must differ, however few there are."""
+    """The tokens of a trial must differ, even with a tiny vocabulary."""
     config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary})
     model = randomised(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
     ids = torch.zeros(1, 6, dtype=torch.long)
@@ -289,19 +289,19 @@ def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
 
 @pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn"])
 def test_a_prompt_beyond_the_context_of_rope(rope_type: str) -> None:
-    """transformers warns and goes on."""
+    """transformers warns and continues."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
     model = randomised(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)), 0.3)
     for tokens in (40, 20):
         texts = []
         for decode in (type(model).generate, lookahead.generate):
-            model.generate(prompt(5), max_new_tokens=2)  # with dynamic RoPE, a short text forgets the longer one before
+            model.generate(prompt(5), max_new_tokens=2)  # with dynamic RoPE, a short text resets the frequencies
             texts.append(decode(model, prompt(tokens), max_new_tokens=40, do_sample=False))
         assert torch.equal(*texts)
 
 
 def test_the_decoder_of_whisper_has_a_table_of_positions() -> None:
-    """Under a name of its own; no tree reaches beyond it."""
+    """The table's size has a special name; no tree reaches beyond it."""
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
     config = AutoConfig.for_model("whisper", vocab_size=97, max_target_positions=60, **sizes)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
@@ -311,7 +311,7 @@ def test_the_decoder_of_whisper_has_a_table_of_positions() -> None:
 
 
 def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
-    """Beyond its first context, transformers drops its cache and sends the last token alone."""
+    """Beyond its first context, transformers drops its cache and sends only the last token."""
     config = AutoConfig.for_model("phi4_multimodal", **SIZES, num_key_value_heads=2)
     config.original_max_position_embeddings = 40
     config.vision_config = config.audio_config = None
@@ -331,7 +331,7 @@ def test_phi3_up_to_where_plain_decoding_breaks_before_transformers_5_20(
 
 
 def test_a_fault_that_only_makes_trees_fail_counts() -> None:
-    """PLBart counts positions itself: trees differ, or ask for places behind its table."""
+    """PLBart counts positions itself: trees differ, or exceed its table."""
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
     config = AutoConfig.for_model("plbart", vocab_size=97, max_position_embeddings=60, **sizes)
     config.is_decoder, config.is_encoder_decoder = True, False
@@ -344,7 +344,7 @@ def test_a_fault_that_only_makes_trees_fail_counts() -> None:
 
 
 def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
-    """RoPE tells distances alone, so the rows are exact; but the keys of a padded row stand elsewhere."""
+    """RoPE only encodes distances, so the rows are exact; but the keys of a padded row have other positions."""
 
     class CountsPadding(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,20 +369,20 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
 
 
 def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
-    kept = import_module("lookahead.backends.transformers.equivalence")
+    module = import_module("lookahead.backends.transformers.equivalence")
     checks = []
-    for size in range(kept._KEPT + 2):
+    for size in range(module._KEPT + 2):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 8 + size}))
         checks.append(weakref.ref(equivalence(model)))
         assert checks[-1]() is equivalence(model)
     gc.collect()
     assert checks[0]() is None
-    assert len(kept._by_kind) <= kept._KEPT
+    assert len(module._by_kind) <= module._KEPT
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "dots3_note_text"])
 def test_sizes_that_layers_have_for_themselves(family: str) -> None:
-    """A miniature has fewer layers, so they have other numbers, and small sizes as all else has."""
+    """A miniature has fewer layers, so per-layer sizes need other indices, and are small."""
     config = AutoConfig.for_model(family)
     assert config.to_dict()["per_layer_config"]
     kind = type(AutoModelForCausalLM.from_config(miniature_config(config)))
@@ -401,7 +401,7 @@ FEW_TOKENS = {
 @pytest.mark.parametrize("tokens", [30, 5])
 @pytest.mark.parametrize("family", FEW_TOKENS)
 def test_models_of_few_tokens_are_tried(family: str, tokens: int) -> None:
-    """Proteins have about thirty; a miniature has as many as its texts need."""
+    """Protein models have about thirty tokens; a miniature has the number that its texts need."""
     config = AutoConfig.for_model(family, **{**SIZES, **FEW_TOKENS[family], "vocab_size": tokens})
     model = randomised(AutoModelForCausalLM.from_config(config), 0.3)
     ids = torch.tensor([[3, 1, 4, 1, 2, 3, 1, 4]])
@@ -423,7 +423,7 @@ def test_padded_rows_of_few_tokens_that_count_padding() -> None:
 
 @pytest.mark.parametrize("family", ["m2m_100/encoder", "bart/encoder", "roberta"])
 def test_padding_tokens_inside_of_a_text_without_a_cache(family: str) -> None:
-    """M2M-100 counts no positions of them where it reads the text anew, and counts them behind a cache."""
+    """M2M-100 skips positions of padding when it reads the whole text, but counts them after a cache."""
     model = build_family(family, Variant(), "sdpa")
     pad = model.config.get_text_config(decoder=True).pad_token_id
     ids = prompt(7)
@@ -444,7 +444,7 @@ def test_padding_tokens_inside_of_a_text_without_a_cache(family: str) -> None:
 
 
 def test_rows_that_depend_on_each_other_in_plain_decoding() -> None:
-    """RWKV adds the states of all rows to each: a row of a batch is another text than the same row alone."""
+    """RWKV adds the states of all rows to each, so rows of a batch differ from single rows."""
     model = build_family("rwkv", Variant(), "eager")
     ids, options = torch.cat([prompt(5), prompt(5, 1)]), {"max_new_tokens": 20, "do_sample": False}
     alone = torch.cat([model.generate(row[None], **options) for row in ids])

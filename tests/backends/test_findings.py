@@ -1,4 +1,4 @@
-"""What invariant passes found by trying is kept for later processes, and believed only where nothing has changed."""
+"""Findings of trials for invariant passes are stored for later processes, and used only if nothing has changed."""
 
 import copy
 from collections.abc import Iterator
@@ -20,22 +20,22 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])
 
 
 class Tries:
-    """Counts what is to be tried, which is not: other tests do."""
+    """Count the trials and replace them by fixed results; other tests run them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts = {"find_rule": 0, "check_invariance": 0}
-        for module, name, found in ((modules, "find_rule", RowRule(2, MOST)), (comparisons, "check_invariance", True)):
-            patch.setattr(module, name, self._counting(name, found))
+        for module, name, result in ((modules, "find_rule", RowRule(2, MOST)), (comparisons, "check_invariance", True)):
+            patch.setattr(module, name, self._counting(name, result))
 
-    def _counting(self, name: str, found: object) -> Any:
+    def _counting(self, name: str, result: object) -> Any:
         def counting(*_: Any) -> Any:
             self.counts[name] += 1
-            return found
+            return result
 
         return counting
 
     def of_a_new_process(self, model: PreTrainedModel | None = None) -> tuple[dict[str, int], torch.Tensor]:
-        """What was tried for the first call in a process, and the text."""
+        """Simulate the first call in a process; return the counts of trials, and the text."""
         modules._rules.clear()
         self.counts.update(dict.fromkeys(self.counts, 0))
         fresh = model or make()
@@ -50,11 +50,11 @@ def make() -> PreTrainedModel:
 
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tries]:
-    kept = dict(modules._rules)
+    rules = dict(modules._rules)
     monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     yield Tries(monkeypatch)
     modules._rules.clear()
-    modules._rules.update(kept)
+    modules._rules.update(rules)
 
 
 def test_a_second_process_tries_nothing(tries: Tries) -> None:

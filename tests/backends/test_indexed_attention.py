@@ -1,4 +1,4 @@
-"""Layers that pick the keys they attend to: their indexers' keys are kept and moved with a path as others are."""
+"""Layers that select the keys they attend to: the cache stores and moves their indexers' keys like other keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny.families import INDEXED, build
 from tiny.variant import Variant
 
 PICKED = 40
-"""Keys that a layer picks, of texts of 72 tokens."""
+"""Number of keys that a layer selects; texts have 72 tokens."""
 
 
 def tiny(family: str = "deepseek_v32", picked: int = PICKED) -> PreTrainedModel:
@@ -31,7 +31,7 @@ def prompt(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", quickly(INDEXED, INDEXED[::2]))
 def test_texts_past_the_keys_that_are_picked(family: str) -> None:
-    """Drafts end where layers begin to pick, as which of equal scores are picked depends on how many keys there are."""
+    """Drafts end once layers select keys, as the choice among equal scores depends on the number of keys."""
     model = tiny(family)
     assert not runs_on_chains(model)
     options: dict[str, Any] = {"max_new_tokens": 48, "return_dict_in_generate": True, "output_scores": True}
@@ -39,15 +39,15 @@ def test_texts_past_the_keys_that_are_picked(family: str) -> None:
         torch.manual_seed(1)
         expected = model.generate(prompt(), do_sample=sampled, **options)
         torch.manual_seed(1)
-        found = lookahead.generate(
+        output = lookahead.generate(
             model, prompt(), lookahead_config=LookaheadConfig(step_budget=16), do_sample=sampled, **options
         )
-        assert torch.equal(found.sequences, expected.sequences)
-        for mine, theirs in zip(found.scores, expected.scores, strict=True):
+        assert torch.equal(output.sequences, expected.sequences)
+        for mine, theirs in zip(output.scores, expected.scores, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
     after = PICKED - prompt().shape[1]
-    assert max(found.statistics.nodes_per_step) > 1
-    assert found.statistics.nodes_per_step[-(48 - after - 1) :] == [1] * (48 - after - 1)
+    assert max(output.statistics.nodes_per_step) > 1
+    assert output.statistics.nodes_per_step[-(48 - after - 1) :] == [1] * (48 - after - 1)
 
 
 @pytest.mark.parametrize("family", quickly(INDEXED, INDEXED[1:2]))
@@ -60,7 +60,7 @@ def test_rows_side_by_side(family: str) -> None:
         handles = [engine.submit(row[start:], **options) for start, row in enumerate(rows)]
         for start, handle in enumerate(handles):
             assert torch.equal(handle.result(), model.generate(rows[start : start + 1, start:], **options))
-    # Past what is picked, rows would pick otherwise beside others than alone.
+    # Beyond the selected number of keys, rows of a batch would select other keys than single rows.
     with pytest.raises(UnsupportedArgumentError, match="64"):
         lookahead.generate(model, rows, max_new_tokens=60)
 
@@ -72,7 +72,7 @@ def test_caches_can_be_returned_and_continued() -> None:
     ours = lookahead.generate(model, prompt(), lookahead_config=LookaheadConfig(step_budget=8), **options)
     assert torch.equal(ours.sequences, whole[:, :32])
     theirs = model.generate(prompt(), **options)
-    # Ours to transformers, and transformers' to ours, which fills it as generate would.
+    # From our cache to transformers, and from transformers' cache to us.
     cache = copy.deepcopy(ours.past_key_values)
     assert torch.equal(model.generate(whole[:, :32], past_key_values=cache, **options).sequences, whole)
     back = lookahead.generate(model, whole[:, :32], past_key_values=theirs.past_key_values, **options)
@@ -84,7 +84,7 @@ def test_caches_can_be_returned_and_continued() -> None:
 
 
 def test_indexers_move_with_a_path() -> None:
-    """What is committed of a tree and cropped moves in the same way."""
+    """Commit and crop move indexers' keys like other keys."""
     cache = TreeCache()
     keys = torch.arange(12.0).reshape(1, 1, 4, 3)
     cache.update(keys, -keys, 0)
@@ -100,7 +100,7 @@ def test_indexers_move_with_a_path() -> None:
 
 @pytest.mark.parametrize("window", [PICKED, 5])
 def test_keys_computed_anew_are_refused(window: int) -> None:
-    """Without a cache, plain decoding would pick anew for the whole text."""
+    """Without a cache, plain decoding would select keys again for the whole text."""
     model = build("axk2", Variant(window=window, seed=1, spread=8.0), "eager")
     assert not runs_on_chains(model)
     with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):

@@ -1,4 +1,4 @@
-"""What was made inside `torch.inference_mode` serves calls outside of it, and the other way round."""
+"""State made inside `torch.inference_mode` works in calls outside of it, and vice versa."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"preset": "paper"},
     {"engine": "static"},
-    {"memory": "process"},  # the n-gram memory as well
+    {"memory": "process"},  # with the n-gram memory
 ]
 
 
@@ -62,7 +62,7 @@ def test_transformers_goes_on_with_a_cache_of_ours(model: PreTrainedModel, insid
         assert torch.equal(second, model.generate(text, **GREEDY))
 
 
-def test_what_grew_inside_is_written_to_outside() -> None:
+def test_a_cache_filled_inside_can_be_changed_outside() -> None:
     cache = TreeCache()
     states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Invariant passes: no bit of a token's logits depends on what else is sent, or on how."""
+"""Invariant passes: the bits of a token's logits do not depend on drafts, other rows, or the split into passes."""
 
 import copy
 import itertools
@@ -57,7 +57,7 @@ def assert_same_bits(output: Any, expected: Any, note: object = "") -> None:
         assert torch.equal(got, wanted), (note, place)
 
 
-# The two kinds of products: of all rows, and of the tokens of an expert.
+# Both kinds of products: with all rows, and with the tokens of an expert.
 BFLOAT, HALF = TYPES
 QUICK = [("llama", BFLOAT), ("mixtral", HALF)]
 
@@ -138,7 +138,7 @@ def test_a_text_is_the_same_wherever_it_was_split(name: str) -> None:
     model, config = in_type(name, torch.bfloat16), LookaheadConfig(step_budget=16, invariant=True)
     whole = decode(model, PROMPT, PLAIN)
     text = whole.sequences
-    for split in (16, 20, 31):  # what was an answer, now comes as a prompt
+    for split in (16, 20, 31):  # a part of the answer becomes a part of the prompt
         rest = decode(model, text[:, :split], config, max_new_tokens=text.shape[1] - split)
         assert torch.equal(rest.sequences, text)
         assert all(torch.equal(a, b) for a, b in zip(rest.logits, whole.logits[split - 15 :], strict=True))
@@ -191,7 +191,7 @@ def test_the_model_and_other_calls_are_left_alone() -> None:
         ("llama", torch.float64, {}, "float64"),
     ],
 )
-def test_what_cannot_be_invariant_is_refused_with_the_reason(
+def test_models_that_cannot_be_invariant_are_refused_with_the_reason(
     name: str, dtype: torch.dtype, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(lookahead.UnsupportedArgumentError, match=f"invariant=True.*{words}.*invariant=False"):
@@ -204,7 +204,7 @@ def test_what_cannot_be_invariant_is_refused_with_the_reason(
     ids=str,
 )
 def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    """Of prompts longer than a pass, of trees that are and of trees that are not, and in batches that fill it."""
+    """Prompts and trees longer and shorter than a pass, and batches that fill it."""
     model, few = in_type(name, dtype), {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
     try:
         plain = decode(model, PROMPT, PLAIN, **few)
@@ -223,8 +223,8 @@ def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dt
         assert output.statistics.prefill_passes == 1
         rows = torch.cat([PROMPT, PROMPT + 5, PROMPT + 1])
         first = decode(model, rows, static, **few | {"max_new_tokens": 3})
-        kept = {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(first.sequences)}
-        rest = decode(model, first.sequences, static, **few | {"max_new_tokens": 5, **kept})
+        inputs = {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(first.sequences)}
+        rest = decode(model, first.sequences, static, **few | {"max_new_tokens": 5, **inputs})
         plain = decode(model, rows, PLAIN, **few)
         assert torch.equal(rest.sequences, plain.sequences)
         assert all(torch.equal(a, b) for a, b in zip((*first.logits, *rest.logits), plain.logits, strict=True))
@@ -234,7 +234,7 @@ def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dt
 
 def test_a_layer_that_reads_other_rows_is_detected() -> None:
     class Company(torch.nn.Module):
-        """Adds a unit in the last place where many rows come together."""
+        """Add a unit in the last place if there are many rows."""
 
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()
@@ -251,7 +251,7 @@ def test_a_layer_that_reads_other_rows_is_detected() -> None:
 
 
 class PickyExperts(MixtralExperts):
-    """Experts on a processor that sums in another order where one of them computes fewer than four tokens."""
+    """Experts on a processor with another order of summation for fewer than four tokens."""
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         few = torch.bincount(chosen.flatten())[chosen] < 4
@@ -259,7 +259,7 @@ class PickyExperts(MixtralExperts):
 
 
 def with_care(module: torch.nn.Module) -> torch.nn.Module:
-    """What stands for a module in invariant passes."""
+    """Return the replacement of a module in invariant passes."""
     care = modules.empty_module(modules.invariant_kind(module, type(module)))
     vars(care).update(vars(module))
     return care
@@ -275,7 +275,7 @@ def test_experts_have_as_many_rows_as_their_products_need() -> None:
     weights = torch.rand(150, 2, generator=draws).half()
     care = with_care(experts)
     together = care(hidden, chosen, weights)
-    # 150 tokens are company enough for each expert, so this is what they compute
+    # With 150 tokens, each expert has enough rows, so the result is the plain one.
     torch.testing.assert_close(together, experts(hidden, chosen, weights), rtol=2e-3, atol=2e-3)
     for count in (1, 2, 5, 40):
         for parts in zip(*(each.split(count) for each in (hidden, chosen, weights, together)), strict=True):
@@ -285,7 +285,7 @@ def test_experts_have_as_many_rows_as_their_products_need() -> None:
 
 @torch.no_grad()
 def test_routers_choose_the_same_whatever_the_other_rows() -> None:
-    """DeepSeek's takes a sigmoid in float32, which torch computes in another way behind the last whole vector."""
+    """DeepSeek's router uses a float32 sigmoid, which torch computes differently after the last whole vector."""
     router = in_type("deepseek_v3", torch.float16).model.layers[1].mlp.gate
     hidden = torch.randn(1, 70, 48, generator=torch.Generator().manual_seed(0)).half()
     care = with_care(router)
@@ -298,7 +298,7 @@ def test_routers_choose_the_same_whatever_the_other_rows() -> None:
 
 
 def differing_products() -> Iterator[tuple[modules.Product, modules.RowRule | None]]:
-    """Products whose bits depend on the number of rows in a way of their own, and the rule that suits each."""
+    """Yield products with bits that depend on the number of rows, and the right rule for each."""
 
     def bent(changes: Any) -> modules.Product:
         return lambda sample: sample * (2.0 if changes(len(sample)) else 1.0)
@@ -308,7 +308,7 @@ def differing_products() -> Iterator[tuple[modules.Product, modules.RowRule | No
     yield bent(lambda count: count < 4), modules.RowRule(4, modules.MOST)
     yield bent(lambda count: count < 48), modules.RowRule(16, 16)
     yield lambda sample: sample + torch.arange(len(sample))[:, None], None
-    # one row in a thousand, as rounding does it
+    # One row in a thousand, like rounding.
     yield (
         lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0),
         modules.RowRule(4, modules.MOST),
@@ -342,7 +342,7 @@ def test_attention_is_attention_by_its_definition(
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_of_a_path_is_that_of_the_text_it_becomes(window: int | None) -> None:
-    """The same keys once behind the text, among other branches, and once in their places: the same bits."""
+    """Keys after the text among other branches, and keys in their final slots, give the same bits."""
     draws = torch.Generator().manual_seed(0)
     length, depth, wrong = 70, 6, 9
     nodes = depth * (wrong + 1)
@@ -362,7 +362,7 @@ def test_attention_of_a_path_is_that_of_the_text_it_becomes(window: int | None) 
 
 
 def test_the_check_accepts_the_clone_and_refuses_the_plain_model() -> None:
-    """Along a text, whatever its passes, logits come in the order of its tokens."""
+    """Logits along a text come in the order of its tokens, for any split into passes."""
     model = in_type("demo", torch.bfloat16)
     clone = engine_model(model, invariant=True)
     assert comparisons.check_invariance(clone)

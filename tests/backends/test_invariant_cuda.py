@@ -1,4 +1,4 @@
-"""Invariant passes on a GPU: graphs of one size, and the kernel whose splits lie at fixed positions."""
+"""Invariant passes on a GPU: graphs of one size, and the kernel with splits at fixed positions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_gpu(name: str, dtype: torch.dtype) -> PreTrainedModel:
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, prompt = on_gpu(name, dtype), PROMPT.cuda()
-    if name == "deepseek_v3" and dtype == torch.float16:  # whose experts torch multiplies with the help of the host
+    if name == "deepseek_v3" and dtype == torch.float16:  # torch needs the host for its experts' products
         with pytest.raises(lookahead.UnsupportedArgumentError, match="fixed shapes fail"):
             decode(model, prompt, PLAIN)
         return

@@ -1,4 +1,4 @@
-"""Token trees as llama.cpp's sequences: what a node sees through them, against its ancestors."""
+"""Token trees as llama.cpp's sequences: a node must see exactly its ancestors."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from lookahead.core.token_tree import TokenTree
 
 
 def random_tree(draws: np.random.Generator) -> TokenTree:
-    """A tree with pending tokens, candidates and window nodes in any order."""
+    """Return a tree with pending tokens, candidates and window nodes in random order."""
     tree = TokenTree(draws.integers(0, 9, draws.integers(1, 5)).tolist())
     for _ in range(draws.integers(0, 20)):
         parent = int(draws.integers(tree.root, len(tree)))
@@ -27,7 +27,7 @@ def test_a_node_sees_its_ancestors(seed: int) -> None:
     assert sorted(layout.order.tolist()) == list(range(len(tree)))
     assert layout.order[layout.slots].tolist() == list(range(len(tree)))
     for node in range(len(tree)):
-        # llama.cpp: the cells of the first sequence of a token, up to its position
+        # llama.cpp shows the cells of a token's first sequence, up to its position.
         sequence = below.first[layout.slots[node]]
         seen = {
             other
@@ -50,5 +50,5 @@ def test_there_is_a_sequence_for_each_leaf(seed: int) -> None:
     assert below.leaves == len(leaves)
     own = [below.first[layout.slots[leaf]] for leaf in leaves]
     assert sorted(own) == list(range(len(leaves)))
-    # A parent comes before its children, as llama.cpp wants the positions of a sequence.
+    # Parents come before children, as llama.cpp requires ascending positions in a sequence.
     assert all(layout.slots[tree.parents[node]] < layout.slots[node] for node in range(1, len(tree)))

@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models on chains in llama.cpp, against transformers."""
+"""Recurrent and hybrid models with single-path drafts in llama.cpp, against transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_texts_are_those_of_transformers(
     expected = reference.generate(PROMPT, **options)
     torch.manual_seed(3)
     plain = model.generate(PROMPT, **options)
-    for _ in range(2):  # the second time drafts are right more often, and wrong at other places
+    for _ in range(2):  # in the second round drafts are better, and wrong at other indices
         torch.manual_seed(3)
         output = lookahead.generate(model, PROMPT, lookahead_config=config, return_dict_in_generate=True, **options)
         assert output.sequences.tolist() == plain.tolist() == expected.tolist()
@@ -76,7 +76,7 @@ def test_rows_are_read_plainly(both: tuple[Any, PreTrainedModel]) -> None:
 
 
 def test_a_kept_text_is_continued(both: tuple[Any, PreTrainedModel]) -> None:
-    """What is in llama.cpp is used again where a prompt goes on from its end, and only there."""
+    """llama.cpp's state is reused only if the prompt continues its text."""
     model, reference = both
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     model.keeps_text = True
@@ -91,7 +91,7 @@ def test_a_kept_text_is_continued(both: tuple[Any, PreTrainedModel]) -> None:
         model.keeps_text = False
 
 
-def test_what_needs_trees_is_refused(both: tuple[Any, PreTrainedModel]) -> None:
+def test_options_that_need_trees_are_refused(both: tuple[Any, PreTrainedModel]) -> None:
     model, _ = both
     with pytest.raises(UnsupportedArgumentError, match="preset='paper'"):
         lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(preset="paper"), max_new_tokens=4)
@@ -100,7 +100,7 @@ def test_what_needs_trees_is_refused(both: tuple[Any, PreTrainedModel]) -> None:
 
 
 def test_the_check_notices_wrong_logits(both: tuple[Any, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chains alone: those of one node are given for another."""
+    """Only logits of single-path drafts are wrong: nodes are mixed up."""
     llama = both[0].llama
     assert checks.largest_difference(llama) < 1e-3
     whole = LlamaContext.run

@@ -1,4 +1,4 @@
-"""Trees of several rows in one context of llama.cpp, against transformers on each path by itself."""
+"""Trees of several rows in one context of llama.cpp, against transformers on each single path."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
 
 
 def grow(tree: TokenTree, draws: np.random.Generator, leaves: int) -> None:
-    """Add branches that part anywhere, some of them of the window."""
+    """Add branches at random nodes, some with window nodes."""
     for _ in range(leaves):
         parent = int(draws.integers(tree.root, len(tree)))
         if draws.random() < 0.8 and tree.kinds[parent] != 2:
@@ -40,7 +40,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 
 def random_kept(tree: TokenTree, draws: np.random.Generator) -> list[int]:
-    """A path from the first node, through some candidates; now and then it ends within the pending tokens."""
+    """Return a path from the first node through some candidates, sometimes ending within the pending tokens."""
     if draws.random() < 0.1:
         return list(range(draws.integers(0, tree.root + 1)))
     candidates = [node for node in range(tree.root, len(tree)) if tree.kinds[node] != 2]
@@ -49,7 +49,7 @@ def random_kept(tree: TokenTree, draws: np.random.Generator) -> list[int]:
 
 @pytest.mark.parametrize(("rows", "sequences"), [(1, 40), (3, 60), (3, 26)])
 def test_every_node_is_read_after_its_path(model: LlamaModel, rows: int, sequences: int) -> None:
-    """Also where rows have to hand sequence ids to each other, and rows are idle."""
+    """Includes idle rows, and rows that exchange sequence ids."""
     reference = build("llama")
     draws = np.random.default_rng(rows * sequences)
     runner = LlamaRunner(model.acquire(2000, sequences), rows)
@@ -62,11 +62,11 @@ def test_every_node_is_read_after_its_path(model: LlamaModel, rows: int, sequenc
             if not rests:
                 grow(tree, draws, int(draws.integers(0, 9)))
         results = runner.forward(trees, top_k=3)
-        kept = []
+        paths = []
         for row, (tree, result, rests) in enumerate(zip(trees, results, idle, strict=True)):
             if rests:
                 assert result.predictions.tolist() == [-1]
-                kept.append([])
+                paths.append([])
                 continue
             before = texts[row][: len(texts[row]) - tree.root - 1]
             for node in range(len(tree)):
@@ -79,13 +79,13 @@ def test_every_node_is_read_after_its_path(model: LlamaModel, rows: int, sequenc
                 top = expected.softmax(-1).topk(3)
                 assert result.predictions[node] == top.indices[0, 0]
                 np.testing.assert_allclose(result.top_probabilities[node], top.values[0], atol=1e-4)
-            kept.append(random_kept(tree, draws))
-            texts[row] = before + [tree.tokens[node] for node in kept[-1]] + [int(draws.integers(0, 72))]
-        runner.commit(kept)
+            paths.append(random_kept(tree, draws))
+            texts[row] = before + [tree.tokens[node] for node in paths[-1]] + [int(draws.integers(0, 72))]
+        runner.commit(paths)
 
 
 def test_ids_go_back_where_nothing_is_drafted(model: LlamaModel) -> None:
-    """And are had again, with the text that came meanwhile."""
+    """Later drafts get ids again, with the text added meanwhile."""
     reference, draws = build("llama"), np.random.default_rng(5)
     runner = LlamaRunner(model.acquire(600, 16), 1)
     text = draws.integers(0, 72, 7).tolist()
@@ -99,16 +99,16 @@ def test_ids_go_back_where_nothing_is_drafted(model: LlamaModel) -> None:
             path = text[: len(text) - tree.root - 1] + [tree.tokens[each] for each in path_to(tree, node)]
             expected = reference(torch.tensor([path])).logits[:, -1].detach()
             torch.testing.assert_close(result.logits_after(node), expected, atol=2e-4, rtol=2e-4)
-        kept = random_kept(tree, draws) if drafts else [0]
-        runner.commit([kept])
-        text = text[: len(text) - tree.root - 1] + [tree.tokens[node] for node in kept] + [int(draws.integers(0, 72))]
+        path = random_kept(tree, draws) if drafts else [0]
+        runner.commit([path])
+        text = text[: len(text) - tree.root - 1] + [tree.tokens[node] for node in path] + [int(draws.integers(0, 72))]
         counts.append(len(runner.rows[0].ids))
     assert counts[1] == counts[2] > 1
     assert counts[9] == 1 < counts[10]
 
 
 def read(runner: LlamaRunner, text: list[int]) -> torch.Tensor:
-    """Logits after `text` in the first row; what is new of it is kept."""
+    """Return the logits after `text` in the first row, and commit its new tokens."""
     tree = runner.begin_tree(0, text)
     (result,) = runner.forward([tree])
     runner.commit([range(len(tree))])
@@ -159,7 +159,7 @@ def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
 
 
 def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of trees alone: those of one node are given for another."""
+    """Only logits of trees are wrong: nodes are mixed up."""
     assert checks.largest_difference(model) < 1e-4
     whole = LlamaContext.run
 

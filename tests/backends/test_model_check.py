@@ -1,4 +1,4 @@
-"""A model is believed only after it is tried."""
+"""A model runs on trees only after a successful trial."""
 
 from typing import Any
 
@@ -21,32 +21,32 @@ def tiny_llama(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
 
 
 class IgnoresMasks(LlamaForCausalLM):
-    """Attends causally in the order of its inputs, whatever it is told."""
+    """A model that ignores masks: attention is causal in the order of inputs."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class IgnoresPositions(LlamaForCausalLM):
-    """Counts its inputs, whatever positions it is told."""
+    """A model that ignores position ids, and counts its inputs."""
 
     def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class IgnoresContext(LlamaForCausalLM):
-    """Reads the last token alone."""
+    """A model that only reads the last token."""
 
     def forward(self, input_ids: Any, past_key_values: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
         logits = self.lm_head(self.model.embed_tokens(input_ids))
         output = super().forward(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        output.logits = logits[:, kept]
+        selection = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        output.logits = logits[:, selection]
         return output
 
 
 class Fails(LlamaForCausalLM):
-    """Cannot take a 4-D mask."""
+    """A model that raises for a 4-D mask."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -70,7 +70,8 @@ class TakesNoPositions(LlamaForCausalLM):
     ],
 )
 def test_models_that_do_not_honour_trees_run_none(kind: type[LlamaForCausalLM], reason: str) -> None:
-    """They go on from their cache as plain decoding does, so they run on chains; without a cache they are refused."""
+    """Such models continue from their cache like plain decoding, so they draft single paths; without a cache they are
+    refused."""
     model, prompt, options = tiny_llama(kind), torch.tensor([[1, 2, 3]]), {"max_new_tokens": 12, "do_sample": False}
     with pytest.raises(UnsupportedModelError, match=reason):
         check_model(model)
@@ -108,7 +109,7 @@ def test_freshly_initialised_models_pass(scale: float) -> None:
 
 
 def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_model(tiny_llama(LlamaForCausalLM))  # which tries its kind
+    check_model(tiny_llama(LlamaForCausalLM))  # tries the class
     passes = 0
     forward = ModelRunner.forward
 
@@ -152,7 +153,7 @@ def test_other_kinds_of_models_are_refused(model: Any, reason: str) -> None:
 
 
 def test_flex_attention_on_a_processor_is_refused_before_any_pass() -> None:
-    """A pass with the mask of a tree would end the process."""
+    """A pass with a tree's mask would crash the process."""
     model = tiny_llama(LlamaForCausalLM)
     model.set_attn_implementation("flex_attention")
     prompt, options = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 4, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Classes that could see images, given text alone."""
+"""Classes with image input, used with only text."""
 
 from __future__ import annotations
 

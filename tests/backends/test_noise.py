@@ -1,4 +1,4 @@
-"""Noise that rows take when they come to a place gives them the tokens that `torch.multinomial` gives all at once."""
+"""Noise taken by each row at its own pace gives the same tokens as `torch.multinomial` for all rows at once."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ PLACES = 30
 
 
 def distributions(rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Probabilities `[places, rows, vocabulary]`."""
+    """Return random probabilities, `[indices, rows, vocabulary]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((PLACES, rows, VOCABULARY), generator=generator, dtype=dtype).mul(3).softmax(-1)
 
 
-def at_once(given: torch.Tensor, seed: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens of each row, and the state of the generator afterwards, as transformers samples them."""
+def at_once(probabilities: torch.Tensor, seed: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Sample like transformers; return the tokens of each row, and the generator's state afterwards."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.stack([torch.multinomial(place, 1, generator=generator)[:, 0] for place in given])
+    tokens = torch.stack([torch.multinomial(place, 1, generator=generator)[:, 0] for place in probabilities])
     return tokens.T.tolist(), generator.get_state()
 
 
 def in_any_order(
-    given: torch.Tensor, noise: SamplingNoise, lengths: list[int], random: Random, most_bytes: int
+    probabilities: torch.Tensor, noise: SamplingNoise, lengths: list[int], random: Random, most_bytes: int
 ) -> list[list[int]]:
-    """Tokens of each row, which come to their places when `random` has them come, and leave after so many."""
+    """Return the tokens of each row; rows advance in random order, and leave after their `lengths`."""
     tokens: list[list[int]] = [[] for _ in lengths]
     speeds = [random.randint(1, 5) for _ in lengths]
     while left := [row for row, length in enumerate(lengths) if len(tokens[row]) < length]:
         row = random.choices(left, [speeds[row] for row in left])[0]
         place = len(tokens[row])
-        tokens[row].append(int((given[place, row] / noise.take(row, given[place, row : row + 1])).argmax()))
+        tokens[row].append(
+            int((probabilities[place, row] / noise.take(row, probabilities[place, row : row + 1])).argmax())
+        )
         assert noise.kept_bytes <= most_bytes
         if len(tokens[row]) == lengths[row]:
             noise.leave(row)
@@ -50,18 +52,18 @@ def in_any_order(
 def test_rows_take_what_multinomial_would_have_given_them(
     dtype: torch.dtype, most_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if whole:  # as on a GPU, where one row cannot be drawn without the others
+    if whole:  # as on a GPU, which draws all rows together
         monkeypatch.setattr(noise_module, "draws_row_by_row", lambda *_: False)
     for seed in range(10):
         random = Random(seed)
         rows = random.randint(2, 6)
-        given = distributions(rows, dtype, seed)
-        expected, state = at_once(given, seed)
+        probabilities = distributions(rows, dtype, seed)
+        expected, state = at_once(probabilities, seed)
         lengths = [PLACES, *(random.randint(1, PLACES) for _ in range(rows - 1))]
         random.shuffle(lengths)
         generator = torch.Generator().manual_seed(seed)
         noise = SamplingNoise(rows, generator, most_bytes)
-        got = in_any_order(given, noise, lengths, random, most_bytes)
+        got = in_any_order(probabilities, noise, lengths, random, most_bytes)
         assert got == [row[:length] for row, length in zip(expected, lengths, strict=True)]
         assert torch.equal(generator.get_state(), state)
         assert noise.kept_bytes == 0
@@ -69,9 +71,9 @@ def test_rows_take_what_multinomial_would_have_given_them(
 
 
 def test_nothing_is_drawn_again_where_there_is_room() -> None:
-    given = distributions(3, torch.float32, 0)
+    probabilities = distributions(3, torch.float32, 0)
     noise = SamplingNoise(3, torch.Generator().manual_seed(0))
-    in_any_order(given, noise, [PLACES] * 3, Random(0), 1 << 26)
+    in_any_order(probabilities, noise, [PLACES] * 3, Random(0), 1 << 26)
     assert noise.drawn_again == 0
 
 
@@ -90,8 +92,8 @@ def test_noise_drawn_ahead_is_used_later(
         return draw(self, *args, **options)
 
     random = Random(rows)
-    given = distributions(rows, torch.float32, 0)
-    expected, state = at_once(given, 0)
+    probabilities = distributions(rows, torch.float32, 0)
+    expected, state = at_once(probabilities, 0)
     generator = torch.Generator().manual_seed(0)
     noise = SamplingNoise(rows, generator, most_bytes)
     monkeypatch.setattr(torch.Tensor, "exponential_", count)
@@ -101,39 +103,41 @@ def test_noise_drawn_ahead_is_used_later(
         before = generator.get_state()
         places = random.randint(1, min(5, PLACES - len(tokens[row])))
         first = len(tokens[row])
-        ahead = noise.look_ahead(row, places, given[0, :1])
+        ahead = noise.look_ahead(row, places, probabilities[0, :1])
         assert torch.equal(generator.get_state(), before), "nothing is taken yet"
         assert len(ahead) == places or most_bytes < 1 << 26
         for place in range(first, first + random.randint(0, places)):
-            taken = noise.take(row, given[place, row : row + 1])
+            taken = noise.take(row, probabilities[place, row : row + 1])
             assert all(torch.equal(taken, seen) for seen in ahead[place - first : place - first + 1])
-            tokens[row].append(int((given[place, row] / taken).argmax()))
+            tokens[row].append(int((probabilities[place, row] / taken).argmax()))
     assert tokens == expected
     assert torch.equal(generator.get_state(), state)
     assert drawn[0] <= rows * VOCABULARY * (PLACES + 5) or most_bytes < 1 << 26, "nothing is drawn twice"
 
 
 def test_noise_drawn_ahead_is_dropped_when_the_generator_moves() -> None:
-    given = distributions(1, torch.float32, 0)
+    probabilities = distributions(1, torch.float32, 0)
     generator, other = (torch.Generator().manual_seed(0) for _ in range(2))
     noise = SamplingNoise(1, generator)
-    noise.look_ahead(0, 3, given[0])
+    noise.look_ahead(0, 3, probabilities[0])
     for each in (generator, other):
         torch.rand(5, generator=each)
-    assert torch.equal(noise.take(0, given[0]), given[0].new_empty((1, VOCABULARY)).exponential_(generator=other))
+    assert torch.equal(
+        noise.take(0, probabilities[0]), probabilities[0].new_empty((1, VOCABULARY)).exponential_(generator=other)
+    )
     assert torch.equal(generator.get_state(), other.get_state())
 
 
 def test_the_cpu_draws_row_by_row() -> None:
-    # Not a promise of torch; where it does not hold, dropped noise is drawn again for all rows.
+    # torch does not promise this; otherwise dropped noise is drawn again for all rows.
     assert draws_row_by_row(torch.device("cpu"), torch.float32, VOCABULARY)
 
 
 def test_the_default_generator_draws_if_none_is_given() -> None:
-    given = distributions(2, torch.float32, 1)
-    expected, _ = at_once(given, 5)
+    probabilities = distributions(2, torch.float32, 1)
+    expected, _ = at_once(probabilities, 5)
     torch.manual_seed(5)
-    assert in_any_order(given, SamplingNoise(2), [PLACES] * 2, Random(0), 1 << 26) == expected
+    assert in_any_order(probabilities, SamplingNoise(2), [PLACES] * 2, Random(0), 1 << 26) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -146,7 +150,7 @@ def test_invalid_probabilities_are_refused_as_by_multinomial(value: float) -> No
 
 
 class Fixed(SamplingNoise):
-    """Noise that was not drawn."""
+    """Noise with fixed values."""
 
     def __init__(self, noise: torch.Tensor) -> None:
         super().__init__()
@@ -164,5 +168,5 @@ def test_a_noise_of_zero_selects_what_multinomial_selects_with_it() -> None:
         noise = torch.rand(1, VOCABULARY) + 0.1
         noise[0, zero] = 0
         sampler = TextSampler(noise=Fixed(noise))
-        expected = int((scores.softmax(-1) / noise).argmax())  # as `multinomial` divides and compares
+        expected = int((scores.softmax(-1) / noise).argmax())  # the computation of `multinomial`
         assert sampler.choose(None, scores) == expected == zero

@@ -1,4 +1,4 @@
-"""Low precision: decoding runs in every number type, and its plain steps are transformers' own, bit for bit."""
+"""Low precision: decoding works in every number type, and plain steps are bit-identical to transformers."""
 
 import copy
 
@@ -28,21 +28,21 @@ def test_plain_steps_are_plain_decoding_in_every_type(name: str, dtype: torch.dt
     output = lookahead.generate(model, PROMPT, lookahead_config=plain, **GREEDY)
     assert torch.equal(output.sequences, expected.sequences)
     if name in ("mistral_sliding", "gemma2"):
-        return  # transformers forgets what is out of the window, and sums the rest in another order
-    for got, wanted in zip(output.logits, expected.logits, strict=True):
-        assert torch.equal(got, wanted)
+        return  # transformers drops tokens outside of the window, and sums the rest in another order
+    for got, theirs in zip(output.logits, expected.logits, strict=True):
+        assert torch.equal(got, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_plain_steps_under_autocast_are_plain_to_the_bit(attention: str, dtype: torch.dtype) -> None:
-    """The model in float32, its products in 16 bits: keys and values are of two types."""
+    """The model is in float32 and its products in 16 bits, so keys and values have two types."""
     model, plain = build("llama", attention=attention), LookaheadConfig(preset="autoregressive")
     with torch.autocast("cpu", dtype):
         expected = model.generate(PROMPT, **GREEDY).logits
         output = lookahead.generate(model, PROMPT, lookahead_config=plain, **GREEDY)
         drafted = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
-    assert all(torch.equal(got, wanted) for got, wanted in zip(output.logits, expected, strict=True))
+    assert all(torch.equal(got, theirs) for got, theirs in zip(output.logits, expected, strict=True))
     assert drafted.statistics.steps < 24
     layer = drafted.past_key_values.layers[0]
     assert (layer.keys.dtype, layer.values.dtype) == (torch.float32, dtype)
@@ -58,7 +58,7 @@ def test_double_precision() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_cache_that_was_filled_in_another_type(rows: int) -> None:
-    """transformers puts new states behind old ones, and both become what holds both."""
+    """transformers concatenates old and new states, in the type that holds both."""
     model, ids = copy.deepcopy(build("llama")), PROMPT.repeat(rows, 1)
     caches = [DynamicCache(), DynamicCache()]
     for cache in caches:
@@ -74,7 +74,7 @@ def test_a_cache_that_was_filled_in_another_type(rows: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", quickly(["demo", "llama", "gemma2"], ["llama", "gemma2"]))
 def test_drafted_steps_select_likely_tokens_in_every_type(name: str, dtype: torch.dtype) -> None:
-    """Where the text differs from plain decoding, the two tokens were nearly equally likely."""
+    """If the text differs from plain decoding, the two tokens are nearly equally likely."""
     model = in_type(name, dtype)
     plain = model.generate(PROMPT, **GREEDY)
     output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
@@ -86,5 +86,5 @@ def test_drafted_steps_select_likely_tokens_in_every_type(name: str, dtype: torc
         place = different[0] - PROMPT.shape[1]
         logits = plain.logits[place][0]
         chosen = logits[output.sequences[0, different[0]]]
-        # a few units in the last place of a logit of this size
+        # A few units in the last place of a logit of this size.
         assert float(logits.max() - chosen) <= 16 * torch.finfo(dtype).eps * float(logits.abs().max())

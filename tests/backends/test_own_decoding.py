@@ -1,4 +1,4 @@
-"""What decodes otherwise than transformers' loop, or could not be tried, is refused, or decoded plainly."""
+"""Models with their own decoding loop, or without a possible trial, are refused or decoded plainly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFTS, PLAIN = LookaheadConfig(step_budget=16), LookaheadConfig(step_budget=16,
 
 
 class SecondBest(LlamaForCausalLM):
-    """A loop that writes the second likeliest token, after processors and criteria as they are asked for."""
+    """A loop that selects the second likeliest token, with the call's processors and criteria."""
 
     def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **kwargs: Any) -> Any:
         while not bool(stopping_criteria(input_ids, None).all()):
@@ -36,7 +36,7 @@ class SecondBest(LlamaForCausalLM):
 
 
 class Twice(LlamaForCausalLM):
-    """Its `generate` calls transformers' two times."""
+    """A model with a `generate` that calls transformers' twice."""
 
     def generate(self, input_ids: Any, **kwargs: Any) -> Any:
         kwargs["max_new_tokens"] //= 2
@@ -44,7 +44,7 @@ class Twice(LlamaForCausalLM):
 
 
 class ByItself(LlamaForCausalLM):
-    """Its `generate` has a loop of its own, which knows nothing of another one."""
+    """A model with its own loop in `generate`, which ignores `custom_generate`."""
 
     def generate(self, input_ids: Any, max_new_tokens: int, do_sample: bool) -> Any:
         for _ in range(max_new_tokens):
@@ -53,7 +53,7 @@ class ByItself(LlamaForCausalLM):
 
 
 class Tagged(LlamaForCausalLM):
-    """Each token is read with a tag, which goes into the forward pass as an argument that no other class has."""
+    """A model that reads each token with a tag, an argument of `forward` that no other class has."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -71,14 +71,14 @@ class Tagged(LlamaForCausalLM):
 
 
 class OneSize(LlamaForCausalLM):
-    """Has no miniature, and counts its keys."""
+    """A model without a miniature that counts its keys."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if self.config.vocab_size == VOCABULARY:
             raise ValueError("this size is not known")
-        kept = past_key_values.get_seq_length() if past_key_values is not None else 0
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         output = super().forward(*args, past_key_values=past_key_values, **kwargs)
-        output.logits = output.logits.flip(-1) if kept > 20 else output.logits
+        output.logits = output.logits.flip(-1) if cached > 20 else output.logits
         return output
 
 
@@ -159,16 +159,16 @@ def test_methods_that_were_put_on_an_object(name: str, called: bool) -> None:
 
 
 def test_an_attached_generate_inside_of_another_is_called() -> None:
-    """Such as one that notes what is asked for; it is the model's own while it is decoded."""
+    """A wrapper that records its arguments; during decoding it counts as the model's own `generate`."""
     model = tiny()
-    expected, asked = model.generate(IDS, **GREEDY), []
+    expected, calls = model.generate(IDS, **GREEDY), []
     lookahead.attach(model, DRAFTS)
     attached = model.generate
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs)
+        calls.append(kwargs)
         return attached(*args, **kwargs)
 
     model.generate = noting
     assert torch.equal(model.generate(IDS, custom_generate=lookahead.generate, **GREEDY), expected)
-    assert asked
+    assert calls

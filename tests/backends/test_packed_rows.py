@@ -1,4 +1,4 @@
-"""Texts that come and go in one row of tokens, each against transformers' own `generate` on its prompt alone."""
+"""Packed rows with texts that join and leave, each against `model.generate` for its prompt."""
 
 from dataclasses import dataclass
 from random import Random
@@ -24,19 +24,19 @@ ARCHITECTURES = [
     "mistral_sliding",
     "qwen2_mixed_sliding",
     "gemma3",
-    "gemma4",  # layers that read the keys and values of others
+    "gemma4",  # layers that share keys and values
     "gpt2",  # learned positions
     "qwen3_moe",
 ]
 
 UNPACKABLE = {"falcon_new": "sdpa", "gemma2": "eager", "deepseek_v3": "sdpa", "qwen2_mixed_sliding": "eager"}
-"""Models whose rows cannot be packed, with their attention: of their own, with a soft cap that "sdpa" has not, over
-keys that are not those of the cache, and one that was chosen."""
+"""Models without packed rows, and their attention: custom attention, a soft cap without "sdpa", keys outside of the
+cache, and an explicit choice."""
 
 
 @dataclass
 class Request:
-    """A prompt that joins at a step, and how it is decoded."""
+    """A prompt, its step of joining, and its settings."""
 
     joins: int
     prompt: list[int]
@@ -54,7 +54,7 @@ def draw(random: Random, index: int) -> Request:
 
 
 def generate_alone(model: PreTrainedModel, request: Request, seed: int) -> list[int]:
-    torch.manual_seed(seed)  # the stream of draws that a generator of this seed has
+    torch.manual_seed(seed)  # the same draws as a generator with this seed
     options = {"do_sample": True, "top_k": 0} if request.sample else {"do_sample": False}
     ids = torch.tensor([request.prompt])
     return model.generate(ids, max_new_tokens=request.new_tokens, **options)[0].tolist()
@@ -98,7 +98,7 @@ def test_rows_with_separate_passes_have_the_texts_of_single_rows(name: str) -> N
 
 @torch.no_grad()
 def check_rows(model: PreTrainedModel, runner: ModelRunner, seed: int) -> None:
-    """Run a schedule of requests, and hold each against `model.generate`."""
+    """Run a schedule of requests, and compare each with `model.generate`."""
     random = Random(seed)
     requests = [draw(random, index) for index in range(7)]
     sequences: list[TextSequence] = []
@@ -117,7 +117,7 @@ def check_rows(model: PreTrainedModel, runner: ModelRunner, seed: int) -> None:
         before = [len(sequence.tokens) for sequence in sequences]
         step(runner, batch)
         parts += sum(len(sequence.tokens) == length for sequence, length in zip(sequences, before, strict=True))
-        if random.random() < 0.1:  # keys and values are dropped, and computed anew
+        if random.random() < 0.1:  # drop keys and values, to be computed again
             runner.rows[0] = Row()
         for place in reversed(range(len(sequences))):
             if sequences[place].finished:
@@ -175,7 +175,7 @@ def test_a_step_sends_no_padding() -> None:
 
 @pytest.mark.parametrize("name", ["falcon_new", "gemma2", "deepseek_v3"])
 def test_models_of_which_rows_cannot_be_packed_are_refused(name: str) -> None:
-    # Attention of their own, a soft cap that "sdpa" has not, and keys that are not those of the cache.
+    # Custom attention, a soft cap without "sdpa", and keys outside of the cache.
     model = build(name, attention="eager" if name == "gemma2" else "sdpa")
     assert isinstance(packed_runner(model), str)
 
@@ -187,7 +187,7 @@ def small_llama(**options: object) -> PreTrainedModel:
 
 
 class Leaky(LlamaForCausalLM):
-    """A model whose rows see each other: it adds the mean of all tokens of a pass."""
+    """A model that mixes rows: it adds the mean of all tokens of a pass."""
 
     def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
         output = super().forward(*args, **kwargs)
@@ -205,5 +205,5 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
 
 
 def test_rows_of_a_model_that_counts_places_of_a_pass_are_padded() -> None:
-    """Llama 4 scales queries by their places, and those of a packed row come behind the rows before it."""
+    """Llama 4 scales queries by their index in the pass, which packing changes."""
     assert not rows_runner(build("llama4_chunked")).packed

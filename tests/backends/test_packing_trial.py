@@ -1,4 +1,4 @@
-"""`pack_weights=True` packs where packed products are faster, by times that are taken once."""
+"""`pack_weights=True` packs if packed products are faster, by times measured once."""
 
 import copy
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ OUTCOMES = [
     ([FASTER, FASTER, FASTER, FASTER, SLOWER], 0),
     ([(1.0, 1.0)] * 5, 0),
 ]
-"""Times, and from how many rows on products are packed by them; 0 for none."""
+"""Times, and the resulting smallest number of rows for packed products; 0 for none."""
 
 
 class Clock:
-    """Stands in for the times, and counts how often they are taken."""
+    """Replace the measurement by fixed times, and count its calls."""
 
     def __init__(self) -> None:
         self.seconds = [FASTER] * 5
@@ -67,7 +67,7 @@ def llama(hidden_size: int = 64) -> PreTrainedModel:
 
 
 def packed_from(layer: torch.nn.Module) -> int:
-    """From how many rows on products of a layer are packed; 0 for none."""
+    """Return the smallest number of rows for packed products of a layer; 0 for none."""
     return vars(layer)[PACKED_WEIGHT].least if type(layer) is PackedLinear else 0
 
 

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row of logits, against torch's own argmax and topk."""
+"""The likeliest tokens of a row of logits, against torch's argmax and topk."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is kept for a model follows it: whatever is done to the model between two calls, the second one does as well."""
+"""The shared clone of a model follows all changes of the model between two calls."""
 
 import copy
 import gc
@@ -65,7 +65,7 @@ def plain(model: PreTrainedModel, new: int = 24) -> torch.Tensor:
 
 
 def tokens_of(model: PreTrainedModel) -> list[int]:
-    """Those that the model writes: a change of their rows changes the text."""
+    """Return the tokens of the model's text; a change of their rows changes the text."""
     return sorted(set(plain(model)[0, PROMPT.shape[1] :].tolist()))
 
 
@@ -93,7 +93,7 @@ def columns_in_inference_mode(model: PreTrainedModel) -> None:
 
 
 def signs(model: PreTrainedModel) -> None:
-    """One column of two: in words of 64 bits, no more than the highest bit."""
+    """Flip the sign of every second column, which only changes the highest bit of 64-bit words."""
     model.lm_head.weight.data[:, 1::2] *= -1
 
 
@@ -134,7 +134,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", quickly(CHANGES, CHANGES[::2]))
 def test_a_partly_changed_packed_weight_is_packed_anew(change: Callable[[PreTrainedModel], None]) -> None:
-    model = llama(vocabulary=1000)  # so that a row is a small part
+    model = llama(vocabulary=1000)  # a row is a small part of the weight
     before = plain(model)
     assert torch.equal(ours(model, PACKED), before)
     change(model)
@@ -152,7 +152,7 @@ def test_a_packed_weight_is_tied_to_the_embedding() -> None:
 
 
 def test_weights_of_inference_mode() -> None:
-    """They have no version that would tell of a change."""
+    """Such weights have no version counter to reveal a change."""
     with torch.inference_mode():
         model = llama(vocabulary=1000)
         before = ours(model, PACKED)
@@ -168,7 +168,7 @@ class Flipped(torch.nn.Module):
 
 
 def test_a_layer_that_becomes_another() -> None:
-    """In place: the same object has another class and no weight any more."""
+    """The change is in place: the same object gets another class, without a weight."""
     model = llama()
     before = ours(model, PACKED)
     torch.nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Flipped())
@@ -304,13 +304,13 @@ def rope_state(model: PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize("seed", quickly(range(2), [0]))
 def test_frequencies_that_follow_the_text(kind: str, seed: int, config: LookaheadConfig | None) -> None:
-    """Calls of ours and plain ones in any order leave and find what plain ones would."""
+    """Our calls and plain calls, in any order, leave the same state as only plain calls."""
     model = llama(max_position_embeddings=CONTEXT, rope_parameters=LENGTHS[kind])
     reference = copy.deepcopy(model)
     choose = random.Random(seed)
     prompts = torch.randint(97, (1, 64), generator=torch.Generator().manual_seed(seed))
     for _ in range(5):
-        # Prompts that are longer than the context are refused.
+        # Prompts longer than the context are refused.
         options = {"max_new_tokens": choose.choice([4, 20, 40]), "do_sample": False}
         ids = prompts[:, : choose.choice([5, 12, 30])]
         expected = reference.generate(ids, **options)
@@ -335,22 +335,22 @@ def test_a_check_pass_does_not_put_frequencies_back() -> None:
 def test_preserved_state_restores_buffers_and_attributes() -> None:
     model = llama()
     rotary = model.model.rotary_emb
-    kept, values = rotary.inv_freq, rotary.inv_freq.clone()
+    buffer, values = rotary.inv_freq, rotary.inv_freq.clone()
     with preserved_state(model):
         rotary.inv_freq *= 2
         rotary.inv_freq = values * 3
         rotary.register_buffer("another", values)
         model.counter = 1
         model.model.layers[0].training = True
-    assert rotary.inv_freq is kept
-    assert torch.equal(kept, values)
+    assert rotary.inv_freq is buffer
+    assert torch.equal(buffer, values)
     assert "another" not in rotary._buffers
     assert not hasattr(model, "counter")
     assert not model.model.layers[0].training
 
 
 class Counting(torch.nn.Linear):
-    """A layer whose output depends on how often it was called."""
+    """A layer with an output that depends on the number of its calls."""
 
     calls = 0
 
@@ -378,9 +378,9 @@ def test_attributes_that_are_removed_are_gone() -> None:
 
 
 def test_a_module_at_a_reused_address_is_noticed() -> None:
-    """Python gives out ids again; whoever goes by them takes a new module for the old one."""
+    """Python reuses ids, so an id must not identify a module."""
     model = llama()
-    for seed in (6, 10, 11):  # which leave no close calls
+    for seed in (6, 10, 11):  # seeds without near-ties
         ours(model)
         torch.manual_seed(seed)
         layer = torch.nn.Linear(64, 97, bias=False)
@@ -392,7 +392,7 @@ def test_a_module_at_a_reused_address_is_noticed() -> None:
 
 
 def test_calls_leave_nothing_behind() -> None:
-    """What is kept for a model does not grow with the number of its calls."""
+    """The memory for a model does not grow with the number of calls."""
 
     def bytes_alive() -> int:
         gc.collect()
@@ -410,7 +410,7 @@ def test_calls_leave_nothing_behind() -> None:
 
 
 def test_a_clones_configuration_says_what_the_models_says() -> None:
-    """By all names: those of GPT-2 are translated. What is set on it later is found as well."""
+    """All names work, also GPT-2's translated ones, and later changes are visible."""
     settings = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=None)
     model = GPT2LMHeadModel(settings).eval()
     clone = SharedClone(model, INVARIANT).module

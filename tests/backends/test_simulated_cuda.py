@@ -1,4 +1,4 @@
-"""The library on a simulated CUDA device, in a process of its own: the simulation patches torch."""
+"""The library on a simulated CUDA device, in a separate process, as the simulation patches torch."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Layers with a window forget what no later token sees, and texts stay those of generate."""
+"""Sliding layers drop tokens that no later token sees, and texts still equal `model.generate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "return_dic
 
 
 def test_a_long_text_takes_as_much_memory_as_in_transformers() -> None:
-    """32,768 tokens on the layers of Gemma 3: five with a window of 512 to each one that keeps all."""
+    """32,768 tokens on the layers of Gemma 3: five sliding layers with a window of 512 per full layer."""
     layers, tokens, steps = 12, 32_768, 40
     config = Gemma3TextConfig(num_hidden_layers=layers, sliding_window=512)
     ours, plain = TreeCache(MaskBuilder(config).windows), DynamicCache(config=config)
@@ -36,10 +36,10 @@ def test_a_long_text_takes_as_much_memory_as_in_transformers() -> None:
         ours.drop()
         for layer in range(layers):
             ours.update(send(sent), send(sent), layer)
-        kept = sent if sent == tokens else 3
-        ours.commit([range(kept)])
+        accepted = sent if sent == tokens else 3
+        ours.commit([range(accepted)])
         for layer in range(layers):
-            plain.update(send(kept), send(kept), layer)
+            plain.update(send(accepted), send(accepted), layer)
     ours.drop()
     assert ours.get_seq_length() == plain.get_seq_length() == tokens + 3 * steps
     assert bytes_of(ours) <= 1.05 * bytes_of(plain)
@@ -77,7 +77,7 @@ def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bo
 
 @pytest.mark.parametrize("given", ["empty", "filled"])
 def test_caches_of_the_caller_across_chunks(given: str) -> None:
-    """transformers keeps as many columns of chunked layers as a chunk has, whichever of them later tokens see."""
+    """transformers stores one chunk's columns in chunked layers, even if later tokens do not see them."""
     model = model_zoo.build("llama4_chunked")
     options = {"max_new_tokens": 30, "do_sample": False}
     for length in (5, 9, 30):
@@ -92,7 +92,7 @@ def test_caches_of_the_caller_across_chunks(given: str) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "mistral_sliding"])
 @pytest.mark.parametrize("given", ["empty", "filled"])
 def test_invariant_passes_with_caches_of_the_caller(name: str, given: str) -> None:
-    """Masks of such passes are of all columns, those that the caller's cache has forgotten included."""
+    """Masks of invariant passes cover all columns, even those dropped by the caller's cache."""
     model = model_zoo.build(name)
     config = LookaheadConfig(step_budget=12, invariant=True)
     ids = torch.randint(3, 70, (1, 30), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The static engine: fixed shapes and fixed memory, and the same text."""
+"""The static engine: fixed shapes, fixed memory, equal texts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from test_tree_cache import states
 
 NAMES = sorted(ARCHITECTURES)
 BY_LENGTH = ["llama_dynamic_rope", "phi3_long_rope"]
-"""Their positions change when a text becomes long, so that no pass serves all lengths."""
+"""Models with positions that change for long texts, so no pass fits all lengths."""
 CHOSEN = ["llama", "gemma3", "gpt2", "llama4_chunked", "deepseek_v3"]
 CPU = torch.device("cpu")
 STATIC = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True, engine="static")
@@ -64,13 +64,13 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 
 
 def storages(value: Any) -> set[int]:
-    """Where the memory of tensors begins."""
+    """Return the start addresses of the tensors' memory."""
     tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class Tape(TorchDispatchMode):
-    """Notes operations, and runs them again on the same memory. None may tell the host a value."""
+    """Record operations, and repeat them on the same memory; operations that return values to the host raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Tape(TorchDispatchMode):
         if torch.Tag.data_dependent_output in operation.tags:
             raise RuntimeError(f"{operation} while a tape is recorded")
         results = operation(*args, **(kwargs or {}))
-        if not operation.is_view or storages(results) - storages(args):  # what may be a view may be a copy
+        if not operation.is_view or storages(results) - storages(args):  # some operations copy if a view is impossible
             self._operations.append((operation, args, kwargs or {}, results))
         return results
 
@@ -93,7 +93,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """What a CUDA graph does, on the CPU: records the operations on tensors, and replays them without any Python."""
+    """A CUDA graph on the CPU: record the operations on tensors, and replay them without the model's Python code."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.replays = 0
@@ -113,7 +113,7 @@ class TapeRecorder:
 
 
 def static_steps(model: PreTrainedModel, batch: int = 1, capacity: int = 128, nodes: int = 32) -> StaticSteps:
-    """Steps for `model` as the engine makes them."""
+    """Return steps for `model`, made like the engine's."""
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
@@ -121,7 +121,7 @@ def static_steps(model: PreTrainedModel, batch: int = 1, capacity: int = 128, no
 
 
 def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
-    """A tree whose size and shape depend on `draft`."""
+    """Return a tree; `draft` sets its size and shape."""
     tree = runner.begin_tree(row, text)
     random = Random(draft)
     for _ in range(draft % 5):
@@ -135,7 +135,7 @@ def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> Token
 def logits_of_steps(
     runner: ModelRunner, steps: int = 12, batch: int = 1, before_step: Callable[[], None] = lambda: None
 ) -> list[torch.Tensor]:
-    """Logits of all nodes that are read, over steps of trees that change; what is kept does not depend on them."""
+    """Return the logits of all read nodes, over steps with changing trees; accepted paths do not depend on logits."""
     texts = [[5, 9, 1, 4, 7, 5, 9][: 7 - 3 * row] for row in range(batch)]
     collected = []
     for step in range(steps):
@@ -154,29 +154,29 @@ def logits_of_steps(
             unread = [node for node in range(len(tree)) if not tree.needs_logits[node]]
             assert (result.predictions[unread] == -1).all()
             children = [node for node in range(tree.root + 1, len(tree) - 1) if tree.parents[node] == tree.root]
-            paths.append(children[-1:])  # seldom the one in place
+            paths.append(children[-1:])  # rarely the child in place
             texts[row] = texts[row] + [tree.tokens[node] for node in paths[-1]] + [(7 * step + row) % VOCAB_SIZE]
         runner.commit([[*range(tree.root + 1), *path] for tree, path in zip(trees, paths, strict=True)])
     return collected
 
 
 def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    """Equal but for rounding."""
+    """Check that logits are equal up to rounding."""
     assert len(one) == len(other)
     for left, right in zip(one, other, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
 def kept_steps(engine: PreTrainedModel) -> StaticSteps:
-    """The steps that the last call with this engine released."""
-    kept = state_of(engine).trials.static_steps
-    assert kept is not None
-    return kept
+    """Return the steps that the last call with this engine released."""
+    steps = state_of(engine).trials.static_steps
+    assert steps is not None
+    return steps
 
 
 @contextmanager
 def recorded_with(recorder: type) -> Iterator[None]:
-    """Calls of `generate` record their passes with `recorder`; nothing that it recorded stays behind."""
+    """Let calls of `generate` record their passes with `recorder`, and delete the recorded passes afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed_passes, "recorder_for", recorder)
         patch.setattr(model_state, "_states", weakref.WeakKeyDictionary())
@@ -209,7 +209,7 @@ def test_sampled_texts_and_batches_are_those_of_generate(name: str) -> None:
     arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
     batch = lookahead.generate(model, ids, attention_mask=mask, lookahead_config=STATIC, **arguments)
     for row, text in zip(batch, texts, strict=True):
-        model(torch.zeros((1, 1), dtype=torch.long), use_cache=False)  # dynamic RoPE forgets the last text
+        model(torch.zeros((1, 1), dtype=torch.long), use_cache=False)  # resets dynamic RoPE
         expected = model.generate(torch.tensor([text]), **arguments)[0, len(text) :].tolist()
         assert row[9 : 9 + len(expected)].tolist() == expected
 
@@ -218,7 +218,7 @@ def test_sampled_texts_and_batches_are_those_of_generate(name: str) -> None:
     "name", quickly(["llama", "qwen2_mixed_sliding", "qwen3_moe", "llama4_chunked"], ["qwen2_mixed_sliding"])
 )
 def test_recorded_passes_write_the_same_text(name: str) -> None:
-    """What a captured graph keeps of the first step must be right for all others."""
+    """The parts of the first step in a captured graph must be right for all steps."""
     with recorded_with(TapeRecorder):
         model = build(name, 0, "sdpa")
         drafting = {"preset": "paper", "pool_from_prompt": True, "engine": "static"}
@@ -261,7 +261,7 @@ def test_hooks_go_the_dynamic_way() -> None:
 
 
 def addresses(steps: StaticSteps) -> list[int]:
-    """Where everything lies that is there for longer than a step."""
+    """Return the addresses of all memory that outlives a step."""
     inputs = [steps._passes.inputs[size] for size in sorted(steps._passes.inputs)]
     return [
         *(buffer.data_ptr() for buffer in steps.cache.buffers),
@@ -373,7 +373,7 @@ def test_no_node_sees_what_is_not_text(name: str) -> None:
     runner = ModelRunner(model, 2, steps=steps)
 
     def fill() -> None:
-        # As large as it gets with a finite score: dense masks only add to scores.
+        # The largest values with finite scores, as dense masks only add to scores.
         for buffer in steps.cache.buffers:
             for row, length in enumerate(steps.cache.lengths):
                 buffer[:, row, :, length:] = 1e30
@@ -464,14 +464,14 @@ def test_caches_can_be_returned_and_continued(llama: PreTrainedModel) -> None:
         assert torch.equal(turn.sequences, expected.sequences)
         for own, layer in zip(before.layers, expected.past_key_values.layers, strict=True):
             torch.testing.assert_close(own.keys[:, :, :41], layer.keys, atol=1e-4, rtol=1e-4)
-    given = DynamicCache(config=llama.config)
+    filled = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(PROMPT[:, :-1], past_key_values=given)
-    turn = lookahead.generate(llama, PROMPT, past_key_values=given, lookahead_config=STATIC, **arguments)
-    assert turn.past_key_values is given
+        llama(PROMPT[:, :-1], past_key_values=filled)
+    turn = lookahead.generate(llama, PROMPT, past_key_values=filled, lookahead_config=STATIC, **arguments)
+    assert turn.past_key_values is filled
     assert torch.equal(turn.sequences, expected.sequences[:, :22])
     torch.testing.assert_close(
-        given.layers[1].values, expected.past_key_values.layers[1].values[:, :, :21], atol=1e-4, rtol=1e-4
+        filled.layers[1].values, expected.past_key_values.layers[1].values[:, :, :21], atol=1e-4, rtol=1e-4
     )
 
 
@@ -479,7 +479,7 @@ def test_caches_can_be_returned_and_continued(llama: PreTrainedModel) -> None:
 
 
 class FakeCuda:
-    """The part of `torch.cuda` that graphs need; notes what is done in which state."""
+    """The part of `torch.cuda` for graphs; records calls and their state."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -547,7 +547,7 @@ def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatc
 
 
 def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
-    """Nodes of the steps of four calls, and how many passes were recorded, by a clock that counts passes alone."""
+    """Return the nodes of the steps of four calls, and the number of recorded passes, with a clock of passes only."""
     now, recordings = 0.0, 0
 
     class Recorded(TapeRecorder):
@@ -558,7 +558,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
             def replay() -> Outputs:
                 nonlocal now
                 logits, packed = work()
-                now += 4.6e-3 + 1e-5 * logits.shape[1]  # eight billion parameters on a large GPU
+                now += 4.6e-3 + 1e-5 * logits.shape[1]  # like eight billion parameters on a large GPU
                 return logits, packed
 
             return replay
@@ -569,7 +569,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
     with recorded_with(Recorded), pytest.MonkeyPatch.context() as patch:
         for module in (machine, session):
             patch.setattr(module, "step_clock", lambda device: lambda: now)
-        for new_tokens in (32, 150, 500):  # each in larger buffers than the one before it
+        for new_tokens in (32, 150, 500):  # each needs larger buffers than the one before
             calls.append([])
             config = LookaheadConfig(engine="static")
             on_step = partial(lambda nodes, record: nodes.append(record.nodes), calls[-1])
@@ -580,7 +580,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
 
 
 def test_recording_is_not_booked_as_decoding(demo: Any) -> None:
-    """A capture takes as long as twenty steps; which steps draft, and how much, is as if it took none."""
+    """A capture takes the time of twenty steps, but does not change the sizes of drafts."""
     free, _ = decoded(demo, 0.0)
     calls, recordings = decoded(demo, 0.11)
     assert recordings >= 9
@@ -601,15 +601,15 @@ def test_models_that_cannot_be_recorded_run_dynamically() -> None:
 
 
 def test_python_that_depends_on_the_text_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that goes by the length of its cache, in Python, would be wrong in a captured graph."""
+    """Python code that depends on the cache's length would be wrong in a captured graph."""
     model = grouped_llama(torch.float32)
     engine = engine_model(model)
     plain = type(model.model).forward
 
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
+        cached = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
         output = plain(self, *args, **kwargs)
-        output.last_hidden_state = output.last_hidden_state * (1 + kept)
+        output.last_hidden_state = output.last_hidden_state * (1 + cached)
         return output
 
     monkeypatch.setattr(type(model.model), "forward", scaled)
@@ -635,7 +635,7 @@ def test_an_unknown_engine_is_refused() -> None:
 
 
 def test_autocast_takes_dynamic_steps() -> None:
-    """It chooses the number types of keys, for which static memory has another one; around it steps are static."""
+    """Autocast chooses another number type than the static memory's; steps before and after it are static."""
     model = copy.deepcopy(build("llama"))
     ids, options = torch.tensor([[5, 9, 1, 4, 7, 5, 9]]), {"max_new_tokens": 20, "do_sample": False}
     expected = model.generate(ids, **options)

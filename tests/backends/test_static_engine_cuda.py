@@ -1,4 +1,4 @@
-"""The static engine on a GPU: captured graphs, the kernel, and what a capture that fails leaves behind."""
+"""The static engine on a GPU: captured graphs, the kernel, and the state after a failed capture."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 WITH_KERNEL = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma3", "llama4_chunked"]
 WITH_EXPERTS = ["deepseek_v3", "mixtral", "qwen3_moe"]
-"""Torch multiplies by groups without the host in bfloat16 alone."""
+"""torch computes grouped products without the host only in bfloat16."""
 
 
 def is_static(engine: PreTrainedModel) -> bool:
-    """Whether the last call with this engine ran static steps."""
+    """Return whether the last call with this engine ran static steps."""
     return state_of(engine).trials.static_steps is not None
 
 
@@ -42,9 +42,9 @@ def on_gpu(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_are_those_of_generate(name: str) -> None:
     model, prompt = on_gpu(name), PROMPT.cuda()
-    few = GREEDY | ({"max_new_tokens": 20} if name in BY_LENGTH else {})  # as many as plain decoding reads rightly
+    few = GREEDY | ({"max_new_tokens": 20} if name in BY_LENGTH else {})  # plain decoding is right only for short texts
     expected = model.generate(prompt, **few)
-    for config in (LookaheadConfig(engine="dynamic"), STATIC, STATIC):  # the third replays what the second captured
+    for config in (LookaheadConfig(engine="dynamic"), STATIC, STATIC):  # the third replays the second's graphs
         model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), use_cache=False)  # dynamic RoPE forgets
         assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **few), expected), config
     engine = engine_model(model)
@@ -56,7 +56,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
 def test_replays_are_the_dynamic_steps(name: str) -> None:
-    """Also with whatever may lie in the cache where no text is: the kernel does not read it."""
+    """Includes garbage in unused columns of the cache, which the kernel must not read."""
     model = engine_model(on_gpu(name))
     with torch.no_grad():
         check = ModelRunner(model, 1)
@@ -102,7 +102,7 @@ def test_steps_take_no_memory() -> None:
     for _ in range(2):
         allocated.clear()
         lookahead.generate(model, prompt, lookahead_config=STATIC, on_step=note, **GREEDY)
-    # The text itself grows by a token at a time.
+    # Only the text grows, by a token at a time.
     assert max(allocated) - min(allocated) < 64 * 1024
 
 
@@ -112,7 +112,7 @@ def test_garbage_with_graphs_does_not_break_a_capture_off() -> None:
     there, thresholds = torch.ones(3, device="cuda"), gc.get_threshold()
     try:
         for _ in range(8):
-            gc.set_threshold(1)  # collect at once what is made from now on
+            gc.set_threshold(1)  # collect new objects at once
             cycle: list[Any] = [record(lambda: (there + 1, [[] for _ in range(100)] and there * 2))]
             cycle.append(cycle)
             del cycle
@@ -122,7 +122,7 @@ def test_garbage_with_graphs_does_not_break_a_capture_off() -> None:
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_sampling_works_after_a_capture(failing: bool) -> None:
-    """Sampling equals transformers' under the same seed afterwards, even if the check pass could not be captured."""
+    """Afterwards sampling equals transformers with the same seed, even if the check pass could not be captured."""
     model, prompt = on_gpu("llama"), PROMPT.cuda()
     if failing:
         plain = model.model.norm.forward.__func__

@@ -1,4 +1,4 @@
-"""Several threads with one model object: the first calls, when all that is kept for a model is made, and many more."""
+"""Several threads with one model object: first calls, which create its shared state, and many more."""
 
 import copy
 import warnings
@@ -35,11 +35,11 @@ def model() -> PreTrainedModel:
 def prompts(count: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCAB_SIZE, (count, 6), generator=random)
-    return [row.repeat(2)[None] for row in rows]  # something to draft from
+    return [row.repeat(2)[None] for row in rows]  # repeated text to draft from
 
 
 def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
-    """The results of `work(0)`, `work(1)`, ..., of which the first ones begin at the same time."""
+    """Return the results of `work(0)`, `work(1)`, ..., with a simultaneous start of the first ones."""
     barrier = Barrier(THREADS)
 
     def run(task: int) -> Any:
@@ -51,7 +51,7 @@ def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
         return list(pool.map(run, range(tasks)))
 
 
-# Greedy alone: seeds of sampling set torch's one generator, from which all threads would draw in turns.
+# Only greedy: sampling threads would draw from torch's one generator in turns.
 @pytest.mark.parametrize("scope", ["file", "process"])
 def test_threads_may_share_a_memory(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
     calls = 24
@@ -68,10 +68,10 @@ def test_threads_may_share_a_memory(model: PreTrainedModel, tmp_path: Path, scop
     if scope == "file":
         memory = load_memory(path, model_identity(model))
         assert min(memory.statistics()["entries"]) > 0
-        # What every call learned is there: each has asked what follows its prompt. A full set may have forgotten one.
+        # The memory knows every call's prompt; a full set may have evicted one.
         contexts = torch.cat(texts)[:, -memory.orders :].flip(1).numpy()
-        found, _, _ = lookup(memory, contexts)
-        assert (~found[:, -1]).sum() <= 2
+        is_known, _, _ = lookup(memory, contexts)
+        assert (~is_known[:, -1]).sum() <= 2
         assert [file.name for file in tmp_path.iterdir() if file.suffix != ".lock"] == [path.name]
 
 
@@ -92,22 +92,22 @@ def test_first_calls_at_the_same_time(model: PreTrainedModel, config: dict[str, 
 
 
 @pytest.mark.parametrize("scope", ["process", "memory.npz"])
-def test_what_is_kept_for_a_model_is_made_once(
+def test_shared_state_of_a_model_is_created_once(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
     def slow(make: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_make(*arguments: Any) -> Any:
-            sleep(0.05)  # long enough for all the others to come
+            sleep(0.05)  # long enough for all others to arrive
             return make(*arguments)
 
         return wait_and_make
 
     monkeypatch.chdir(tmp_path)
     config = LookaheadConfig(memory=scope)
-    Drafting(model, config).keep()  # a file to be read
+    Drafting(model, config).keep()  # creates the file
     other = copy.deepcopy(model)
     for name in ("load_costs", "DraftMemory", "MemoryFile"):
         monkeypatch.setattr(drafting, name, slow(getattr(drafting, name)))
     made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)[0]), THREADS)
     for kind in zip(*made, strict=True):
-        assert len({id(kept) for kept in kind}) == 1
+        assert len({id(item) for item in kind}) == 1

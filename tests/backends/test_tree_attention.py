@@ -1,4 +1,4 @@
-"""Tree attention: packed masks, the way through transformers, and the kernel, interpreted and compiled."""
+"""Tree attention: packed masks, the interface of transformers, and the kernel, interpreted and compiled."""
 
 import itertools
 import os
@@ -24,8 +24,8 @@ from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, steps
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-"""Bytes that a program may use, by compute capability. What is compiled for 8.0 also has to run on 8.6 and 8.9, which
-have less than the 163 KiB of 8.0."""
+"""Bytes that a program may use, by compute capability. Code for 8.0 also has to run on 8.6 and 8.9, with less than the
+163 KiB of 8.0."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,9 +38,9 @@ def test_masks_of_trees_one_behind_another_are_those_of_each_alone(step: Step) -
     write_masks(firsts, parents, np.array(step.lengths), places, step.window or 0, step.chunk or 0, mask)
     for row, length in enumerate(step.lengths):
         alone = replace(step, parents=[step.parents[row]], lengths=[length], gap=0).packed()[0, 0].numpy()
-        found = mask[firsts[row] : firsts[row + 1]]
-        np.testing.assert_array_equal(found[:, : alone.shape[1]], alone)
-        assert not found[:, alone.shape[1] :].any()
+        rows = mask[firsts[row] : firsts[row + 1]]
+        np.testing.assert_array_equal(rows[:, : alone.shape[1]], alone)
+        assert not rows[:, alone.shape[1] :].any()
     assert (mask[len(parents) :] == 7).all()
 
 
@@ -73,7 +73,7 @@ def test_interface_refuses_in_clear_words() -> None:
         tree_attention_forward(module, query, key, key, packed, softcap=2.0)
 
 
-# What follows needs Triton, which a CPU installation of torch does not bring along.
+# The rest needs Triton, which torch for CPUs does not include.
 try:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -98,7 +98,7 @@ def test_kernels_in_the_interpreter(marked: str) -> None:
 
 
 class Launches:
-    """Takes the place of a kernel, and keeps what it would have been launched with."""
+    """Replace a kernel, and record the arguments of its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -116,7 +116,7 @@ class Launches:
         self.arguments |= {name: value for name, value in kwargs.items() if name in names}
 
     def compile(self, capability: int) -> Any:
-        """The kernel, compiled as Triton would for these arguments."""
+        """Return the kernel compiled by Triton for the recorded arguments."""
         types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
         signature, constants, attributes = {}, {}, {}
         for parameter in self.kernel.params:
@@ -137,7 +137,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Launches, Launches]]:
-    """The attention kernel and the one that combines splits, not launched."""
+    """Launch recorders in place of the attention kernel and the kernel that combines splits."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pair = Launches(kernel_module._attention_kernel), Launches(running_softmax.combine_kernel)
     monkeypatch.setattr(kernel_module, "_attention_kernel", pair[0])
@@ -153,8 +153,8 @@ def compile_step(
     nodes: int,
     room: tuple[int, int],
 ) -> int:
-    """Compile what a step of a model with 8 heads of keys and groups of 4 needs; `room` is of so many keys
-    and, if these are in pages, texts. Returns the shared memory it takes."""
+    """Compile the kernels of a step with 8 key heads and groups of 4; `room` is the number of keys and, for keys in
+    pages, of texts. Return the bytes of shared memory."""
     keys, texts = room
     query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
     key = torch.empty(1, 8, keys, size, dtype=dtype, device="meta")
@@ -176,15 +176,15 @@ def compile_step(
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Bytes of memory that each thread has for registers that it has not enough of."""
+    """Return the bytes of spilled registers of each thread."""
     reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:
         (Path(folder) / "kernel.cubin").write_bytes(cubin)
         command = [str(reader), "--dump-resource-usage", "kernel.cubin"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    found = re.findall(r"STACK:(\d+)", result.stdout)
-    assert found, result.stdout
-    return sum(map(int, found))
+    sizes = re.findall(r"STACK:(\d+)", result.stdout)
+    assert sizes, result.stdout
+    return sum(map(int, sizes))
 
 
 @needs_triton
@@ -243,7 +243,7 @@ def test_kernel_by_position_compiles(
     size: int,
     softcap: float | None,
 ) -> None:
-    """One kernel for all steps of a model: neither their nodes nor the room for the text are constants of it."""
+    """One kernel serves all steps of a model: it has no constants for the number of nodes or the capacity."""
     own = Launches(kernel_module._by_position_kernel)
     monkeypatch.setattr(kernel_module, "_by_position_kernel", own)
     fixed = []

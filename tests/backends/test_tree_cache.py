@@ -1,4 +1,4 @@
-"""The cache keeps what was accepted and nothing else, against plain lists of states."""
+"""The cache stores exactly the accepted states, compared with plain lists."""
 
 import torch
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
 
 
 def states(values: list[list[int]]) -> torch.Tensor:
-    """`[batch, 2 heads, nodes, 3]` states that tell which token they belong to."""
+    """Return states, `[batch, 2 heads, nodes, 3]`, filled with their token's value."""
     return torch.tensor(values, dtype=torch.float32)[:, None, :, None].expand(-1, 2, -1, 3)
 
 
@@ -96,7 +96,7 @@ def test_a_start_is_copied_and_an_end_cropped() -> None:
     assert second.length == 1
 
 
-def test_what_it_holds_is_not_written_into() -> None:
+def test_adopted_states_are_not_overwritten() -> None:
     held = states([[1, 2, 3]])
     layer, cache = TreeLayer.holding(held, held, 5), TreeCache()
     cache.layers, cache.lengths = [layer], [5]
@@ -108,7 +108,7 @@ def test_what_it_holds_is_not_written_into() -> None:
 
 
 def test_texts_come_together_in_one_memory() -> None:
-    """Of different lengths, one without any, and one of which the beginning was forgotten."""
+    """Texts of different lengths, an empty one, and one with a dropped beginning."""
     rows = [Row(), Row(), Row()]
     rows[0].cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 1)
     rows[0].cache.commit([[0, 1, 2]])

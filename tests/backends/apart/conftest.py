@@ -1,4 +1,4 @@
-"""Fixtures of the files that run in processes of their own."""
+"""Fixtures of the files that run in separate processes."""
 
 import copy
 from collections.abc import Iterator

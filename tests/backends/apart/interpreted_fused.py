@@ -1,7 +1,7 @@
-"""Norms and rotary embeddings in one kernel each, in Triton's interpreter, against those of transformers.
+"""Fused norms and rotary embeddings in Triton's interpreter, against transformers' modules.
 
-The interpreter must be chosen before Triton is imported: `test_tree_attention.py` runs this file in a process of its
-own. It keeps bfloat16 as bare bits, so all is in float16 and float32.
+The interpreter must be chosen before Triton is imported: `test_tree_attention.py` runs this file in a separate
+process. The interpreter stores bfloat16 as raw bits, so tests use float16 and float32.
 """
 
 from inspect import unwrap
@@ -35,11 +35,11 @@ def test_norms_give_the_bits_of_the_module(kind: Any, size: int) -> None:
     states = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(1)).half()
     expected = norm(states)
     norm.__class__ = stand_in
-    found = norm(states)
-    assert found.dtype == expected.dtype
-    assert int((found != expected).sum()) <= found.numel() // 64  # a mean is summed in another order
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3)
-    assert torch.equal(norm(states[:, 2:3]), found[:, 2:3])  # whatever is beside a row
+    result = norm(states)
+    assert result.dtype == expected.dtype
+    assert int((result != expected).sum()) <= result.numel() // 64  # the mean is summed in another order
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=1e-3)
+    assert torch.equal(norm(states[:, 2:3]), result[:, 2:3])  # independent of other rows
     wide = states.float()
     norm.float()
     assert torch.equal(norm(wide), kind.forward(norm, wide))

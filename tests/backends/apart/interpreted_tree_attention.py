@@ -1,7 +1,7 @@
 """The tree attention kernel in Triton's interpreter, on the CPU, against attention by its definition.
 
-The interpreter must be chosen before Triton is imported, so `test_tree_attention.py` runs this file in a process of
-its own: `TRITON_INTERPRET=1 python -m pytest tests/backends/apart/interpreted_tree_attention.py`.
+The interpreter must be chosen before Triton is imported, so `test_tree_attention.py` runs this file in a separate
+process: `TRITON_INTERPRET=1 python -m pytest tests/backends/apart/interpreted_tree_attention.py`.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ from tree_attention_cases import Step, attention_by_definition, states, steps, t
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter() -> Iterator[None]:
-    """Products in 64 bits, where the interpreter's round a row otherwise in another place, on some processors.
+    """Compute products in float64: on some processors the interpreter's rounding depends on a row's index.
 
-    The interpreter keeps bfloat16 as bare bits, which its matrix product takes for integers, so these are widened.
+    The interpreter stores bfloat16 as raw bits, which its matrix product would read as integers, so they are widened.
     """
 
     def widened(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
@@ -53,18 +53,20 @@ def interpreter() -> Iterator[None]:
         product = np.matmul(*(value.astype(np.float64) for value in values)).astype(d.data.dtype)
         return TensorHandle(product + d.data, d.dtype.scalar)
 
-    # A score far beyond the soft cap overflows on its way to the cap, as it may.
+    # Scores far beyond the soft cap may overflow before they are capped.
     with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
         patch.setattr(InterpreterBuilder, "create_dot", widened)
         yield
 
 
-# Splits are put together by a program for each row and head, which are what takes the interpreter its time.
+# One program per row and head combines the splits; these programs take most of the interpreter's time.
 BY_POSITION = "by position"
 CASES: dict[str, Any] = {
     "step": steps(max_batch=2),
     "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    "heads": st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2)]),  # of keys, queries for each
+    "heads": st.sampled_from(
+        [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2)]
+    ),  # key heads, queries per key head
     "sizes": st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (16, 16), (8, 24), (24, 16), (256, 256)]),
     "room": st.sampled_from([0, 0, 7, 200]),
     "softcap": st.sampled_from([None, None, 1.0, 30.0]),
@@ -138,7 +140,7 @@ def test_texts_in_pages_are_attended_to_one_by_one_in_many_cases(**case: Any) ->
 
 
 def test_a_text_with_more_nodes_than_others_takes_its_turns() -> None:
-    """It has eight blocks of rows, of which four run at once."""
+    """The long text has eight blocks of rows; four run at once."""
     step = Step([[*range(-1, 31)], [-1], [-1]], [9, 20, 0], 0, None, None)
     assert_pages(step, torch.float16, (1, 4), (16, 16), 7, 0, None, 0)
 
@@ -153,7 +155,7 @@ def assert_pages(
     tiling: tuple[int, int, int] | None,
     seed: int,
 ) -> None:
-    """Texts whose nodes share a row, with keys in pages that lie anywhere; behind them nodes of no text."""
+    """Check texts in one packed row, with keys in scattered pages, followed by padding nodes."""
     kv_heads, group = heads
     texts = [
         Step([parents], [length], 0, step.window, step.chunk)
@@ -182,12 +184,12 @@ def assert_pages(
     result = tree_attention(query, key, value, packed, scaling, cut, pages)
     for row, (text, (own_query, own_key, own_value)) in enumerate(zip(texts, parts, strict=True)):
         expected = attention_by_definition(own_query, own_key, own_value, text.visible(own_key.shape[2]), scaling, None)
-        found = result[:, starts[row] : starts[row + 1]]
-        np.testing.assert_allclose(found.double().numpy(), expected, rtol=0, atol=tolerance(dtype, own_value))
+        output = result[:, starts[row] : starts[row + 1]]
+        np.testing.assert_allclose(output.double().numpy(), expected, rtol=0, atol=tolerance(dtype, own_value))
 
 
 def test_static_buffers_serve_every_step() -> None:
-    """The tensors and the tiling of one call, as a captured graph keeps them, with the contents of later steps."""
+    """Tensors and tiling of one call, as in a captured graph, with the contents of later steps."""
     chain = [-1, 0, 1, 1, 0, 4, 4]
     tiling = choose_tiling(rows=14, heads=2, keys=64, head_dim=16, dtype=torch.float32)
     assert tiling.splits > 1
@@ -221,7 +223,7 @@ def test_same_input_same_bits_whoever_else_is_in_the_batch() -> None:
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of a test lie in several splits."""
+    """Make splits so short that texts have several."""
     monkeypatch.setattr(kernel, "SPAN", 64)
 
 
@@ -262,7 +264,7 @@ SMALL, LARGE = (torch.float16, (2, 1, 24, 16)), (torch.bfloat16, (8, 1, 128, 128
 def test_bits_of_a_query_do_not_depend_on_its_company(
     others: int, cached: int, room: int, window: int | None, kind: tuple[torch.dtype, tuple[int, int, int, int]]
 ) -> None:
-    """The last tokens of a text as a path through a tree, among others and in a batch: each as if it came alone."""
+    """The last tokens of a text as a path in a larger tree and batch: each has the bits of a single query."""
     dtype, (heads, shared, size, value_size) = kind
     draws = torch.Generator().manual_seed(others + cached)
     query, key, value = (
@@ -271,7 +273,7 @@ def test_bits_of_a_query_do_not_depend_on_its_company(
     )
     depth = TEXT - cached
     parents, path = [], []
-    for level in range(depth):  # before each token of the path some that hang from the one before it
+    for level in range(depth):  # add siblings before each token of the path
         wrong = others // depth + (level < others % depth)
         parents += [path[-1] if path else -1] * (wrong if path else 0)
         parents.append(path[-1] if path else -1)
@@ -296,19 +298,19 @@ def test_bits_of_a_query_do_not_depend_on_its_company(
 
 @pytest.fixture
 def one_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are cut into one share, so that nothing is to be put together; but for Llama, which goes all the way."""
+    """Use a single split, so that nothing is combined; only Llama runs with several."""
     if "llama]" not in request.node.name:
         monkeypatch.setattr(running_softmax, "_PROGRAMS", 1)
 
 
-# The interpreter takes seconds for a model: all of them are for `make test-exact`.
+# The interpreter takes seconds per model, so all models run with `make test-exact`.
 NAMES = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "deepseek_v3", "llama4_chunked"]
 
 TEXTS = [[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5], [7, 7, 9, 1, 3, 3]]
 
 
 def trees(runner: ModelRunner) -> list[TokenTree]:
-    """A tree for each text, with branches and with more than one pending token in one of them."""
+    """Return a tree for each text, with branches, one of them with several pending tokens."""
     first, second = (runner.begin_tree(row, text) for row, text in enumerate(TEXTS))
     for candidate in ([5, 6, 7], [5, 8], [9]):
         first.add_candidates(candidate)
@@ -340,7 +342,7 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
 
 
 def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree]) -> torch.Tensor:
-    """Logits of every slot, from a pass with packed masks."""
+    """Return the logits of every slot, from a pass with packed masks."""
     layouts, lengths = [lay_out(tree) for tree in step], cache.lengths
     nodes = max(len(layout.order) for layout in layouts)
     tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
@@ -371,7 +373,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
 @pytest.mark.parametrize("name", quickly(NAMES, ["llama"]))
 @torch.no_grad()
 def test_both_engines_with_the_kernel(name: str) -> None:
-    """The kernel reads nothing that is not text, whatever lies in a static cache."""
+    """The kernel ignores unused columns of a static cache."""
     expected = check_logits(ModelRunner(build(name, attention="eager"), 1))
     model = build(name, attention=TREE_ATTENTION)
     dynamic = ModelRunner(model, 1)
@@ -386,7 +388,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
 @pytest.mark.parametrize("name", quickly(["llama", "qwen2_mixed_sliding", "gemma2"], []))
 @torch.no_grad()
 def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that runs on CUDA, but for its products and graphs."""
+    """The whole computation of CUDA, without its products and graphs."""
     monkeypatch.setattr(static_engine, "FIXED_ROWS", 8)
     clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME).module
     assert check_invariance(clone, partial(static_engine.fixed_runner, clone))

@@ -1,15 +1,15 @@
-"""A CUDA device that is not there: tensors that say `cuda:N` and lie in memory of the CPU.
+"""A simulated CUDA device: tensors with `device` `cuda:N` in the CPU's memory.
 
-What goes wrong on a GPU goes wrong here, too:
+Errors on a GPU are errors here, too:
 
-* an operation on tensors of two devices raises;
-* the host's waits for the device, and copies that cost one, are logged with the line that asked for them;
-* `torch.cuda.graph` captures what is launched, not the Python that launches it; a replay works on the same memory, and
-  spoils what other graphs of its pool left behind; a wait during a capture raises;
-* a pinned buffer that the host overwrites while its copy may be under way raises at the next wait.
+* operations on tensors of two devices raise;
+* waits of the host for the device, and copies that cause one, are logged with their line;
+* `torch.cuda.graph` captures kernel launches, not Python code; a replay uses the same memory, and overwrites the
+  results of other graphs in its pool; a wait during a capture raises;
+* overwriting a pinned buffer during its copy raises at the next wait.
 
-Nothing is said of speed, of numerics on a GPU, or of memory. torch is patched while it lasts and cannot be put back
-entirely, so tests of it run in a process of their own.
+Speed, numerics and memory of a GPU are not simulated. The simulation patches torch, which cannot be fully restored, so
+its tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WAIT, PAGEABLE, PINNED, OPERATION, REPLAY, CAPTURE = "wait", "pageable", "pinned
 
 
 class Event(NamedTuple):
-    """Something that the host asked of the device.
+    """An action of the host on the device.
 
     Attributes:
-        kind: One of the names above. A pageable copy that was asked for as asynchronous is no wait, but it may not be
-            captured; any other pageable copy is logged as a wait alone.
+        kind: One of the names above. An asynchronous pageable copy is not a wait, but must not be captured; other
+            pageable copies are logged as waits only.
         what: The operation.
-        place: File and line of this library that led to it.
-        in_model: Whether the model's own code asked for it, or what that calls.
+        place: File and line of this library that caused it.
+        in_model: Whether the model's code caused it, directly or indirectly.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Graph:
-    """What stands for a `torch.cuda.CUDAGraph`: the launches of a capture, on the memory of that time."""
+    """Replacement for `torch.cuda.CUDAGraph`: the launches of a capture, with their memory."""
 
     launches: list[Callable[[], None]] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
@@ -77,17 +77,17 @@ class Graph:
         _device.log(REPLAY, f"{len(self.launches)} launches")
 
     def spoil(self) -> None:
-        """Overwrite what the graph computed, as another one of its pool may."""
+        """Overwrite the graph's results, like another graph of its pool."""
         for result in self.results:
             result.fill_(float("nan") if result.is_floating_point() else result.dtype == torch.bool or -77)
 
 
 class Simulation:
-    """The state of the simulated device.
+    """State of the simulated device.
 
     Attributes:
-        events: What was logged so far; to be cleared at will.
-        graphs: Those that were captured.
+        events: Log, which tests may clear.
+        graphs: Captured graphs.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Simulation:
         self.graphs: list[Graph] = []
         self._capture: Graph | None = None
         self._capturing_thread = 0
-        self._pinned: dict[int, torch.Tensor] = {}  # by address; held, so that none is used again
+        self._pinned: dict[int, torch.Tensor] = {}  # by address; references keep addresses from being reused
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, str]] = []
 
     def take(self) -> list[Event]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -107,7 +107,7 @@ class Simulation:
         self.events.append(Event(kind, what, *_origin()))
 
     def wait(self, what: str) -> None:
-        """The host waits until the device has done all that it was asked for."""
+        """Record that the host waits for all work of the device."""
         if self._is_capturing:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}), {_origin()[0]}")
         for source, then, place in self._under_way:
@@ -117,7 +117,7 @@ class Simulation:
         self.log(WAIT, what)
 
     def copy_in(self, source: torch.Tensor, asynchronous: bool) -> None:
-        """A copy from the host's memory to the device."""
+        """Record a copy from the host's memory to the device."""
         what = f"to the device {tuple(source.shape)}"
         if asynchronous and source.untyped_storage().data_ptr() in self._pinned:
             self._under_way.append((source, source.clone(), _origin()[0]))
@@ -136,16 +136,16 @@ class Simulation:
 
     @property
     def _is_capturing(self) -> bool:
-        """Captures are of the thread that began them, as `capture_error_mode="thread_local"` has it."""
+        """Whether this thread is capturing, as with `capture_error_mode="thread_local"`."""
         return self._capture is not None and self._capturing_thread == get_ident()
 
     def launch(self, name: str, work: Callable[[], Any], changes: bool = False) -> Any:
-        """Run one kernel; in a capture, note how to run it again.
+        """Run one kernel; in a capture, also record it for replays.
 
         Args:
-            name: What it is called.
-            work: Computes host tensors from host tensors.
-            changes: Whether it writes to its arguments and returns them.
+            name: Name of the kernel.
+            work: Function that computes host tensors from host tensors.
+            changes: Whether the kernel writes to its arguments and returns them.
         """
         self.log(OPERATION, name)
         result = work()
@@ -166,7 +166,7 @@ class Simulation:
     def capture(
         self, graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """Stands for `torch.cuda.graph`."""
+        """Replacement for `torch.cuda.graph`."""
         assert self._capture is None, "a capture within a capture"
         assert capture_error_mode == "thread_local", "waits of other threads would break the capture"
         self._capture, self._capturing_thread, graph.pool = graph, get_ident(), pool
@@ -183,7 +183,7 @@ _device = Simulation()
 
 
 def _origin() -> tuple[str, bool]:
-    """The line of this library that is being run, and whether a model runs it or is run by it."""
+    """Return the current line of this library, and whether it is inside a model's call or calls the model."""
     frame, place, in_model = sys._getframe(2), "elsewhere", False
     while frame is not None:
         name = frame.f_code.co_filename
@@ -201,7 +201,7 @@ def _origin() -> tuple[str, bool]:
 
 
 class CudaTensor(torch.Tensor):
-    """Says that it is on `device`, and holds a tensor of the host's."""
+    """A tensor that claims to be on `device`, and holds a host tensor."""
 
     host: torch.Tensor
 
@@ -246,7 +246,7 @@ class CudaTensor(torch.Tensor):
 
 
 def _kernel(name: str, work: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> CudaTensor:
-    """One launch for what is many operations on a CPU."""
+    """Run several CPU operations as one launch."""
     tensors = [part for part in _leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
     device = _only_device(name, tensors)
     host_args, host_kwargs = _mapped(_to_host, (tuple(args), kwargs))
@@ -259,14 +259,14 @@ def _kernel(name: str, work: Callable[..., torch.Tensor], args: Sequence[Any], k
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What lies in tuples, lists and dicts; torch's own pytrees take a third of the time of a simulated pass."""
+    """Return the leaves of tuples, lists and dicts; torch's pytrees would take a third of a simulated pass."""
     if isinstance(value, (tuple, list)):
         return [leaf for part in value for leaf in _leaves(part)]
     return [leaf for part in value.values() for leaf in _leaves(part)] if isinstance(value, dict) else [value]
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same tuples, lists and dicts with what `change` makes of each leaf."""
+    """Return the same tuples, lists and dicts with `change` applied to each leaf."""
     if isinstance(value, tuple):
         return tuple(_mapped(change, part) for part in value)
     if isinstance(value, list):
@@ -288,7 +288,7 @@ def _only_device(name: str, tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def _indexed(device: object) -> torch.device | None:
-    """The device, with an index if it is a CUDA one."""
+    """Return the device, with an index if it is a CUDA device."""
     if device is None:
         return None
     named = torch.device(cast(Any, device))
@@ -305,12 +305,12 @@ _UNLAUNCHED = {
     aten.empty_strided.default,
     aten.new_empty_strided.default,
 }
-"""What launches no kernel, beside views."""
+"""Operations other than views that launch no kernel."""
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 
 
 def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation of torch, on tensors of any device."""
+    """Run one operation of torch, on tensors of any device."""
     flat = _leaves((args, kwargs))
     ours = [part for part in flat if isinstance(part, CudaTensor)]
     target = _indexed(kwargs.get("device"))
@@ -330,7 +330,7 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    if operation is aten.histc.default and not args[0].is_floating_point():  # which CUDA knows of whole numbers
+    if operation is aten.histc.default and not args[0].is_floating_point():  # CUDA supports integers here
         work: Callable[[], Any] = lambda: operation(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # noqa: E731
     else:
         work = lambda: operation(*args, **kwargs)  # noqa: E731
@@ -352,7 +352,7 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(source: torch.Tensor, target: torch.device | None, kwargs: dict[str, Any]) -> torch.Tensor:
-    """`to`, where something is copied."""
+    """Copy a tensor as `to` does."""
     device, asynchronous = target or source.device, kwargs.get("non_blocking", False)
     rest = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory", "non_blocking")}
     host = _to_host(source)
@@ -367,7 +367,7 @@ def _to_copy(source: torch.Tensor, target: torch.device | None, kwargs: dict[str
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`copy_` from any device to any."""
+    """Run `copy_` from any device to any device."""
     if not isinstance(target, CudaTensor):
         assert not non_blocking, "whoever reads it has to wait, which is not simulated"
         _device.wait(f"to the host {tuple(source.shape)}")
@@ -385,7 +385,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 def _check_devices(
     operation: Any, args: Any, flat: list[Any], ours: list[CudaTensor], target: torch.device | None
 ) -> None:
-    """Tensors without dimensions may be anywhere, and so may indices, which are copied."""
+    """Raise for tensors of two devices, except scalars, and indices, which are copied."""
     for tensor in flat:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, CudaTensor) or tensor.dim() == 0:
             continue
@@ -398,7 +398,7 @@ def _check_devices(
 
 
 def _note_waits(operation: Any, args: Any) -> None:
-    """What the host must know to go on: values, or how many there are."""
+    """Record a wait if the host needs values or sizes of the result."""
     if operation in _BY_INDEX:
         waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     else:
@@ -409,13 +409,13 @@ def _note_waits(operation: Any, args: Any) -> None:
 
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not types and not kwargs and operation is not aten.is_pinned.default:  # of tensors of the host alone
+        if not types and not kwargs and operation is not aten.is_pinned.default:  # only host tensors
             return operation(*args)
         return _run(operation, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
-    """Pins what `torch.tensor` makes, which is no operation; `cuda` alone is `cuda:0`."""
+    """Pin results of `torch.tensor`, which is no operation, and read `cuda` as `cuda:0`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -432,7 +432,7 @@ class _Functions(TorchFunctionMode):
 
 @contextmanager
 def _guard() -> Iterator[None]:
-    """Builds of torch without CUDA have nothing that switches between its devices: what the CPU has does nothing."""
+    """Use the CPU's device guard, which does nothing, for CUDA; torch without CUDA has no guard for it."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # by type of device
     before, guards[1] = guards[1], guards[0]
@@ -443,7 +443,7 @@ def _guard() -> Iterator[None]:
 
 
 class _Generator(torch.Generator):
-    """Draws what a generator of the CPU draws, whatever device it is asked for."""
+    """A CPU generator for any device."""
 
     def __new__(cls, device: object = None) -> _Generator:
         return super().__new__(cls)
@@ -457,26 +457,26 @@ class _Stream:
 def _tree_attention(
     query: Any, key: Any, value: Any, packed_mask: Any, scaling: float | None = None, pages: Pages | None = None
 ) -> CudaTensor:
-    """What stands for the Triton kernel."""
+    """Replacement for the Triton kernel of tree attention."""
 
     def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
         visible = unpack(packed_mask, key.shape[2])
         value = value.masked_fill(~visible.any(dim=2)[..., None], 0.0)  # garbage, and 0 * NaN is NaN
         states = [states.float() for states in (query, key, value)]
-        found = scaled_dot_product_attention(*states, visible, scale=scaling, enable_gqa=True)
-        return found.transpose(1, 2).contiguous().to(query.dtype)
+        output = scaled_dot_product_attention(*states, visible, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous().to(query.dtype)
 
     def by_text(query: Any, key: Any, value: Any, packed_mask: Any, table: Any, starts: Any) -> torch.Tensor:
         assert pages is not None
-        found = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         for text, (start, end) in enumerate(pairwise(starts.tolist())):
             if end > start:
                 mask = packed_mask[:, :, start:end]
                 column = torch.arange(int(mask[0, 0, 0, SCRATCH]) + end - start)
                 place = table[text, column // pages.size].long() * pages.size + column % pages.size
                 part = query[:, :, start:end], key[:, :, place], value[:, :, place], mask
-                found[:, start:end] = by_definition(*part)
-        return found
+                output[:, start:end] = by_definition(*part)
+        return output
 
     if pages is None:
         return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
@@ -485,7 +485,7 @@ def _tree_attention(
 
 
 def _rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> CudaTensor:
-    """What stands for the Triton kernel."""
+    """Replacement for the Triton kernel of norms."""
 
     def by_definition(hidden: Any, weight: Any) -> torch.Tensor:
         wide = hidden.float()
@@ -498,7 +498,7 @@ def _rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offs
 
 
 def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaTensor]:
-    """What stands for the Triton kernel, in two launches for one."""
+    """Replacement for the Triton kernel of rotary embeddings, with two launches instead of one."""
     part = cos.shape[-1]
 
     def by_definition(states: Any, cos: Any, sin: Any) -> torch.Tensor:
@@ -512,7 +512,7 @@ def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaT
 
 @contextmanager
 def simulated_cuda() -> Iterator[Simulation]:
-    """While it lasts, torch has two CUDA devices, for this thread."""
+    """Give torch two simulated CUDA devices in this thread."""
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "default_generators": (torch.default_generator, torch.default_generator),
@@ -549,18 +549,17 @@ def simulated_cuda() -> Iterator[Simulation]:
 
 @contextmanager
 def without_simulation() -> Iterator[None]:
-    """While it lasts, operations are those of torch itself, which take a fraction of the time: for tensors of the host
-    alone."""
+    """Use torch's own operations, which are much faster, for code with only host tensors."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def on_cuda(model: PreTrainedModel, device_of: Callable[[str], str] = lambda _: "cuda:0") -> PreTrainedModel:
-    """`model`, moved: its parameters and buffers, with those that are shared still shared.
+    """Move the parameters and buffers of `model`; shared ones stay shared.
 
     Args:
-        model: A model on the CPU; changed in place.
-        device_of: The device of a parameter or buffer, given its full name.
+        model: A model on the CPU, changed in place.
+        device_of: Function that returns the device of a parameter or buffer by its full name.
     """
     moved: dict[int, torch.nn.Parameter] = {}
     for name, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""The library on the simulated CUDA device: its texts, and what a step makes the host wait for.
+"""The library on the simulated CUDA device: texts, and the host's waits in a step.
 
-The simulation patches torch, so `test_simulated_cuda.py` runs this file in a process of its own:
+The simulation patches torch, so `test_simulated_cuda.py` runs this file in a separate process:
 `python -m pytest tests/backends/apart/simulated_cuda_cases.py`.
 """
 
@@ -62,21 +62,21 @@ def to_host(tensor: Any) -> torch.Tensor:
 def generated(
     model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **arguments: Any
 ) -> torch.Tensor:
-    """What the library writes on the simulated device, as a tensor of the CPU."""
+    """Return the library's text on the simulated device, as a CPU tensor."""
     there = {name: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     torch.manual_seed(1)
     return to_host(lookahead.generate(model, **there, lookahead_config=config, **arguments))
 
 
 def expected(model: PreTrainedModel, inputs: dict[str, Any], **arguments: Any) -> torch.Tensor:
-    """What `model.generate` writes on the CPU."""
+    """Return the text of `model.generate` on the CPU."""
     torch.manual_seed(1)
     with without_simulation():
         ids: torch.Tensor = model.generate(**inputs, **arguments)
     return ids
 
 
-# What the simulation is for: that it notices.
+# The simulation detects errors.
 
 
 def test_mixed_devices_are_an_error(device: Simulation) -> None:
@@ -105,7 +105,7 @@ def test_replays_run_no_python_on_the_same_memory(device: Simulation) -> None:
     tensor, times, graph = torch.zeros(1, device="cuda"), 2, Graph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = tensor * times
-        other = Thread(target=lambda: tensor.tolist())  # captures are of one thread
+        other = Thread(target=lambda: tensor.tolist())  # another thread does not capture
         other.start()
         other.join()
     times = 3
@@ -120,7 +120,7 @@ def test_replays_run_no_python_on_the_same_memory(device: Simulation) -> None:
         result.item()
 
 
-def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None:
+def test_work_that_waits_is_refused_before_its_capture(device: Simulation) -> None:
     there = torch.ones(3, device="cuda:0")
     record = recorder_for(torch.device("cuda:0"))
     assert record is not None
@@ -137,7 +137,7 @@ def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None
     other: list[list[float]] = []
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:
-        thread = Thread(target=lambda: other.append(there.tolist()))  # who waits for what is its own
+        thread = Thread(target=lambda: other.append(there.tolist()))  # waits of other threads do not count
         thread.start()
         thread.join()
         return there + 1, there * 2
@@ -169,17 +169,17 @@ def test_a_buffer_overwritten_while_it_is_copied_is_an_error(device: Simulation)
     device._under_way.clear()
 
 
-# What a step costs the host.
+# Costs of a step for the host.
 
 
 def of_steps(steps: list[tuple[int, list[Event]]], nodes: range) -> tuple[float, float]:
-    """Waits and operations of ours in a step whose tree has so many nodes, on the average."""
-    found = [events for count, events in steps if count in nodes]
-    assert found, [count for count, _ in steps]
-    waits = sum(event.kind == WAIT for events in found for event in events)
-    operations = sum(event.kind == OPERATION and not event.in_model for events in found for event in events)
-    assert not any(event.kind == PAGEABLE for events in found for event in events)
-    return waits / len(found), operations / len(found)
+    """Return the average waits, and operations outside of the model, in steps with this number of nodes."""
+    selected = [events for count, events in steps if count in nodes]
+    assert selected, [count for count, _ in steps]
+    waits = sum(event.kind == WAIT for events in selected for event in events)
+    operations = sum(event.kind == OPERATION and not event.in_model for events in selected for event in events)
+    assert not any(event.kind == PAGEABLE for events in selected for event in events)
+    return waits / len(selected), operations / len(selected)
 
 
 MOST_OF_A_STEP = {
@@ -195,7 +195,7 @@ MOST_OF_A_STEP = {
     "graphs, sampled": (GRAPHS, SAMPLED, 1, 1, 30),
     "graphs, batch": (GRAPHS, GREEDY, 2, 1, 2),
 }
-"""How to decode how many rows: most waits and most operations of ours in a step. They may fall, and not rise."""
+"""Configuration, options, rows, and largest averages of waits and operations in a step. The bounds must not rise."""
 
 
 @pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, ["tree", "batch", "graphs, tree", "graphs, sampled"]))
@@ -203,7 +203,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     kind: str, device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     config, how, rows, most_waits, most_operations = MOST_OF_A_STEP[kind]
-    # A batch of texts that come from one, so that their drafts come true.
+    # Texts that overlap, so that drafts are often right.
     inputs = {"input_ids": torch.cat([demo_prompt[:, row : row + 150] for row in range(rows)])}
     options = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, **how}
     steps: list[tuple[int, list[Event]]] = []
@@ -217,7 +217,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     got = generated(there, inputs, config, on_step=note, **options)
     assert torch.equal(got, expected(demo_model, inputs, **options))
     steps = steps[2 * rows :]
-    if rows > 1:  # called for each row, one after another
+    if rows > 1:  # `note` is called for each row
         steps = [(nodes, events) for nodes, events in steps if events]
     drafted = range(1, 2) if config.preset == "autoregressive" else range(2, 100)
     waits, operations = of_steps(steps, drafted)
@@ -238,9 +238,9 @@ def test_a_short_text_is_not_worth_a_capture(
         options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0, **GREEDY}
         assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo_model, inputs, **options))
         engine = engine_model(model)
-        kept = state_of(engine).trials.static_steps
-        assert kept is not None
-        assert (kept.recorded.count > 0) == captures
+        steps = state_of(engine).trials.static_steps
+        assert steps is not None
+        assert (steps.recorded.count > 0) == captures
 
 
 def test_dense_masks_are_attended_to_without_plans_for_shapes(
@@ -254,7 +254,7 @@ def test_dense_masks_are_attended_to_without_plans_for_shapes(
         seen.add((how.get("attn_mask") is not None, torch.backends.cuda.cudnn_sdp_enabled()))
         return attend(*states, **how)
 
-    monkeypatch.setattr(engine_models, "find_spec", lambda name: None)  # Triton is not installed
+    monkeypatch.setattr(engine_models, "find_spec", lambda name: None)  # as if Triton were not installed
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     got = generated(there, {"input_ids": PROMPT}, EAGER, max_new_tokens=20, **GREEDY)
@@ -264,7 +264,7 @@ def test_dense_masks_are_attended_to_without_plans_for_shapes(
 
 
 def test_the_pace_knows_the_passes_that_are_captured(device: Simulation) -> None:
-    """It fills them (`tests/core/test_pace.py`), and in an engine sends no step that is larger than all of them."""
+    """Pace fills captured sizes (`tests/core/test_pace.py`), and in an engine never exceeds the largest one."""
     model = on_cuda(copy.deepcopy(build("llama")))
     generated(model, {"input_ids": PROMPT}, LookaheadConfig(), max_new_tokens=20, **GREEDY)
     known = [tuple(costs.captured) for costs in state_of(model).costs.values()]
@@ -285,7 +285,7 @@ def test_tune_times_graphs_and_no_capture(device: Simulation, there: PreTrainedM
     measured = measure(there, node_counts=(1, 8), contexts=(64,), repeats=2, progress=note)
     assert [point.nodes for point in measured] == [1, 8]
     assert any(event.kind == REPLAY for event in device.take())
-    # Each call is before one of two timings, and sees what the one before it did.
+    # Each call comes before one of two timings, and sees the events of the timing before.
     assert any(captured[:3])
     assert not any(captured[3:]), "only the round that does not count captures"
 
@@ -308,7 +308,7 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
 def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
     model, inputs = build(name, attention=ARCHITECTURES[name].attention[0]), {"input_ids": PROMPT}
     there = on_cuda(copy.deepcopy(model))
-    for options in (GREEDY, SAMPLED):  # the second time graphs are replayed alone
+    for options in (GREEDY, SAMPLED):  # the second call only replays graphs
         for config in (EAGER, GRAPHS):
             got = generated(there, inputs, config, max_new_tokens=24, **options)
             assert torch.equal(got, expected(model, inputs, max_new_tokens=24, **options)), config
@@ -335,14 +335,14 @@ def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation
 
 
 class _Hook(AlignDevicesHook):
-    """Moves inputs; the weights are there already."""
+    """A hook that moves only inputs; weights are on the device already."""
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         return module
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` on two devices, with the hooks that `device_map` attaches."""
+    """Return `model` on two devices, with the hooks of a `device_map`."""
 
     def device_of(name: str) -> str:
         first = name.startswith(("model.embed_tokens", "model.rotary_emb", "model.layers.0."))
@@ -364,7 +364,7 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
 def test_texts_of_a_model_on_two_devices_are_those_of_the_cpu(device: Simulation) -> None:
     model, inputs = build("llama"), {"input_ids": PROMPT}
     there = spread(copy.deepcopy(model))
-    for config in (EAGER, GRAPHS, LookaheadConfig(preset="paper")):  # the last one needs trees
+    for config in (EAGER, GRAPHS, LookaheadConfig(preset="paper")):  # the last configuration needs trees
         for options in (GREEDY, SAMPLED):
             got = generated(there, inputs, config, max_new_tokens=24, **options)
             assert torch.equal(got, expected(model, inputs, max_new_tokens=24, **options)), config

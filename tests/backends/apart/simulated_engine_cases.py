@@ -1,6 +1,6 @@
-"""Engines on the simulated CUDA device: their texts, and what a step makes the host wait for.
+"""Engines on the simulated CUDA device: texts, and the host's waits in a step.
 
-`test_simulated_cuda.py` runs this file in a process of its own; see `simulated_cuda_cases.py`.
+`test_simulated_cuda.py` runs this file in a separate process; see `simulated_cuda_cases.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNCAPTURED = LookaheadConfig(step_budget=8, engine="dynamic")
 
 
 def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, **options: Any) -> list[int]:
-    """What `model.generate` adds to a text on the CPU."""
+    """Return the new tokens of `model.generate` on the CPU."""
     torch.manual_seed(0 if seed is None else seed)
     with without_simulation():
         tokens: list[int] = model.generate(ids, **{**OPTIONS, **options})[0, ids.shape[1] :].tolist()
@@ -40,7 +40,7 @@ def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = Non
 
 
 def pool_of(engine: Engine) -> Any:
-    """The pool of an engine that has one."""
+    """Return the pool of an engine with one."""
     runner = engine._model.runner
     assert isinstance(runner, PooledRunner)
     return runner._pool
@@ -53,8 +53,8 @@ MOST_OF_A_STEP = {
     ("dynamic", 1): (1, 11),
     ("dynamic", 4): (1, 13),
 }
-"""Most waits and operations of ours in a step, by engine and rows, once all rows have joined. They may fall, and not
-rise."""
+"""Largest averages of waits and operations in a step, by engine and rows, after all rows have joined. The bounds must
+not rise."""
 
 
 @pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, [("auto", 4), ("dynamic", 4)]))
@@ -87,7 +87,7 @@ def test_steps_wait_as_often_as_they_must(
 
 
 MOST_OF_A_SAMPLED_STEP = {"temperature": ({"top_k": 0}, 25), "top-k, top-p": ({"top_k": 50, "top_p": 0.9}, 37)}
-"""Settings of sampling, and most operations of ours in a step of 8 rows."""
+"""Settings of sampling, and the largest number of operations in a step of 8 rows."""
 
 
 @pytest.mark.parametrize("kind", MOST_OF_A_SAMPLED_STEP)
@@ -119,7 +119,7 @@ def test_rows_that_are_set_alike_are_sampled_together(
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
 @pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
 def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
-    """Rows join and leave, three of them at a time, without a capture after the start."""
+    """Rows join and leave, at most three at a time, without captures after the start."""
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=3)
     texts = [PROMPT[:, : 15 - 2 * row] for row in range(3)]
@@ -143,7 +143,7 @@ def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulatio
 
 
 def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its memory and the pages of a text; what was captured for the smaller one is captured again, and right."""
+    """The pool's memory and pages grow, and graphs are captured again for the larger pool."""
     monkeypatch.setattr(pooled_rows, "FIRST_TOKENS", 16)
     model = build("qwen2_mixed_sliding")
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
@@ -162,7 +162,7 @@ def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.
 
 @pytest.mark.exact
 def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None:
-    """More requests than there is room for: some wait again, and pages of those that end are taken by others."""
+    """More requests than the memory holds: some are preempted, and ended requests free their pages."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
     size = Engine(there, UNCAPTURED)._memory.token_bytes
@@ -187,7 +187,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
 def test_texts_begin_with_what_others_have(
     device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
-    """Finished texts and running ones; a long prompt is read in parts, larger than what is captured."""
+    """Finished and running texts provide prefixes; a long prompt is read in parts, larger than captured passes."""
     engine = Engine(there, EIGHT, max_rows=2, prompt_tokens=300)
     long = torch.cat([demo_prompt, demo_prompt[:, :250]], dim=1)
     texts = [long, long[:, :-5], torch.cat([long[:, :-5], demo_prompt[:, :40]], dim=1)]
@@ -250,7 +250,7 @@ def test_another_model_is_captured_anew(device: Simulation) -> None:
     on_cuda(other)
     for parameter, new in zip(there.parameters(), other.parameters(), strict=True):
         parameter.host = new.host  # type: ignore[attr-defined]
-    there.marked = True  # a sign of it that is looked at
+    there.marked = True  # an attribute that marks the change
     handle = engine.submit(PROMPT.to("cuda"), **options)
     engine.run()
     assert handle.tokens == new_tokens(build("llama", seed=1), PROMPT, **options)
@@ -269,7 +269,7 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
     assert pool_of(engine), "its rows share a pass all the same"
 
 
-def test_what_is_staged_arrives_and_is_aligned(device: Simulation) -> None:
+def test_staged_arrays_arrive_and_are_aligned(device: Simulation) -> None:
     staged = Staged(torch.device("cuda:0"), [(1,), (3, 2), (5,)])
     for number, array in enumerate(staged.here):
         array[:] = number + 1
@@ -283,7 +283,7 @@ def test_what_is_staged_arrives_and_is_aligned(device: Simulation) -> None:
 
 @pytest.mark.exact
 def test_texts_that_are_evicted_make_room(device: Simulation) -> None:
-    """What ended with the last step, too: no row takes more memory than there is."""
+    """Even texts that ended with the last step are evicted, so no row exceeds the memory."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
     size = Engine(there, UNCAPTURED)._memory.token_bytes
