@@ -65,7 +65,7 @@ class Switch:
 
     def begin(self) -> None:
         """Begin a round with new proposers."""
-        # Imported here, as they import numba, after which vLLM 0.32 does not start on CPUs.
+        # Imported late: they import numba, and vLLM 0.32 does not start on CPUs after that.
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 

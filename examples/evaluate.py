@@ -1,10 +1,10 @@
-"""lm-evaluation-harness with lookahead: one line more, the same results.
+"""lm-evaluation-harness with lookahead: one additional line, the same results.
 
     make lm-eval                                 # or, in its environment:
     python examples/evaluate.py --output rows.jsonl
 
-Evaluates the demo model on a generative task from a local file, plainly and attached, and compares what every document
-got.
+Evaluate the demo model on a generative task from a local file, once plainly and once with lookahead, and compare the
+answers of all documents.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ generation_kwargs: {{until: ["\\n\\n\\n"], do_sample: false, max_gen_toks: 96}}
 metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
-"""A task as it would lie in a file of its own; the braces of the templates are doubled for `format`."""
+"""A task's YAML file; braces of templates are doubled for `format`."""
 
 DOCUMENTS = 24
 
 
 def write_task(folder: Path) -> None:
-    """A file of prompts from the library's own source, and the task that reads it."""
+    """Write a file of prompts from the library's source, and the task that reads it."""
     sources = sorted(Path(lookahead.__file__).parent.glob("core/*.py"))
     functions = [part for path in sources for part in path.read_text().split("\n\n\n") if part.startswith("def ")]
     rows = [{"prompt": text[: len(text) // 2], "target": text[len(text) // 2 :]} for text in functions[:DOCUMENTS]]
@@ -55,7 +55,7 @@ def write_task(folder: Path) -> None:
 
 
 def evaluate(model: PreTrainedModel, folder: Path) -> tuple[str, float]:
-    """The results with all answers, as JSON; the seconds of this process's CPU time."""
+    """Return the results with all answers, as JSON, and the seconds of CPU time."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu")
     begin = process_time()
@@ -67,11 +67,11 @@ def evaluate(model: PreTrainedModel, folder: Path) -> tuple[str, float]:
 
 
 def main() -> int:
-    """The exit status is 1 where the results differ."""
+    """Run the command; the exit status is 1 if the results differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines")
     output = parser.parse_args().output
-    if output is not None:  # a file of something else is refused before the work
+    if output is not None:  # refuse other files before the work
         kept_lines(output, lambda row: row.get("example") == "evaluate", restart=True)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     with tempfile.TemporaryDirectory() as name:

@@ -1,7 +1,7 @@
-"""The command of the examples with Ray, and their load run: so many clients, one request after another each, and a
-replica that is killed meanwhile.
+"""The command of the examples with Ray, and their load run: several clients with one request after another each, and
+one replica that is killed in the middle.
 
-Every request has to end in an answer or a clear error before its time-out; what did not is counted as hanging.
+Every request must end in an answer or a clear error before its timeout; other requests count as hanging.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """How a request ended: `"answered"`, `"error"` or `"hanging"`; its HTTP status, seconds, and what was said."""
+    """The end of a request (`"answered"`, `"error"` or `"hanging"`), its HTTP status, seconds, and content or error."""
 
     ended: str
     status: int
@@ -58,7 +58,7 @@ def ask(port: int, path: str, body: dict[str, Any], headers: dict[str, str], tim
             return Answer("error", response.status, seconds, text.decode(errors="replace")[:300])
         return Answer("answered", 200, seconds, json.loads(text))
     except TimeoutError:
-        return Answer("hanging", 0, time.monotonic() - begin, "no answer before the time-out")
+        return Answer("hanging", 0, time.monotonic() - begin, "no answer before the timeout")
     except (OSError, http.client.HTTPException) as error:
         return Answer("error", 0, time.monotonic() - begin, repr(error))
     finally:
@@ -66,19 +66,19 @@ def ask(port: int, path: str, body: dict[str, Any], headers: dict[str, str], tim
 
 
 def replicas_of(deployment: str) -> list[int]:
-    """Process ids of the replicas of a deployment on this machine, oldest first; Ray writes it into their titles."""
-    found = []
+    """Return the process ids of a deployment's replicas on this machine, oldest first; their titles name it."""
+    replicas = []
     for process in psutil.process_iter(["pid", "cmdline", "create_time", "uids"]):
         title = " ".join(process.info["cmdline"] or ())
         if title.startswith("ray::ServeReplica:") and deployment in title and process.info["uids"].real == os.getuid():
-            found.append((process.info["create_time"], process.info["pid"]))
-    return [pid for _, pid in sorted(found)]
+            replicas.append((process.info["create_time"], process.info["pid"]))
+    return [pid for _, pid in sorted(replicas)]
 
 
 def run(
     send: Callable[[int], Answer], kill: Callable[[], int], requests: int, clients: int, kill_after: int
 ) -> tuple[list[Answer], int]:
-    """Send requests 0, 1, ... from so many clients; kill a replica when so many have ended. Returns who was killed."""
+    """Send requests 0, 1, ... from several clients, and kill a replica after `kill_after` answers; return its id."""
     numbers, lock, killed = count(), threading.Lock(), []
     answers: list[Answer] = []
 
@@ -99,35 +99,35 @@ def run(
 
 
 def kill_one(deployment: str) -> int:
-    """Kill the oldest replica of a deployment, as a crash would; returns its process id."""
+    """Kill the oldest replica of a deployment, like a crash; return its process id."""
     pid = replicas_of(deployment)[0]
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
 def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """Counts and latencies."""
+    """Return counts and latencies."""
     times = sorted(answer.seconds for answer in answers)
     row: dict[str, Any] = {"kind": "run", "requests": len(answers), "seconds": round(seconds, 2)}
     row |= {ended: sum(answer.ended == ended for answer in answers) for ended in ("answered", "error", "hanging")}
     row |= {"median_seconds": round(median(times), 3), "p99_seconds": round(times[int(0.99 * len(times))], 3)}
     row |= {"longest_seconds": round(times[-1], 3)}
-    said = [f"{answer.status}: {answer.body}" for answer in answers if answer.ended == "error"]
-    row["errors"] = sorted({one.split(" (Request ID")[0][:200] for one in said})
+    errors = [f"{answer.status}: {answer.body}" for answer in answers if answer.ended == "error"]
+    row["errors"] = sorted({one.split(" (Request ID")[0][:200] for one in errors})
     return row
 
 
 def main(
     about: str, name: str, address: str, start: Callable[[str], None], measure: Callable[[int, int], dict[str, Any]]
 ) -> None:
-    """The command of an example.
+    """Run the command of an example.
 
     Args:
-        about: What it says of itself.
-        name: What its rows are called.
-        address: Where it serves.
-        start: Starts Ray and the deployments, for the model in a folder.
-        measure: Makes a load run of so many requests and clients.
+        about: Description in the help.
+        name: Name of the example in its rows.
+        address: Address of the server.
+        start: Function that starts Ray and the deployments for a model folder.
+        measure: Function that makes a load run with these numbers of requests and clients.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model_path()))
@@ -136,7 +136,7 @@ def main(
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.output:  # a file of something else is refused before the work
+    if options.output:  # refuse other files before the work
         kept_lines(options.output, lambda row: row.get("example") == name, restart=True)
     start(options.model)
     try:

@@ -1,8 +1,8 @@
 """Ray Serve with an engine of this library in each replica: `make ray-serve`.
 
-A front takes requests over HTTP and hands them to the replicas. Requests of one session (`X-Session-Id`) go to the same
-replica, whose n-gram memory and prefix cache know the conversation. A request whose replica dies is sent to
-another one, as long as its time lasts: greedy and seeded texts are the same wherever they are made.
+A front accepts requests over HTTP and sends them to the replicas. Requests of one session (`X-Session-Id`) go to the
+same replica, as its n-gram memory and prefix cache know the conversation. If a replica dies, its requests are sent to
+another one within their time limit: greedy and seeded texts are equal on all replicas.
 
     python examples/ray_serve.py --model PATH                 # serves until Ctrl-C
     python examples/ray_serve.py --load --output rows.jsonl   # 200 requests of 16 clients, and a replica is killed
@@ -27,12 +27,12 @@ from starlette.responses import JSONResponse
 import load
 
 SECONDS = 60.0
-"""What a request may take."""
+"""Time limit of a request."""
 
 HOST, PORT = "127.0.0.1", 8765
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 LOST = (RayActorError, ReplicaUnavailableError)
-"""What tells that a replica is gone, and says nothing about the request."""
+"""Errors of a lost replica, which do not depend on the request."""
 
 
 @serve.deployment(
@@ -43,7 +43,7 @@ LOST = (RayActorError, ReplicaUnavailableError)
     request_router_config=RequestRouterConfig(request_router_class=ROUTER),
 )
 class Decoder:
-    """A model, and an engine whose requests share its passes."""
+    """A model and its engine; requests share passes."""
 
     def __init__(self, model: str) -> None:
         import torch
@@ -63,14 +63,14 @@ class Decoder:
         try:
             output = await handle.wait()
         finally:
-            handle.cancel()  # no effect where it is done; else the caller has given up
+            handle.cancel()  # no effect if done; otherwise the caller has disconnected
         text = self._tokenizer.decode(output[0, len(ids) :])
         return {"text": text, "steps": handle.statistics.steps, "replica": os.getpid()}
 
 
 @serve.deployment(max_ongoing_requests=256, ray_actor_options={"num_cpus": 0.2})
 class Front:
-    """Reads requests, and finds a replica for each."""
+    """Accept requests, and send each to a replica."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -100,7 +100,7 @@ class Front:
 
 
 def start(model: str) -> None:
-    """Start Ray on this machine alone, and the deployments."""
+    """Start Ray on only this machine, and the deployments."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     ray.init(
         num_cpus=2,
@@ -116,7 +116,7 @@ def start(model: str) -> None:
 
 
 def measure(requests: int, clients: int) -> dict[str, Any]:
-    """A load run with sixteen sessions; a third of the way one replica is killed."""
+    """Run a load of sixteen sessions; one replica is killed after a third of the requests."""
 
     def send(number: int) -> load.Answer:
         body = {"prompt": load.PROMPTS[number % len(load.PROMPTS)], "max_tokens": 48}

@@ -1,7 +1,7 @@
 """Ray Serve LLM with vLLM and our drafts: `make ray-serve-llm`, in the environment of `make build/vllm`.
 
-Ray Serve LLM routes OpenAI's protocol to replicas of vLLM; `engine_kwargs` name the proposer. That is all. A request
-whose replica dies ends in an error of status 500; the client may send it again.
+Ray Serve LLM routes OpenAI's protocol to replicas of vLLM; only `engine_kwargs` name our proposer. If a replica dies,
+its requests end in an error of status 500; clients may send them again.
 
     python examples/ray_serve_llm.py --model PATH                 # serves until Ctrl-C
     python examples/ray_serve_llm.py --load --output rows.jsonl   # 200 requests of 16 clients, and a replica is killed
@@ -30,7 +30,7 @@ DRAFTS = {
 
 
 def start(model: str, replicas: int = 2) -> None:
-    """Start Ray on this machine alone, and the replicas."""
+    """Start Ray on only this machine, and the replicas."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -40,7 +40,7 @@ def start(model: str, replicas: int = 2) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     ray.init(
-        num_cpus=8,  # by name only: what the replicas, their groups and the front ask for
+        num_cpus=8,  # nominal: the sum that replicas, groups and front request
         include_dashboard=False,
         object_store_memory=100_000_000,
         log_to_driver=False,
@@ -66,7 +66,7 @@ def start(model: str, replicas: int = 2) -> None:
 
 
 def measure(requests: int, clients: int) -> dict[str, Any]:
-    """A load run; a third of the way one replica is killed."""
+    """Run a load; one replica is killed after a third of the requests."""
 
     def send(number: int) -> load.Answer:
         body = {"model": NAME, "prompt": load.PROMPTS[number % len(load.PROMPTS)], "max_tokens": 48, "temperature": 0}

@@ -1,11 +1,11 @@
-"""GRPO with TRL, its rollouts decoded with lookahead: one line more, the same rewards and weights.
+"""GRPO with TRL, with rollouts decoded by lookahead: one additional line, the same rewards and weights.
 
     make trl                                     # or, in its environment:
     python examples/trl_grpo.py --output rows.jsonl
 
-Trains the demo model for a few steps: plainly, and with `lookahead.attach` with as many nodes a step as pay and with
-16, whether they pay or not. Compares the rewards of all steps and the weights behind the last. Drafts come from the
-rollouts of earlier steps (`memory="process"`): the table shows how well, while the weights move.
+Train the demo model for a few steps: plainly, and with `lookahead.attach`, once with adaptive drafts and once with 16
+nodes per step. Compare the rewards of all steps and the final weights. Drafts come from the rollouts of earlier steps
+(`memory="process"`); the table shows their success while the weights change.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PROMPTS = [
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """More for lines that return something."""
+    """Reward lines with `return`."""
     return [sum("return" in line for line in text.splitlines()) - 0.01 * len(text) for text in completions]
 
 
 def train(prepare: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, list[float], float]:
-    """The model behind the last step, the mean reward of each step, and the seconds of this process's CPU time."""
+    """Return the trained model, the mean reward of each step, and the seconds of CPU time."""
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -76,7 +76,7 @@ def train(prepare: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, 
 
 
 class Counted:
-    """`generate` of an attached model, which counts tokens and steps of each call."""
+    """`generate` of an attached model, with counts of tokens and steps for each call."""
 
     def __init__(self, model: PreTrainedModel, nodes: int | None) -> None:
         lookahead.attach(model, LookaheadConfig(memory="process", step_budget=nodes))
@@ -85,7 +85,7 @@ class Counted:
         model.generate = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model.generate`."""
+        """Generate like `model.generate`."""
         records: list[Any] = []
         output = self._generate(*args, on_step=records.append, **kwargs)
         self.calls.append((sum(len(record.tokens) for record in records), len(records)))
@@ -93,7 +93,7 @@ class Counted:
 
 
 def compare(nodes: int | None, plain: PreTrainedModel, expected: list[float]) -> dict[str, Any]:
-    """Train with lookahead; what it was like, beside the model and the rewards of plain training."""
+    """Train with lookahead; return a comparison with the model and the rewards of plain training."""
     counted: list[Counted] = []
     drafted, rewards, seconds = train(lambda model: counted.append(Counted(model, nodes)))
     weights = zip(plain.state_dict().values(), drafted.state_dict().values(), strict=True)
@@ -107,11 +107,11 @@ def compare(nodes: int | None, plain: PreTrainedModel, expected: list[float]) ->
 
 
 def main() -> int:
-    """The exit status is 1 where a reward or a weight differs."""
+    """Run the command; the exit status is 1 if a reward or a weight differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON lines")
     output = parser.parse_args().output
-    if output is not None:  # a file of something else is refused before the work
+    if output is not None:  # refuse other files before the work
         kept_lines(output, lambda row: row.get("example") == "trl_grpo", restart=True)
     plain, expected, seconds = train(lambda model: None)
     rows = [compare(nodes, plain, expected) | {"plain_seconds": seconds} for nodes in (None, 16)]

@@ -1,1 +1,1 @@
-"""The parts of `tools/train_demo_model.py`, one noun per file; read `trainer.py` first."""
+"""Parts of `tools/train_demo_model.py`, one noun per file; read `trainer.py` first."""

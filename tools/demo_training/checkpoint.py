@@ -1,4 +1,4 @@
-"""The state of a stopped run, whole or not there at all."""
+"""Checkpoints of a stopped run, written atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKPOINT_NAME = "checkpoint.pt"
 
 
 def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, data_key: str) -> None:
-    """Write beside the old checkpoint and then take its place, so that a crash cannot leave half a file."""
+    """Write a new file and replace the old checkpoint by it, so that a crash cannot leave half a file."""
     device = run.model.device
     state = {
         "settings": settings.as_dict(),
@@ -27,7 +27,7 @@ def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, da
         "validations": run.validations,
         "seconds": run.seconds,
         "own_texts": run.own_texts,
-        # Nothing draws random numbers after initialisation today; a dropout added tomorrow would.
+        # Nothing draws random numbers after initialisation today; dropout would.
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
@@ -41,7 +41,7 @@ def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, da
 
 
 def read_checkpoint(path: Path, settings: TrainingSettings) -> dict[str, Any] | None:
-    """The saved state, `None` if there is none; refused if other settings made it."""
+    """Return the saved state, or `None`; a state of other settings is refused."""
     if not path.exists():
         return None
     try:
@@ -62,7 +62,7 @@ def read_checkpoint(path: Path, settings: TrainingSettings) -> dict[str, Any] | 
 
 
 def restore_checkpoint(run: TrainingRun, state: dict[str, Any]) -> None:
-    """Continue a run from what `checkpoint` kept."""
+    """Restore a run from a checkpoint's state."""
     run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

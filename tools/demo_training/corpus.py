@@ -22,24 +22,24 @@ class SourceFile:
     path: Path
     package: str
     name: str
-    """Package and path inside its root: the same on every machine, so that choices by name are too."""
+    """Package and path inside its root; equal on every machine, so choices by name are equal too."""
     digest: str
     size: int
 
     def text(self) -> str:
-        """What the file says."""
+        """Return the content of the file."""
         return self.path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files, split once and for all; the order is the order of the token stream."""
+    """Training and validation files, in the order of the token stream."""
 
     training: list[SourceFile]
     validation: list[SourceFile]
 
     def megabytes_by_package(self) -> dict[str, float]:
-        """Largest package first."""
+        """Return the size of each package, the largest first."""
         sizes: dict[str, int] = {}
         for file in self.training + self.validation:
             sizes[file.package] = sizes.get(file.package, 0) + file.size
@@ -58,9 +58,9 @@ def find_corpus(settings: TrainingSettings) -> Corpus:
             "for validation (tests, empty files, copies and what is over --max-mb-per-package "
             f"{settings.max_mb_per_package} are left out): give a folder with more"
         )
-    wanted = sum(file.size for file in files) * settings.validation_percent / 100
+    held_out_size = sum(file.size for file in files) * settings.validation_percent / 100
     split, held_out = 0, 0
-    while split < len(files) - 1 and held_out < wanted:
+    while split < len(files) - 1 and held_out < held_out_size:
         held_out += files[split].size
         split += 1
     return Corpus(training=files[split:], validation=files[:split])
@@ -81,7 +81,7 @@ def _all_files(settings: TrainingSettings) -> Iterator[SourceFile]:
 
 
 def _files_under(root: Path, package: str | None) -> Iterator[SourceFile]:
-    """Walk a root; with no package given, each entry directly in it is a package of its own."""
+    """Yield the files under a root; without `package`, each direct entry of the root is a package."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
         for name in sorted(names):
@@ -94,7 +94,7 @@ def _files_under(root: Path, package: str | None) -> Iterator[SourceFile]:
                 content = path.read_bytes()
                 content.decode("utf-8")
             except (OSError, UnicodeDecodeError):
-                continue  # An odd file out of ten thousand is not worth stopping for.
+                continue  # One unreadable file among ten thousand is no reason to stop.
             if content.strip():
                 yield SourceFile(
                     path=path,
@@ -110,7 +110,7 @@ def _is_test(name: str) -> bool:
 
 
 def _unique(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Leave out exact copies (vendored code): one in training would spoil its copy in validation."""
+    """Omit exact copies (vendored code): a copy in training would spoil validation."""
     seen: set[str] = set()
     for file in files:
         if file.digest not in seen:
@@ -119,7 +119,7 @@ def _unique(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
 
 
 def _capped(files: Iterable[SourceFile], limit: float) -> Iterator[SourceFile]:
-    """Take files of a package until the next would pass the limit."""
+    """Yield files of a package until the next would exceed the limit."""
     taken: dict[str, int] = {}
     for file in files:
         total = taken.get(file.package, 0) + file.size

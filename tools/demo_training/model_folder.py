@@ -1,4 +1,4 @@
-"""The finished model, as `from_pretrained` loads it."""
+"""The finished model, in a folder for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD_NAME = "training.json"
 def write_model_folder(
     output: Path, run: TrainingRun, data: TokenData, settings: TrainingSettings, device: torch.device
 ) -> None:
-    """Write weights, tokenizer and record; the record comes last, so a folder that has one is complete."""
+    """Write weights, tokenizer and record; the record is last, so a folder with a record is complete."""
     partial = output / "partial"
     shutil.rmtree(partial, ignore_errors=True)
     run.model.to(getattr(torch, settings.save_dtype)).save_pretrained(partial)
@@ -38,9 +38,9 @@ def write_model_folder(
 def training_record(
     run: TrainingRun, data: TokenData, settings: TrainingSettings, device: torch.device
 ) -> dict[str, Any]:
-    """What a reader of the model must know to judge it, or to train it again."""
+    """Return the facts that describe the training and allow to repeat it."""
     used = settings.as_dict()
-    # Where the folders lay is nobody else's business, and a model folder is made to be handed on.
+    # Only the names of folders: a model folder is shared, and paths are private.
     used["source"] = [Path(source).name for source in settings.source] or ["running environment"]
     used["start_from"] = Path(settings.start_from).name
     return {

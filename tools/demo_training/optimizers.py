@@ -1,4 +1,4 @@
-"""The optimizers, and how their learning rates fall."""
+"""The optimizers and their learning rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADAMW_ONLY = "adamw"
 
 
 def choose_optimizer(wanted: str) -> str:
-    """What `auto` stands for here: settled early, since a checkpoint of one cannot feed the other."""
+    """Resolve `auto` early, as optimizers cannot load each other's checkpoints."""
     available = hasattr(torch.optim, "Muon")
     if wanted == MUON_AND_ADAMW and not available:
         raise TrainingError(
@@ -28,8 +28,8 @@ def choose_optimizer(wanted: str) -> str:
 def build_optimizers(model: LlamaForCausalLM, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the rest.
 
-    The embedding is two-dimensional as well, but a table of rows rather than a map between spaces, and
-    Muon's orthogonal updates suit maps only.
+    The embedding is two-dimensional too, but a table of rows, not a map between spaces. Muon's orthogonal updates only
+    suit maps.
     """
     if settings.optimizer == ADAMW_ONLY:
         return [_adamw(list(model.parameters()), settings.adamw_lr)]
@@ -45,7 +45,7 @@ def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 
 def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Share of the full learning rate: 1, then a line down that would reach 0 one step after the last."""
+    """Return the share of the full learning rate: 1, then a linear decay to 0 one step after the last."""
     done = step / settings.steps
     if done < settings.decay_from:
         return 1.0
@@ -53,7 +53,7 @@ def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Set each rate to this part of its full value."""
+    """Set each learning rate to this share of its full value."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("full_lr", group["lr"]) * factor

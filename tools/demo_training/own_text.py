@@ -1,9 +1,9 @@
 """A loss that makes a model's own loops less likely.
 
-Greedy text of a small model falls into cycles, and does so the more surely the longer it has been in one. Now and
-then the model continues prompts of the training data greedily, and the tokens that lie in a repeated cycle are made
-less likely (sequence-level unlikelihood, Welleck et al. 2020, section 5.2). Writing costs more than learning, and
-more rows cost hardly more: so a set of texts is written at once and serves several steps.
+Greedy text of a small model falls into cycles, and each repetition makes the next one likelier. Therefore the model
+regularly continues prompts of the training data greedily, and tokens in a repeated cycle are made less likely
+(sequence-level unlikelihood, Welleck et al. 2020, section 5.2). Generation costs more than learning, but additional
+rows cost little. So a set of texts is generated at once and used in several steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LONGEST_PERIOD = 64
 def own_text_loss(
     model: LlamaForCausalLM, text: torch.Tensor, prompt_length: int, settings: TrainingSettings
 ) -> torch.Tensor:
-    """Mean of -log(1 - p) over the model's own tokens, where only those in a cycle count; `text` is [R, P + N]."""
+    """Return the sum of -log(1 - p) over own tokens in a cycle, divided by all own tokens; `text` is [R, P + N]."""
     inside = in_repeated_cycle(text)[:, prompt_length:]  # [R, N]
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
         logits = model(input_ids=text[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]  # [R, N, V]
     written = text[:, prompt_length:, None]
     probability = functional.softmax(logits.float(), dim=-1).gather(-1, written)[..., 0]  # [R, N]
-    # A probability that rounds to 1 would have an infinite loss.
+    # A probability rounded to 1 would have an infinite loss.
     unlikelihood = -torch.log((1 - probability).clamp_min(1e-5))
     return (unlikelihood * inside).mean()
 
@@ -42,10 +42,7 @@ def own_text_loss(
 def own_text(
     model: LlamaForCausalLM, windows: torch.Tensor, tokens: int, seed: Sequence[int]
 ) -> tuple[torch.Tensor, int]:
-    """Greedy continuations of a part of each of `windows`, [R, P + N], and P; `seed` says of which part.
-
-    windows: [R, S]
-    """
+    """Return prompts with greedy continuations, [R, P + N], and P; prompts are random parts of `windows`, [R, S]."""
     random, size = np.random.default_rng(seed), windows.shape[1]
     length = min(int(random.integers(*PROMPT_TOKENS, endpoint=True)), size)
     begin = int(random.integers(0, size - length, endpoint=True))
@@ -54,7 +51,7 @@ def own_text(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=tokens,
-        min_new_tokens=tokens,  # Whole rectangles: a file's end is no way out of a loop.
+        min_new_tokens=tokens,  # all rows have N tokens: the end of a file must not end a loop
         do_sample=False,
         pad_token_id=0,
     )
@@ -62,10 +59,9 @@ def own_text(
 
 
 def in_repeated_cycle(text: torch.Tensor) -> torch.Tensor:
-    """Which tokens repeat a block before them: [R, T] of ids to [R, T] of bool.
+    """Mark tokens that repeat the block before them: [R, T] ids to [R, T] bool.
 
-    Cycles are those of `lookahead.bench.summary`; the first copy of the block, which was new when it was written,
-    does not count.
+    `lookahead.bench.summary` defines cycles; the first copy of the block does not count.
     """
     inside = torch.zeros_like(text, dtype=torch.bool)
     for row, tokens in enumerate(text.tolist()):

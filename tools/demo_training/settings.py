@@ -1,4 +1,4 @@
-"""What decides the trained weights: every option here, and nothing else."""
+"""Settings of a training: these options alone decide the weights."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, NoReturn
 
 
 class TrainingError(Exception):
-    """Training cannot go on; the message names the option, its value and what to do."""
+    """Training cannot continue; the message names the option, its value and the remedy."""
 
 
 def option(default: Any, meaning: str, *, at_least: int | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field that the command line offers under its own name, so that each option is defined once."""
+    """Return a field that is also an option of the command line, so that each option is defined once."""
     return dataclasses.field(default=default, metadata={"help": meaning, "at_least": at_least, "choices": choices})
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field: `batch_tokens` is `--batch-tokens`."""
+    """Return the option's spelling: `batch_tokens` is `--batch-tokens`."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The recipe. Two runs with equal settings and equal source files train the same weights.
+    """Settings of a training. Equal settings and equal source files give equal weights.
 
     Raises:
-        TrainingError: A value is out of its range, or two values do not fit each other.
+        TrainingError: A value is out of range, or two values conflict.
     """
 
     source: tuple[str, ...] = ()
-    """Folders of Python files; none stands for the running environment."""
+    """Folders of Python files; the running environment if empty."""
     tokens: int = option(9_700_000, "tokens to train on, rounded up to whole batches", at_least=1)
     batch_tokens: int = option(8192, "tokens in one optimizer step", at_least=1)
     sequence_length: int = option(512, "tokens the model sees at once during training", at_least=2)
@@ -94,20 +94,20 @@ class TrainingSettings:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps until all tokens were read."""
+        """Number of optimizer steps for all tokens."""
         return -(-self.tokens // self.batch_tokens)
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences in a step."""
         return self.batch_tokens // self.sequence_length
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
+        """Return the settings as JSON values."""
         return dataclasses.asdict(self) | {"source": list(self.source)}
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
-        """What makes these settings other than the saved ones, each as `--name VALUE (was VALUE)`."""
+        """Return differences to saved settings, each as `--name VALUE (was VALUE)`."""
         mine = self.as_dict()
         names = [name for name in mine if mine[name] != saved.get(name)]
         return [f"{flag(name)} {_shown(mine[name])} (was {_shown(saved.get(name))})" for name in names]

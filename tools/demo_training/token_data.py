@@ -1,4 +1,4 @@
-"""The tokenised corpus: written once to the work folder, then read as a numpy memmap."""
+"""The tokenised corpus, written once to the work folder and read as a numpy memmap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES_PER_BATCH = 64
 
 
 class TokenData:
-    """A folder of tokens, cut into windows of one sequence and the token after it."""
+    """A folder of tokens in windows of one sequence plus the next token."""
 
     def __init__(self, folder: Path, settings: TrainingSettings) -> None:
         self.folder = folder
@@ -50,28 +50,28 @@ class TokenData:
             )
 
     def batch(self, step: int) -> npt.NDArray[np.int64]:  # [batch_size, sequence_length + 1]
-        """The windows of a step: a function of seed and step alone, so resuming needs no reader state."""
+        """Return the windows of a step; they only depend on seed and step, so resuming needs no state."""
         size = self._settings.batch_size
         chosen = [self._window_in_order(index) for index in range(step * size, (step + 1) * size)]
         return self._cut(self._training, chosen)
 
     def own_text_windows(self, number: int) -> npt.NDArray[np.int64]:
-        """Where the prompts of a set of own texts are taken from, [own texts, sequence_length]."""
+        """Return the windows for the prompts of a set of own texts, [own texts, sequence_length]."""
         rows = self._settings.own_text_rows * self._settings.own_text_steps
         generator = np.random.default_rng((self._settings.seed, number, rows))
         chosen = generator.integers(0, self._windows(self._training), rows).tolist()
         return self._cut(self._training, chosen)[:, :-1]
 
     def validation_batches(self) -> Iterator[npt.NDArray[np.int64]]:
-        """The same held-out windows each time, spread evenly over all held-out files.
+        """Yield the same held-out windows each time, spread evenly over all held-out files.
 
         Each batch is at most [batch_size, sequence_length + 1].
         """
         settings = self._settings
         available = self._windows(self._validation)
-        wanted = min(available, max(1, settings.validation_tokens // settings.sequence_length))
-        chosen = [index * available // wanted for index in range(wanted)]
-        for start in range(0, wanted, settings.batch_size):
+        count = min(available, max(1, settings.validation_tokens // settings.sequence_length))
+        chosen = [index * available // count for index in range(count)]
+        for start in range(0, count, settings.batch_size):
             yield self._cut(self._validation, chosen[start : start + settings.batch_size])
 
     def _window_in_order(self, index: int) -> int:
@@ -91,10 +91,10 @@ class TokenData:
 
 
 def open_token_data(settings: TrainingSettings, work: Path, key: str | None, console: Console) -> TokenData:
-    """The tokens of the sources, written if need be.
+    """Return the tokens of the sources, and write them if necessary.
 
-    `key` names the tokens of a checkpoint being resumed; they are what it continues with, even if the
-    sources (an environment, say, in which a package was installed) have changed since.
+    `key` names the tokens of a resumed checkpoint. Training continues with these tokens, even if the sources have
+    changed since, for example because a package was installed.
     """
     if key and (work / key).is_dir():
         return TokenData(work / key, settings)
@@ -115,13 +115,13 @@ def open_token_data(settings: TrainingSettings, work: Path, key: str | None, con
 
 
 def _given_vocabulary(settings: TrainingSettings) -> Tokenizer | None:
-    """That of the model to go on from; `None` if one is to be trained."""
+    """Return the vocabulary of the initial model; `None` if a new one has to be trained."""
     if not settings.start_from:
         return None
     path = Path(settings.start_from, "tokenizer.json")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing narrower.
+    except Exception as error:  # the library raises no narrower type
         raise TrainingError(
             f"--start-from {settings.start_from} has no tokenizer.json that can be read ({error}): give the "
             "folder of a model that this tool has written"
@@ -129,7 +129,7 @@ def _given_vocabulary(settings: TrainingSettings) -> Tokenizer | None:
 
 
 def data_folder(work: Path, corpus: Corpus, settings: TrainingSettings, vocabulary: Tokenizer | None) -> Path:
-    """Where the tokens of this corpus lie: named by everything they depend on, so a cache is never stale."""
+    """Return the folder of this corpus's tokens; its name includes everything that they depend on."""
     origin = vocabulary.to_str() if vocabulary else f"{settings.vocab_size} {settings.tokenizer_files}"
     digest = hashlib.sha256(origin.encode())
     for part in (corpus.training, corpus.validation):
@@ -142,7 +142,7 @@ def data_folder(work: Path, corpus: Corpus, settings: TrainingSettings, vocabula
 def write_token_data(
     folder: Path, corpus: Corpus, settings: TrainingSettings, progress: Progress, vocabulary: Tokenizer | None
 ) -> None:
-    """Train the vocabulary, if none is given, and write the tokens; a folder has its name when it is complete."""
+    """Train the vocabulary, if it is None, and write the tokens; the folder gets its name once it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -15,7 +15,7 @@ END_OF_TEXT_ID = 0
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a vocabulary in which every byte has an entry, so that no text is unknown to it."""
+    """Train a vocabulary with an entry for every byte, so that it covers all texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocab_size:
-        # The model would have embeddings that no text ever uses.
+        # The model would have unused embeddings.
         raise TrainingError(
             f"--vocab-size {vocab_size} is more than the source files yield, {tokenizer.get_vocab_size()}: "
             "choose at most that, or give more source"
@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def as_transformers_tokenizer(tokenizer: Tokenizer, max_positions: int) -> PreTrainedTokenizerFast:
-    """The form that `AutoTokenizer` loads."""
+    """Return the vocabulary in the form that `AutoTokenizer` loads."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=max_positions
     )

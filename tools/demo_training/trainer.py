@@ -25,12 +25,12 @@ from demo_training.token_data import TokenData
 from demo_training.tokenizer import END_OF_TEXT_ID
 
 RECENT_STEPS = 50
-"""A single batch's loss is noise; what is shown and reported is the mean of this many."""
+"""Number of steps in the reported mean loss; the loss of a single batch is noisy."""
 
 
 @dataclass
 class TrainingRun:
-    """Everything that changes while training, and so everything that a checkpoint keeps."""
+    """The state of a training, which checkpoints store."""
 
     model: LlamaForCausalLM
     optimizers: list[torch.optim.Optimizer]
@@ -38,21 +38,21 @@ class TrainingRun:
     validations: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     own_texts: tuple[torch.Tensor, int] | None = None
-    """The set that the model wrote last, and the length of its prompts."""
+    """The model's latest set of own texts, and the length of its prompts."""
 
     @property
     def step(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return len(self.losses)
 
     @property
     def recent_loss(self) -> float:
-        """Mean loss of the latest steps."""
+        """Mean loss of the last `RECENT_STEPS` steps."""
         return sum(self.losses[-RECENT_STEPS:]) / len(self.losses[-RECENT_STEPS:])
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, tried out now rather than after the data is prepared."""
+    """Return the device `name`, and try it now, before the data is prepared."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -65,7 +65,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class StopRequest:
-    """Makes Ctrl-C and SIGTERM wait for the end of a step: half a step could not be resumed exactly."""
+    """Delay Ctrl-C and SIGTERM to the end of a step, as half a step cannot be resumed exactly."""
 
     def __init__(self) -> None:
         self.made = False
@@ -84,14 +84,14 @@ class StopRequest:
 
     def _make(self, number: int, frame: FrameType | None) -> None:
         self.made = True
-        # Not print: a handler may run in the middle of another write to the same stream.
+        # Not print, as a handler may interrupt another write to the same stream.
         os.write(2, b"\nstopping after this step; Ctrl-C again stops at once, without a checkpoint\n")
-        # A second Ctrl-C means it: no more waiting.
+        # A second Ctrl-C ends the process at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start_run(settings: TrainingSettings, device: torch.device) -> TrainingRun:
-    """A model with the weights of `start_from`, or with fresh ones."""
+    """Start with the weights of `start_from`, or with random ones."""
     model = _loaded(settings) if settings.start_from else _drawn(settings)
     model = model.float().to(device)
     return TrainingRun(model=model, optimizers=build_optimizers(model, settings))
@@ -114,7 +114,7 @@ def _loaded(settings: TrainingSettings) -> LlamaForCausalLM:
         ("heads", config.num_attention_heads),
         ("max_positions", config.max_position_embeddings),
     ):
-        # The record names these settings, so they must be those of the model.
+        # The record names these settings, so they must match the model.
         if getattr(settings, name) != there:
             raise TrainingError(
                 f"{flag(name)} {getattr(settings, name)} is not that of --start-from {settings.start_from}: "
@@ -124,7 +124,7 @@ def _loaded(settings: TrainingSettings) -> LlamaForCausalLM:
 
 
 def _drawn(settings: TrainingSettings) -> LlamaForCausalLM:
-    # Drawn on the CPU, so that the weights are the same for every device.
+    # Drawn on the CPU, so that weights are equal for every device.
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
@@ -150,11 +150,11 @@ def train(
     save: Callable[[], None],
     save_seconds: float,
 ) -> bool:
-    """Train until the last step or a stop request; returns whether the run is finished.
+    """Train until the last step or a stop request; return whether the run is finished.
 
     `save` is called about every `save_seconds`, and before a stop.
     """
-    # Ten times a run, but not so often in a short one that validation takes most of its time.
+    # Ten validations per run, but fewer in a short one, so that training takes most of the time.
     validate_every = max(settings.steps // 10, 4 * -(-settings.validation_tokens // settings.batch_tokens))
     task = progress.add_task("training", total=settings.steps, completed=run.step, loss="…", rate="…")
     last_save = time.monotonic()
@@ -182,7 +182,7 @@ def train(
 
 
 def train_step(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> float:
-    """One optimizer step; returns the loss before it."""
+    """Run one optimizer step; return the loss before it."""
     set_learning_rates(run.optimizers, learning_rate_factor(run.step, settings))
     loss = _loss(run.model, data.batch(run.step), settings)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -197,7 +197,7 @@ def train_step(run: TrainingRun, data: TokenData, settings: TrainingSettings) ->
 
 
 def _own_texts(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> tuple[torch.Tensor, int]:
-    """This step's part of the own texts, and the length of their prompts."""
+    """Return this step's part of the own texts, and the length of their prompts."""
     number, turn = divmod(run.step, settings.own_text_steps)
     if turn == 0 or run.own_texts is None:
         windows = torch.from_numpy(data.own_text_windows(number)).to(run.model.device)
@@ -208,7 +208,7 @@ def _own_texts(run: TrainingRun, data: TokenData, settings: TrainingSettings) ->
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
-    """Mean loss per held-out token."""
+    """Return the mean loss per held-out token."""
     total, windows = 0.0, 0
     for batch in data.validation_batches():
         total += _loss(model, batch, settings).item() * len(batch)
@@ -217,7 +217,7 @@ def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: Training
 
 
 def own_text_cycle_share(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
-    """Share of repeated cycles in the model's own text after held-out prompts."""
+    """Return the share of repeated cycles in the model's own text after held-out prompts."""
     batch = next(data.validation_batches())
     windows = torch.from_numpy(batch[:, :-1]).to(model.device)
     text, prompt_length = own_text(model, windows, settings.own_text_tokens, (settings.seed,))
@@ -240,9 +240,9 @@ def _validate(run: TrainingRun, data: TokenData, settings: TrainingSettings, pro
         "train_loss": round(run.recent_loss, 4),
         "validation_loss": round(held_out, 4),
     }
-    shown = f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
+    line = f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
     if settings.own_text_weight:
         entry["own_text_cycle_share"] = round(own_text_cycle_share(run.model, data, settings), 4)
-        shown += f", {entry['own_text_cycle_share']:.0%} of its own text in cycles"
+        line += f", {entry['own_text_cycle_share']:.0%} of its own text in cycles"
     run.validations.append(entry)
-    progress.console.print(shown)
+    progress.console.print(line)
