@@ -28,7 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at pages of the site; what has no page there is named without a link."""
+    """Point links at pages of the site; other targets become plain text."""
     sources = {generated: source for source, generated in PAGES.items()}
     path = page.file.src_uri
     source = sources.get(path, f"docs/{path}")
