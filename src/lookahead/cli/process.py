@@ -46,8 +46,8 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     """Check the settings, run the same command line on `count` ranks, and return the exit code."""
     if not hasattr(signal, "pthread_sigmask"):
         raise InvalidArgumentError(f"--parallel {count} is not supported on Windows; leave it out")
-    from lookahead.parallel import check_memory
     from lookahead.parallel.launcher import run_ranks
+    from lookahead.parallel.settings import check_memory
 
     check_memory(settings.config, count)
     if find_model(settings, Consoles(no_color=settings.no_color).notes).is_gguf:  # downloaded once, not by each rank
@@ -66,7 +66,7 @@ def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
     """Scale the configuration from one device to `count`; by default to the number of ranks."""
     if count is None and not started_together():
         return config
-    from lookahead.parallel import environment_number, scale_config
+    from lookahead.parallel.settings import environment_number, scale_config
 
     ranks = environment_number("WORLD_SIZE", 1) if count is None else count
     return config if ranks == 1 else scale_config(config, ranks)
@@ -101,7 +101,7 @@ def on_own_device(settings: DecodingSettings) -> DecodingSettings:
     import torch
 
     if settings.device is None and torch.cuda.is_available():
-        from lookahead.parallel import environment_number
+        from lookahead.parallel.settings import environment_number
 
         device = environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
         return replace(settings, device=f"cuda:{device}")

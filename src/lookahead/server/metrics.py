@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from lookahead.serving import Engine
-
-if TYPE_CHECKING:
-    from lookahead.server.generation import Answer
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
 LEFT = "lookahead:disconnected_requests"
@@ -110,7 +107,7 @@ class Metrics:
             for position in range(tokens - 1):
                 self.count(model, _BY_DEPTH, 1, position)
 
-    def through(self, model: str, answers: Sequence[Answer], count: int) -> None:
+    def through(self, model: str, answers: Sequence[Any], count: int) -> None:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""
         for answer in answers[::count]:
             self.count(model, _ASKED, len(answer.plan.prompt))

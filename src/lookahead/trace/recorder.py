@@ -15,14 +15,15 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from lookahead import values
 from lookahead.core.files import replaced
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind
 from lookahead.core.watching import Explanation, Origin, StepWatcher
 from lookahead.errors import InvalidArgumentError
 from lookahead.text import TextBuilder
+from lookahead.values import check_path as check_any_path
+from lookahead.values import require
 from lookahead.version import __version__
 
 MOST_LISTED = 5
@@ -150,11 +151,11 @@ class Trace:
         facts: dict[str, str] | None = None,
     ) -> None:
         if path is not None:
-            values.check_path("path", path, _PATH)
+            check_any_path("path", path, _PATH)
         decodes = tokenizer is None or callable(getattr(tokenizer, "decode", None))
-        values.require(decodes, "tokenizer", tokenizer, "has no decode method; give the model's tokenizer, or None")
-        values.require(isinstance(title, str), "title", title, "must be a text")
-        values.require(facts is None or isinstance(facts, Mapping), "facts", facts, "must be texts by name, in a dict")
+        require(decodes, "tokenizer", tokenizer, "has no decode method; give the model's tokenizer, or None")
+        require(isinstance(title, str), "title", title, "must be a text")
+        require(facts is None or isinstance(facts, Mapping), "facts", facts, "must be texts by name, in a dict")
         self.path = None if path is None else Path(path)
         self.tokenizer = tokenizer
         self.title = title
@@ -179,7 +180,7 @@ class Trace:
             InvalidArgumentError: No path is given, or it cannot be written.
         """
         if path is not None:
-            values.check_path("path", path, _PATH)
+            check_any_path("path", path, _PATH)
         chosen = self.path if path is None else Path(path)
         if chosen is None:
             raise InvalidArgumentError("path is not given; give the path of the page, as in write('trace.html')")

@@ -9,16 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.errors import InvalidArgumentError, LookaheadError, extra_hint
-
-if TYPE_CHECKING:
-    from lookahead.backends.llama_cpp.file import LlamaModel, ModelOwner
-
 
 _ERROR = 4  # GGML_LOG_LEVEL_ERROR
 _log_lock = Lock()
@@ -123,7 +119,7 @@ class LlamaContext:
         InvalidArgumentError: llama.cpp cannot allocate the memory.
     """
 
-    def __init__(self, model: LlamaModel, cells: int, sequences: int) -> None:
+    def __init__(self, model: Any, cells: int, sequences: int) -> None:
         self._library = library = binding()
         self.cells = -(-cells // _CELLS) * _CELLS
         self.sequences = sequences
@@ -218,6 +214,6 @@ def _pointer(values: NDArray[Any], kind: Any = ctypes.c_int32) -> Any:
     return ctypes.cast(values.ctypes.data, ctypes.POINTER(kind))
 
 
-def _free(library: Any, handle: Any, owner: ModelOwner) -> None:
+def _free(library: Any, handle: Any, owner: Any) -> None:
     """Free a context. The argument `owner` keeps the model loaded until then."""
     library.llama_free(handle)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.invariant.kernel import attend
-from lookahead.backends.transformers.rows import StaticTreeCache
+from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from lookahead.backends.transformers.layouts import PackedRows
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
 """The name under which transformers finds `folded_sdpa`."""

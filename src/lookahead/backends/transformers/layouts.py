@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,8 +15,8 @@ from lookahead.backends.machine import upload
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import PackedCache, StaticTreeCache
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position, sight
+from lookahead.backends.transformers.rows import PackedCache, PackedRows
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position, sight
 from lookahead.backends.transformers.tree_cache import Integers
 from lookahead.core.forest import Forest, Layout
 
@@ -153,33 +152,6 @@ def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, I
     positions = places.copy()
     positions[row, slot] = plan.positions
     return tokens, places, positions
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows of a pass, for the attention function; models hand it through as the argument `packed_rows`.
-
-    Attributes:
-        bounds: Where the nodes of each row begin and end.
-        masks: For each kind of layer the mask added to the scores of each row, `[1, 1, nodes, keys]`, or `None` if
-            each node sees all tokens before it. Packed masks in invariant passes.
-        kinds: The kind of each layer; a single kind means all layers.
-        cache: The cache of the step.
-        pages: Where the rows lie that share one memory. The masks are one packed mask then, and there are no bounds.
-    """
-
-    bounds: Sequence[tuple[int, int]]
-    masks: Mapping[str, Any]
-    kinds: Sequence[str]
-    cache: PackedCache | StaticTreeCache
-    pages: Pages | None = None
-
-    def masks_of(self, module: torch.nn.Module) -> Any:
-        """The masks of a layer."""
-        if len(self.masks) == 1:
-            return self.masks[self.kinds[0]]
-        layer: Any = module.layer_idx
-        return self.masks[self.kinds[layer]]
 
 
 class Packed:

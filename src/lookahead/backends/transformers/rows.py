@@ -4,15 +4,17 @@ what stands for the caches of rows that lie one after another, or beside one ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from lookahead.backends.machine import upload
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache, TreeLayer
 
 
@@ -227,3 +229,30 @@ class PaddedCache(RowsCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Keys that a query sees, and where they begin."""
         return self._longest + query_length, 0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a pass, for the attention function; models hand it through as the argument `packed_rows`.
+
+    Attributes:
+        bounds: Where the nodes of each row begin and end.
+        masks: For each kind of layer the mask added to the scores of each row, `[1, 1, nodes, keys]`, or `None` if
+            each node sees all tokens before it. Packed masks in invariant passes.
+        kinds: The kind of each layer; a single kind means all layers.
+        cache: The cache of the step.
+        pages: Where the rows lie that share one memory. The masks are one packed mask then, and there are no bounds.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    masks: Mapping[str, Any]
+    kinds: Sequence[str]
+    cache: PackedCache | StaticTreeCache
+    pages: Pages | None = None
+
+    def masks_of(self, module: torch.nn.Module) -> Any:
+        """The masks of a layer."""
+        if len(self.masks) == 1:
+            return self.masks[self.kinds[0]]
+        layer: Any = module.layer_idx
+        return self.masks[self.kinds[layer]]
