@@ -35,7 +35,7 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks")]
 from cases import encoder_of, read_cases, tokenizer_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import compiled
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory, compile_loops
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.ngrams import Entries, look_up
@@ -83,13 +83,13 @@ class RecordingDrafter(AutoDrafter):
 
     def observe(self, result: StepResult) -> None:
         """Record lessons, then learn."""
-        if result.tree is self._tree and self._batch is not None:
+        if self._batch is not None and not self.budget.backs_off:
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
-            for row in range(self._sent + 1):
+            for row in range(int(self._batch.sent[self.place]) + 1):
                 node = result.tree.root + row
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
-                tokens, features, length = candidates_of(self._batch, self._place, row)
+                tokens, features, length = candidates_of(self._batch, self.place, row)
                 if len(tokens) and token >= 0:
                     outcomes = (tokens == token).astype(np.float64)
                     weight = 1.0 if node in selected else OFF_PATH

@@ -179,7 +179,8 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
 
 
 def _paced_step(backend: NotingBackend, batch: Batch, pace: Pace | SharedPace) -> None:
-    timer = StepTimer(lambda: backend.now, lambda: backend.now, packed=isinstance(pace, SharedPace))
+    timer = StepTimer(lambda: backend.now, lambda: backend.now, packed=pace.is_shared)
+    batch.pace = pace
     timer.begin(batch)
     done = step(backend, batch)
     pace.book(timer.end(batch, done, pace.searches))
@@ -202,7 +203,7 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         heats = [heat for _, _, heat in running]
         shared.begin_step(len(running), sum(heats) / len(heats))
         backend.rows = [row for _, row, _ in running]
-        batch = Batch([sequence for sequence, _, _ in running], share_out=shared.share_out)
+        batch = Batch([sequence for sequence, _, _ in running])
         _paced_step(backend, batch, shared)
         running = [one for one in running if not one[0].finished]
 

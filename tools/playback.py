@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.protocols import Backend
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
@@ -23,7 +24,7 @@ except ModuleNotFoundError:  # its name in version 0.1, which `worth` compares w
     from lookahead.core.decoder import Batch, step
 
 if TYPE_CHECKING:
-    from lookahead.core.protocols import NodeOutputs
+    from lookahead.core.results import NodeOutputs
     from lookahead.core.statistics import Statistics
 
 Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -120,7 +121,7 @@ class PlayedRow:
     cached: int = 0
 
 
-class PlayedBackend:
+class PlayedBackend(Backend):
     """Run trees with scripts instead of a model (`Backend`).
 
     Args:

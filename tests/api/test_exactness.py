@@ -23,6 +23,7 @@ from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core import forest, walk
 from lookahead.core.forest import Forest
+from lookahead.core.results import Walks
 from lookahead.core.token_tree import NodeKind, TokenTree
 from model_zoo import (
     ARCHITECTURES,
@@ -175,18 +176,13 @@ def _any_child(self: TokenTree, node: int, token: int) -> int | None:
 
 
 def _walk_one_by_one(
-    rows: list[int], sequences: Sequence[Any], forest: Forest, predictions: NDArray[np.int64], walks: list[Any]
+    rows: list[int], texts: Sequence[Any], forest: Forest, predictions: NDArray[np.int64], walks: Walks
 ) -> None:
     """The walk of plain rows, with the children from `TokenTree.child`."""
-    for row in rows:
-        row_predictions, text = predictions[forest.firsts[row] :], sequences[row]
-        walks[row] = walk.follow(
-            forest[row],
-            lambda node, row_predictions=row_predictions, text=text: (
-                int(row_predictions[node]),
-                text.append(row_predictions[node]),
-            ),
-        )
+    for row, text in zip(rows, texts, strict=True):
+        after = predictions[forest.firsts[row] :]
+        take = lambda node, after=after, text=text: (int(after[node]), text.append(int(after[node])))  # noqa: E731
+        walks.set(row, walk.follow(forest[row], take))
 
 
 def _sees_all_before(firsts: NDArray[np.int64], parent_slots: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:

@@ -11,7 +11,6 @@ from lookahead.core.pace import MOST_CREDIT, Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
-from lookahead.core.token_tree import TokenTree
 
 FIXED_LOSS = 40.0
 """Plain steps that drafts may lose until rests are long enough to cover them."""
@@ -29,7 +28,7 @@ def send(shared: SharedPace, offers: list[list[float]], teaching: int | None = N
         shared.begin(teaching is None or place < teaching)
     for place, likely in enumerate(offers):
         shared.offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
-    shared.share_out([TokenTree([0]) for _ in offers])
+    shared.share_out(len(offers))
     return sent
 
 

@@ -10,14 +10,15 @@ from lookahead import LookaheadConfig, StepRecord
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.protocols import JoinedOutputs
+from lookahead.core.protocols import Backend
+from lookahead.core.results import JoinedOutputs
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
 from model_zoo import VOCAB_SIZE, build
 
 
-class ComingAndGoing:
+class ComingAndGoing(Backend):
     """A backend with a runner per row; rows join and leave."""
 
     def __init__(self) -> None:

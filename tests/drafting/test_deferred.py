@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.core.protocols import FixedBudget, StepResult
+from lookahead.core.protocols import FixedBudget
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory
 from model_zoo import build

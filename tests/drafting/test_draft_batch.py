@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import JoinedOutputs, StepResult, StepResults, Walk
+from lookahead.core.results import JoinedOutputs, StepResult, StepResults, Walk, Walks
+from lookahead.core.roots import Roots
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -110,6 +111,14 @@ def test_a_drafter_drafts_and_learns_as_its_batch_does(seed: int, reach: int) ->
     assert accepted > STEPS / 8
 
 
+def step_results(trees: list[TokenTree], results: list[StepResult]) -> StepResults:
+    forest = Forest(trees)
+    walks = Walks(forest)
+    for row, result in enumerate(results):
+        walks.set(row, Walk([], result.tokens, False))
+    return StepResults(forest, JoinedOutputs(results), walks)
+
+
 def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
     texts, model = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 6, 5], [7, 8, 9, 7, 8]], Model(1)
 
@@ -135,16 +144,14 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
             for drafter, tree in zip(together, trees, strict=True):
                 drafter.propose(tree)
         else:
-            together[0].together.propose_rows(together, trees)
+            together[0].together.propose_rows(together, Roots(trees), range(3))
         for drafter, tree in zip(apart, alone, strict=True):
             drafter.propose(tree)
         if step == 0:  # later, each text also uses the other texts' lessons
             assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
         results = results_of(trees)
-        walks = [Walk(result.tree, [], result.tokens, False) for result in results]
-        together[0].together.observe_rows(together, range(3), StepResults(Forest(trees), JoinedOutputs(results), walks))
+        together[0].together.observe_rows(together, range(3), step_results(trees, results))
         for drafter, result in zip(apart, results, strict=True):
-            drafter._tree = result.tree
             drafter.observe(result)
         for text, result in zip(texts, results, strict=True):
             text += result.tokens

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 import lookahead
 import tiny.families
 from lookahead import Engine, LookaheadConfig
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from model_zoo import build
 from tiny.variant import Variant

@@ -14,7 +14,9 @@ import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
 from lookahead.backends.forward_result import pass_result
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import NoDrafter, StepResult, StepResults, Walk
+from lookahead.core.protocols import NoDrafter
+from lookahead.core.results import StepResult, StepResults, Walk, Walks
+from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.step import observe, propose
 from lookahead.core.token_tree import TokenTree
@@ -231,9 +233,9 @@ def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any,
 class Together:
     """A group that drafts for all rows in one call, and fails if one row fails."""
 
-    def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
-        for drafter, tree in zip(drafters, trees, strict=True):
-            drafter.propose(tree)
+    def propose_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> None:
+        for drafter, row in zip(drafters, rows, strict=True):
+            drafter.propose(roots.tree(row))
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
         for drafter, row in zip(drafters, rows, strict=True):
@@ -273,11 +275,13 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(
         SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")
     ]
     trees = [TokenTree([3]) for _ in sequences]
-    outputs = pass_result(Forest(trees), torch.eye(3, 5), 0)
-    results = StepResults(Forest(trees), outputs, [Walk(tree, [], [4], False) for tree in trees])
-    ask = partial(propose, sequences, trees, range(3)) if member == "propose" else partial(observe, sequences, results)
+    forest = Forest(trees)
+    results = StepResults(forest, pass_result(forest, torch.eye(3, 5), 0), Walks(forest))
+    for row in range(3):
+        results.walks.set(row, Walk([], [4], False))
+    ask = partial(propose, sequences, Roots(trees)) if member == "propose" else partial(observe, sequences, results)
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
-        ask()
+        ask(range(3))
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
     if member == "propose":
         assert [len(tree) for tree in trees[::2]] == [2, 2]
@@ -297,7 +301,7 @@ def test_a_failure_of_all_drafts_ends_no_row(monkeypatch: pytest.MonkeyPatch) ->
     model = build("llama", seed=0)
     engine = Engine(model, DRAFTING)
 
-    def fail(trees: Sequence[TokenTree]) -> None:
+    def fail(pending: int) -> None:
         raise ArithmeticError("nothing to share")
 
     monkeypatch.setattr(engine._model._shared, "share_out", fail)

@@ -12,7 +12,8 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.core.protocols import FixedBudget, StepResult
+from lookahead.core.protocols import FixedBudget
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText, TokenPaths
 from lookahead.drafting.checked import CheckedSource

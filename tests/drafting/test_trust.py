@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths

@@ -16,6 +16,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
+from lookahead.core.walk import walk_trees
 from lookahead.drafting import NGramPool
 from lookahead.drafting.checked import shielded
 from lookahead.errors import ModelChangedError, UnsupportedArgumentError
@@ -78,17 +79,15 @@ class Call:
         self._fills = requests[0].rule.has_eos  # whether rows that end before others get padding
         token = arguments.config._pad_token_tensor
         self._pad_token = int(token) if token is not None and self._fills else None
-        self._steps = steps = Steps(runner, call.clock, pace, come_and_go=call.rows_leave)
+        self._steps = steps = Steps(runner, call.clock, pace, rows_leave=call.rows_leave)
         if together:
-            steps.come_and_go = False
-            steps.backend = lock_step = LockStep(runner, arguments, self._sequences, self._pad_token)
-            steps.batch.verify = lock_step.verify
-        elif call.rows_leave:
-            for request, row in zip(requests, runner.rows, strict=True):
+            steps.rows_leave = False
+            steps.backend = LockStep(runner, arguments, self._sequences, self._pad_token)
+        if call.rows is not None:
+            for request, row in zip(requests, call.rows, strict=True):
                 request.row = row
-        else:
-            steps.batch.sequences = self._sequences
-            steps.backend = call.backend(steps.batch, requests[0].rule.asks_others)
+        if not together:
+            steps.backend = call.backend(self._sequences, requests[0].rule.asks_others)
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and return the output of a call that began at `start` (of `perf_counter`)."""
@@ -139,8 +138,9 @@ class Call:
         prompts, steps, statistics = self._arguments.prompts, self._steps, self._statistics
         if prompts.inputs:
             runner: Any = self._call.runner
-            backend = steps.backend
-            steps.backend = PromptPass(runner, self._arguments.model, prompts.input_ids, prompts.mask, prompts.inputs)
+            backend, model = steps.backend, self._arguments.model
+            walk = getattr(backend, "walk", walk_trees)
+            steps.backend = PromptPass(runner, model, prompts.input_ids, prompts.mask, prompts.inputs, walk=walk)
             self._step(self._requests)
             steps.backend = backend
         else:
@@ -154,7 +154,7 @@ class Call:
 
     def _run_steps(self) -> None:
         while left := [request for request in self._requests if not request.sequence.finished]:
-            self._step(left if self._steps.come_and_go else self._requests)
+            self._step(left if self._steps.rows_leave else self._requests)
 
     def _step(self, requests: Sequence[Request]) -> None:
         self._steps.run(requests, self._statistics)
@@ -174,6 +174,4 @@ class Call:
     @torch.no_grad()
     def _complete(self) -> None:
         """Fill the cache with the tokens that plain decoding leaves in it."""
-        if self._steps.come_and_go:
-            self._steps.backend.rows = [request.row for request in self._requests]
-        self._steps.backend.complete(padded_texts(self._sequences, self._pad_token))
+        self._steps.complete(self._requests, padded_texts(self._sequences, self._pad_token))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,8 +17,9 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.forward_result import PassResult
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.protocols import Backend, JoinedOutputs
-from lookahead.core.step import Batch
+from lookahead.core.protocols import Backend
+from lookahead.core.results import JoinedOutputs
+from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -89,8 +91,8 @@ class Runner(Backend):
 
     Attributes:
         model: What runs them, in the interface of transformers.
-        rows: The rows of the coming step, one for each sequence of the batch. Where they come and go, others may take
-            their place between two steps, or they may become more or fewer.
+        rows: The rows of the coming step, one for each sequence of the batch: those of a call, or those given to
+            `serving`.
         context: Length of the model's context, if it has one.
         last_length: Text length at which the model can read no further token; `None` for any.
         broken_after: Longest text that plain decoding reads as a whole; `None` for any.
@@ -126,6 +128,15 @@ class Runner(Backend):
         self._idle = TokenTree([0])
         self._idle.needs_logits[self._idle.root] = False
 
+    @contextmanager
+    def serving(self, rows: Sequence[Any]) -> Iterator[None]:
+        """Run passes over these rows, and hold none of them afterwards: others may take their memory."""
+        self.rows = list(rows)
+        try:
+            yield
+        finally:
+            self.rows = []
+
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
         """Take memory for rows that come and go, and record passes, where that is done before there are any.
 
@@ -139,6 +150,10 @@ class Runner(Backend):
     @abstractmethod
     def new_row(self, block: int | None = None) -> TextRow:
         """An empty row, whose room grows by `block` tokens, where that can be chosen."""
+
+    def lengths_of(self, rows: Sequence[Any]) -> list[int]:
+        """Number of cached tokens of each of some rows."""
+        return [row.length for row in rows]
 
     def token_bytes(self) -> int:
         """Bytes that keys and values of a token take."""
@@ -217,8 +232,8 @@ class Call:
     Attributes:
         runner: Runs the trees.
         clock: The clock for its steps, in seconds.
-        rows_leave: Whether a row takes part in no step once its text is complete, as in an `Engine`; the runner has all
-            rows when the call begins.
+        rows: The rows of the call, which each step hands to the runner; `None` if the runner has them.
+        rows_leave: Whether a row takes part in no step once its text is complete, as in an `Engine`.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         invariant_rows: See `Statistics.invariant_rows`.
         model_holds: Whether the model is still composed as it was when the call began.
@@ -226,6 +241,7 @@ class Call:
 
     runner: Runner
     clock: Callable[[], float]
+    rows: Sequence[Any] | None = None
     rows_leave = keeps_cache = False
     invariant_rows = 0
     model_holds: Callable[[], bool] = staticmethod(lambda: True)
@@ -235,9 +251,13 @@ class Call:
         """Bytes of running states that were copied so far."""
         return 0
 
-    def backend(self, batch: Batch, asks_others: bool) -> Any:
-        """What runs the trees of `batch`, all rows of the call; `asks_others` if there are criteria that may depend on
-        time or other state."""
+    def backend(self, sequences: Sequence[SequenceState], asks_others: bool) -> Any:
+        """Return the backend of all rows of the call.
+
+        Args:
+            sequences: Their texts.
+            asks_others: Whether there are stopping criteria that may depend on time or other state.
+        """
         return self.runner
 
     def restore(self, error: BaseException) -> None:

@@ -158,7 +158,7 @@ class Recording:
         """Add one step."""
         self.tokens_by_step.append(list(step.tokens))
         self.statistics.steps += 1
-        self.statistics.record(step)
+        self.statistics.record([step.nodes], [len(step.tokens)])
         if self.on_step is not None:
             self.on_step(step.tokens)
 

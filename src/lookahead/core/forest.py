@@ -61,14 +61,14 @@ _UNREAD, _READ = np.array([False]), np.array([True])
 
 
 class Forest(Sequence[TokenTree]):
-    """The trees of a step, one for each row.
+    """The trees of a step, one for each row. As a sequence, it makes a `TokenTree` where there are only arrays.
 
     Args:
         trees: The trees. They must not change any more.
 
     Attributes:
-        trees: The trees.
         rows: Number of trees.
+        objects: The trees that are objects already; `None` for others, which have one pending token.
         counts: Nodes of each tree, `[rows]`.
         firsts: Nodes of all trees before each, and behind them their sum, `[rows + 1]`.
         roots: The root of each tree, a node of that tree, `[rows]`.
@@ -82,26 +82,59 @@ class Forest(Sequence[TokenTree]):
         order: Index in these arrays of the node in each slot of all trees, one tree behind another.
         parent_slots: Slot of the parent of the node in each slot, within its tree; -1 for the first pending token.
         is_plain: Whether nothing was drafted for any row.
+        has_certain: Whether a tree has nodes added by `TokenTree.add_certain`.
     """
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
-        self.trees = trees
+        self.objects: list[TokenTree | None] = list(trees)
         self.rows = len(trees)
+        self.has_certain = True in [tree.certain > 0 for tree in trees]
         if len(trees) == 1 and len(trees[0]) == 1:
             self._take_token(trees[0])
             return
         self.counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
         self.roots = np.array([tree.root for tree in trees], dtype=np.int64)
         self.is_plain = bool((self.counts == self.roots + 1).all())
-        self.firsts = np.zeros(len(trees) + 1, dtype=np.int64)
-        self.counts.cumsum(out=self.firsts[1:])
+        self.firsts = _firsts(self.counts)
         self.tokens = _flat([tree.tokens for tree in trees])
         self.reads = np.array([*chain.from_iterable([tree.needs_logits for tree in trees])], dtype=np.bool_)
         self.in_window = np.zeros(len(self.tokens), dtype=np.bool_)
         if self.is_plain:
             self._lay_out_plain()
         else:
+            self.parents = _flat([tree.parents for tree in trees])
+            if True in [tree.has_window for tree in trees]:
+                kinds = chain.from_iterable(tree.kinds for tree in trees)
+                self.in_window[:] = [kind is NodeKind.WINDOW for kind in kinds]
             self._lay_out()
+
+    @classmethod
+    def of_arrays(
+        cls,
+        trees: Sequence[TokenTree | None],
+        counts: Integers,
+        roots: Integers,
+        nodes: tuple[Integers, Integers, NDArray[np.bool_], NDArray[np.bool_]],
+        has_certain: bool = False,
+    ) -> Forest:
+        """A forest given its arrays.
+
+        Args:
+            trees: The trees that are objects already; `None` for the others.
+            counts, roots, has_certain: Attributes of the forest.
+            nodes: Its `tokens`, `parents`, `reads` and `in_window`.
+        """
+        forest = cls.__new__(cls)
+        forest.objects, forest.rows, forest.has_certain = list(trees), len(trees), has_certain
+        forest.counts, forest.roots, forest.firsts = counts, roots, _firsts(counts)
+        forest.tokens, parents, forest.reads, forest.in_window = nodes
+        forest.is_plain = len(parents) == int(roots.sum()) + len(roots)
+        if forest.is_plain:
+            forest._lay_out_plain()
+        else:
+            forest.parents = parents
+            forest._lay_out()
+        return forest
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
@@ -115,13 +148,26 @@ class Forest(Sequence[TokenTree]):
     def __getitem__(self, row: slice) -> Sequence[TokenTree]: ...
 
     def __getitem__(self, row: int | slice) -> TokenTree | Sequence[TokenTree]:
-        return self.trees[row]
+        if isinstance(row, slice):
+            return [self[place] for place in range(*row.indices(self.rows))]
+        tree = self.objects[row]
+        if tree is None:
+            self.objects[row] = tree = self._tree(row % self.rows)
+        return tree
 
     def __len__(self) -> int:
-        return len(self.trees)
+        return self.rows
 
     def __iter__(self) -> Iterator[TokenTree]:
-        return iter(self.trees)
+        return (self[row] for row in range(self.rows))
+
+    def _tree(self, row: int) -> TokenTree:
+        """The tree of a row, made from the arrays: candidates below one pending token."""
+        begin, end = self.firsts[row], self.firsts[row + 1]
+        tokens, parents = self.tokens[begin:end].tolist(), [-1] if self.is_plain else self.parents[begin:end].tolist()
+        tree = TokenTree(tokens[:1])
+        tree.add_new_candidates(tokens[1:], parents[1:])
+        return tree
 
     def _take_token(self, tree: TokenTree) -> None:
         """One token of one text: a step of plain decoding, which has little time."""
@@ -140,10 +186,7 @@ class Forest(Sequence[TokenTree]):
         self.parents = self.parent_slots = self.depths - 1
 
     def _lay_out(self) -> None:
-        self.parents = _flat([tree.parents for tree in self.trees])
-        if True in [tree.has_window for tree in self.trees]:
-            kinds = chain.from_iterable(tree.kinds for tree in self.trees)
-            self.in_window[:] = [kind is NodeKind.WINDOW for kind in kinds]
+        """Order the nodes depth first."""
         found = np.empty((6, len(self.tokens)), dtype=np.int64)
         loop = at_once(_write_order) if LOOPS.awaited else _depth_first
         loop(self.firsts, self.roots, self.parents, self.in_window, found)
@@ -182,7 +225,7 @@ class Forest(Sequence[TokenTree]):
 
     def take(self, rows: Sequence[int]) -> Forest:
         """The trees of some rows."""
-        return self if len(rows) == self.rows else Forest([self.trees[row] for row in rows])
+        return self if len(rows) == self.rows else Forest([self[row] for row in rows])
 
     def layout(self, row: int) -> Layout:
         """Order of sending the nodes of one tree."""
@@ -208,6 +251,13 @@ class Forest(Sequence[TokenTree]):
 def lay_out(tree: TokenTree) -> Layout:
     """Order of sending the nodes of `tree`."""
     return Forest([tree]).layout(0)
+
+
+def _firsts(counts: Integers) -> Integers:
+    """The sum of all counts before each, and behind them of all."""
+    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=firsts[1:])
+    return firsts
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> Integers:

@@ -148,9 +148,19 @@ class Pace:
             pace.credit = Credit(TRIAL)
         return pace
 
-    def begin(self, rows: int) -> None:
-        """Begin a step of `rows` rows."""
+    is_shared = False
+    """Whether candidates of all rows compete for the nodes of a step."""
+
+    def begin_step(self, rows: int, temperature: float = 0.0) -> None:
+        """Begin a step of `rows` rows (`StepPace.begin_step`)."""
         self.rows, self._promised = rows, 0.0  # the previous step may not have been booked
+
+    def budget_of_text(self, resends: bool, most: int) -> PacedRow:
+        """Return the budget of one text; arguments as for `PacedRow`."""
+        return PacedRow(self, resends, most)
+
+    def share_out(self, pending: int) -> None:
+        """Do nothing, as each row chooses by itself (`StepPace.share_out`)."""
 
     @property
     def is_new(self) -> bool:
@@ -296,7 +306,7 @@ class PacedRow:
         self._empty_probes = 0  # probes without a good draft; each takes time, so later ones are rarer
         pace.credit.until_probe = min(pace.credit.until_probe, REST << 1)  # a new text may suit drafts better
 
-    def begin(self, teaches: bool = True) -> None:
+    def begin(self, teaches: int = True) -> None:
         """Begin a step (`StepBudget.begin`)."""
         self.backs_off = self._pace.rests
         if not self.backs_off:

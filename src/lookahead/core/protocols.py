@@ -1,4 +1,4 @@
-"""Data and protocols of a step: outputs of a pass, results of a step, and the parts that a step is made of.
+"""Protocols of the parts that a step is made of.
 
 A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Drafter` adds candidates to a tree, and a
 `StepBudget` decides how many candidates are sent.
@@ -6,178 +6,32 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.forest import Forest
+from lookahead.core.results import ForestOutputs, NodeOutputs, StepResult, StepResults
+from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.values import finite_number, whole_number
 
 
-class NodeOutputs(Protocol):
-    """The outputs of a forward pass for the nodes of one sequence's tree."""
-
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
-
-    @property
-    def top_ids(self) -> NDArray[np.int64]:
-        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
-
-    @property
-    def top_probabilities(self) -> NDArray[np.float32]:
-        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
-
-    def logits_after(self, node: int) -> Any:
-        """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
-
-
-class ForestOutputs(Protocol):
-    """The outputs of a forward pass over the trees of a step."""
-
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """The likeliest token after each node of a `Forest`, `[nodes]`; -1 where nothing was read."""
-
-    @property
-    def top_ids(self) -> NDArray[np.int64]:
-        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
-
-    @property
-    def top_probabilities(self) -> NDArray[np.float32]:
-        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
-
-    def __getitem__(self, row: int, /) -> NodeOutputs:
-        """The outputs for the nodes of one tree."""
-
-    def __iter__(self) -> Iterator[NodeOutputs]: ...
-
-
-class JoinedOutputs:
-    """The outputs of the trees of a step that were found apart (`ForestOutputs`).
-
-    Args:
-        outputs: Those of each tree.
-    """
-
-    def __init__(self, outputs: Sequence[NodeOutputs]) -> None:
-        self._outputs = outputs
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def __getitem__(self, row: int) -> Any:
-        """The outputs for the nodes of one tree."""
-        return self._outputs[row]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._outputs)
-
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """See `ForestOutputs`."""
-        return np.concatenate([of_tree.predictions for of_tree in self._outputs])
-
-    @property
-    def top_ids(self) -> NDArray[np.int64]:
-        """See `ForestOutputs`."""
-        return np.concatenate([of_tree.top_ids for of_tree in self._outputs])
-
-    @property
-    def top_probabilities(self) -> NDArray[np.float32]:
-        """See `ForestOutputs`."""
-        return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
-
-
-class Walk(NamedTuple):
-    """A walk from the root of a tree along drafted tokens that were selected.
-
-    Attributes:
-        tree: The tree that was sent.
-        path: Accepted candidate nodes, from below the root downwards.
-        tokens: The selected tokens: the tokens of `path`, and one more, the root of the next step.
-        stopped: Whether the text is complete.
-    """
-
-    tree: TokenTree
-    path: list[int]
-    tokens: list[int]
-    stopped: bool
-
-    @property
-    def certain_tokens(self) -> int:
-        """Number of `tokens` that are accepted nodes added by `TokenTree.add_certain`."""
-        return sum(node <= self.tree.root + self.tree.certain for node in self.path) if self.tree.certain else 0
-
-
-class StepResult(NamedTuple):
-    """Results of one step for one sequence.
-
-    Attributes:
-        tree: The tree that was sent.
-        predicted: `predictions`, or a function that finds them: a drafter that rests has no use for them.
-        path: The accepted candidate nodes, from below the root downwards.
-        tokens: The tokens that the step added to the text: the tokens of `path`, and the one selected after it.
-        top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
-            the prediction was not read. `top_k` is the largest of the drafters of the batch.
-        top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
-            where the prediction was not read.
-    """
-
-    tree: TokenTree
-    predicted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
-    path: list[int]
-    tokens: list[int]
-    top_ids: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
-    top_probabilities: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
-
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """For each node of the tree the model's likeliest next token after it (greedy, from the unprocessed logits),
-        `[nodes]` int64; -1 where the prediction was not read."""
-        return self.predicted() if callable(self.predicted) else self.predicted
-
-    def beyond(self, certain: int) -> StepResult:
-        """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
-        if not certain:
-            return self
-        return self._replace(tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
-
-    @property
-    def selected_after(self) -> list[int]:
-        """The node before each of `tokens`: the root, and the nodes of the path."""
-        return [self.tree.root, *self.path][: len(self.tokens)]
-
-
-class StepResults(NamedTuple):
-    """Results of one step for all sequences of a batch.
-
-    Attributes:
-        forest: The trees that were sent.
-        outputs: The outputs of the pass.
-        walks: The walk down each tree; `None` where no text went on.
-    """
-
-    forest: Forest
-    outputs: ForestOutputs
-    walks: Sequence[Walk | None]
-
-    def of(self, row: int) -> StepResult | None:
-        """Results for one sequence; `None` if the step added nothing to its text."""
-        walk = self.walks[row]
-        if walk is None:
-            return None
-        outputs = self.outputs[row]
-        listed = outputs.top_ids, outputs.top_probabilities
-        return StepResult(walk.tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
-
-
 class Backend(Protocol):
-    """Runs the trees of a batch on a model, and keeps the keys and values of each row's text."""
+    """Runs the trees of a batch on a model, and keeps the keys and values of each row's text.
+
+    A backend whose rows are not walked one by one has a method `walk` with the signature of `walk_trees`.
+    """
+
+    def begin_step(self, texts: Sequence[Sequence[int] | None]) -> Roots:
+        """The pending tokens of the coming step.
+
+        Args:
+            texts: The text of each row; `None` for a finished one.
+        """
+        rows = enumerate(texts)
+        return Roots([self.idle_tree() if text is None else self.begin_tree(row, text) for row, text in rows])
 
     def idle_tree(self) -> TokenTree:
         """The tree of a finished row while others continue: one token without a read output."""
@@ -253,8 +107,11 @@ class RowsDrafter(Protocol):
     """Drafts and learns for several sequences in one call. It is the attribute `together` of their drafters; `None` for
     a drafter without a group. After an exception the drafters are called one by one."""
 
-    def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
-        """`propose` of several drafters."""
+    def top_k_of(self, drafters: Sequence[Any]) -> int:
+        """The largest `top_k` of several drafters."""
+
+    def propose_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> None:
+        """`propose` of several drafters, for these rows of a step, ascending."""
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
         """`observe` of several drafters, for these rows of a step."""
@@ -279,11 +136,11 @@ class StepBudget(Protocol):
     def most(self) -> int:
         """Most candidates that are sent; no more need be looked for."""
 
-    def begin(self, teaches: bool = True) -> None:
+    def begin(self, teaches: int = True) -> None:
         """Begin a step: set the attributes.
 
         Args:
-            teaches: Whether the drafter learns the predictions after its nodes.
+            teaches: Whether the drafter learns the predictions after its nodes; for several rows, in how many.
         """
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
@@ -312,6 +169,35 @@ class RowsBudget(Protocol):
         """
 
 
+class StepPace(Protocol):
+    """Chooses the number of nodes of steps by the time that they take."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether the coming step searches for drafts."""
+
+    def begin_step(self, rows: int, temperature: float = 0.0) -> None:
+        """Begin a step.
+
+        Args:
+            rows: Number of rows.
+            temperature: Mean temperature of their sampling, 0 for greedy decoding.
+        """
+
+    def share_out(self, pending: int) -> None:
+        """Choose among the candidates of all rows, after all drafters have proposed.
+
+        Args:
+            pending: Nodes of the step besides the candidates.
+        """
+
+    def skip(self) -> bool:
+        """Count a step of a long rest without timing it; return whether the step was part of one."""
+
+    def book(self, step: Any) -> None:
+        """Learn from a finished step, a `StepTime`."""
+
+
 class FixedBudget:
     """Sends all candidates up to a number of nodes.
 
@@ -331,7 +217,7 @@ class FixedBudget:
             self.backs_off = True
         self.least = finite_number("least", least, "must be a probability, 0 for any")
 
-    def begin(self, teaches: bool = True) -> None:
+    def begin(self, teaches: int = True) -> None:
         """See `StepBudget`."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:

@@ -8,17 +8,12 @@ from collections.abc import Callable, Sequence
 from traceback import extract_tb
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lookahead.core.protocols import Drafter, NoDrafter, Sampler
 from lookahead.core.statistics import OnStep
 from lookahead.core.watching import StepWatcher
 from lookahead.errors import LookaheadWarning
 
 T = TypeVar("T")
-
-Tokens = Sequence[int] | NDArray[np.int64]
 
 Stop = Callable[[Any], bool]
 """Return whether a sequence, a `SequenceState`, is complete; called after every token."""
@@ -77,16 +72,6 @@ class SequenceState:
         if self.error is not None:
             raise self.error
 
-    @property
-    def is_last_token(self) -> bool:
-        """Whether the coming token certainly completes the text, so that drafting is useless."""
-        return len(self.tokens) + 1 >= self.most_tokens
-
-    @property
-    def remaining(self) -> int:
-        """Maximum number of tokens still to be added."""
-        return self.most_tokens - len(self.tokens)
-
     def fail(self, error: BaseException) -> None:
         """End the text because of `error`."""
         self.error, self.finished = error, True
@@ -118,17 +103,22 @@ class SequenceState:
         self.tokens.append(token)
         return self.stop(self)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text, after the stop rule was checked for them."""
-        self.tokens += tokens
+
+_CHUNK = 256
+"""Number of tokens of two texts that are compared at once."""
 
 
-def common_start(first: Tokens, second: Tokens) -> int:
-    """Return the length of the common prefix of two texts."""
-    size = 0
-    for most in (16, None):  # most texts differ early, and arrays of long ones take time
-        size = min(len(first[:most]), len(second[:most]))
-        differ = np.flatnonzero(np.asarray(first[:size]) != np.asarray(second[:size]))
-        if len(differ):
-            return int(differ[0])
+def common_start(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix of two texts, lists both."""
+    size = min(len(first), len(second))
+    for begin in range(0, size, _CHUNK):
+        end = min(begin + _CHUNK, size)
+        if first[begin:end] != second[begin:end]:
+            pairs = zip(first[begin:end], second[begin:end], strict=True)
+            return begin + next(place for place, (one, other) in enumerate(pairs) if one != other)
     return size
+
+
+def may_share_more(first: Sequence[int], second: Sequence[int], tokens: int) -> bool:
+    """Return whether the common prefix of two texts may be longer than `tokens`."""
+    return len(first) > tokens < len(second) and first[tokens] == second[tokens]

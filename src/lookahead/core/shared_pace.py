@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import log2
 
 import numpy as np
@@ -12,7 +12,6 @@ from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.pace import TAUGHT, Pace
 from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
-from lookahead.core.token_tree import TokenTree
 
 _NO_CANDIDATES, _NO_ROWS = np.zeros(0), np.zeros(0, dtype=np.int64)
 
@@ -34,6 +33,8 @@ class SharedPace:
         rows: Number of rows of the step.
     """
 
+    is_shared = True
+
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
         self.backs_off = False
         self.least = 0.0
@@ -45,6 +46,10 @@ class SharedPace:
         self._offers: list[tuple[NDArray[np.float64], NDArray[np.int64], Callable[[NDArray[np.int64]], None]]] = []
         self._teaching = 0  # rows of the step that learn from the predictions after their nodes
 
+    def budget_of_text(self, resends: bool, most: int) -> SharedPace:
+        """Return the budget of all texts."""
+        return self
+
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of `rows` rows with this mean sampling temperature."""
         self._offers.clear()
@@ -53,7 +58,7 @@ class SharedPace:
             self.backs_off = self._nodes <= rows
             return
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
-        pace.begin(rows)
+        pace.begin_step(rows)
         self.backs_off, self.least = pace.rests, pace.least(rows) / 2
 
     def _of_load(self, load: int, temperature: float) -> Pace:
@@ -79,8 +84,12 @@ class SharedPace:
         """Maximum number of candidates of a row."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
-    def begin(self, teaches: bool = True) -> None:
-        """Count a row of the step, begun by `begin_step`; the value of nodes for learning is the mean over rows."""
+    def begin(self, teaches: int = True) -> None:
+        """Count a row of the step, begun by `begin_step`; the value of nodes for learning is the mean over rows.
+
+        Args:
+            teaches: Whether its drafter learns the predictions after its nodes; for several rows, in how many.
+        """
         self._teaching += teaches
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
@@ -94,15 +103,15 @@ class SharedPace:
         """Offer the candidates of several rows (`RowsBudget.offer_rows`)."""
         self._offers.append((likely, counts, send))
 
-    def share_out(self, trees: Sequence[TokenTree]) -> None:
+    def share_out(self, pending: int) -> None:
         """Choose among all offered candidates, and call each offer's `send`.
 
         Args:
-            trees: Trees of the step, with roots and pending tokens only.
+            pending: Nodes of the step besides the candidates.
         """
         likely = np.concatenate([*(offered for offered, _, _ in self._offers), _NO_CANDIDATES])
         counts = np.concatenate([*(counts for _, counts, _ in self._offers), _NO_ROWS])
-        sent, end = self.share(likely, counts, sum(map(len, trees)), self._teaching), 0
+        sent, end = self.share(likely, counts, pending, self._teaching), 0
         for _, of_rows, send in self._offers:
             begin, end = end, end + len(of_rows)
             send(sent[begin:end])

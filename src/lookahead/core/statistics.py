@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -92,11 +92,11 @@ class Statistics:
     engine: str = "dynamic"
     sources: list[dict[str, Any]] = field(default_factory=list)
 
-    def record(self, step: StepRecord) -> None:
-        """Count one step of one sequence."""
-        self.tokens += len(step.tokens)
-        self.nodes_per_step.append(step.nodes)
-        self.accepted_lengths.append(len(step.tokens))
+    def record(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count a step, given the nodes and the new tokens of each sequence."""
+        self.tokens += sum(tokens)
+        self.nodes_per_step += nodes
+        self.accepted_lengths += tokens
 
     @property
     def step_compression(self) -> float:

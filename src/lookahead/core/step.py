@@ -13,17 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import (
-    Backend,
-    Drafter,
-    ForestOutputs,
-    NodeOutputs,
-    NoDrafter,
-    RowsDrafter,
-    Sampler,
-    StepResults,
-    Walk,
-)
+from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, Sampler, StepPace
+from lookahead.core.results import ForestOutputs, NodeOutputs, StepResults, Walks
+from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
@@ -42,16 +34,16 @@ class Batch:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
         statistics: Counts are added to it.
-        verify: Walks the trees of a step; `walk_trees` does where each sequence has the outputs of all its nodes.
-        share_out: Called with the trees after all drafters have proposed, to choose among the candidates of all rows.
+        pace: Chooses nodes by the time of steps, if that is known.
         mark: Called with each part of a step when it is over.
+        notify: Called with the results of a step before the listeners of the sequences.
     """
 
     sequences: Sequence[SequenceState]
     statistics: Statistics = field(default_factory=Statistics)
-    verify: Callable[[Sequence[Any], Sequence[TokenTree], Any], list[Walk | None]] = walk_trees
-    share_out: Callable[[Sequence[TokenTree]], None] | None = None
+    pace: StepPace | None = None
     mark: Callable[[Phase], None] = lambda phase: None
+    notify: Callable[[StepResults], None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -64,90 +56,101 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     sequences, mark = batch.sequences, batch.mark
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
-    forest = Forest(_draft(backend, batch))
+    roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
+    top_k = _draft(backend, batch, roots)
+    forest = roots.forest()
     mark("draft")
 
-    top_k = max([sequence.ask_drafter(_top_k, 0) for sequence in sequences])
     outputs = backend.forward(forest, top_k)
     _look_ahead(sequences, forest, outputs)
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
-    results = StepResults(forest, outputs, batch.verify(sequences, forest, outputs))
+    walk: Callable[[Sequence[SequenceState], Forest, Any], Walks] = getattr(backend, "walk", walk_trees)
+    results = StepResults(forest, outputs, walk(sequences, forest, outputs))
     mark("verify")
 
-    backend.commit([_kept(*row) for row in zip(sequences, forest, results.walks, strict=True)])
+    backend.commit(results.walks.kept([not sequence.finished for sequence in sequences]))
     batch.statistics.steps += 1
     mark("commit")
 
     explanations = {row: _explain(sequences[row], forest[row]) for row in watched}  # before any drafter learns
     mark("watch")
 
-    for sequence, walk in zip(sequences, results.walks, strict=True):
-        if walk is not None:
-            sequence.steps += 1
-            sequence.finished = walk.stopped
-    observe(sequences, results)
+    walks = results.walks
+    going = walks.counts.nonzero()[0]
+    rows = going.tolist()
+    for row in rows:
+        sequences[row].steps += 1
+    for row in walks.stopped.nonzero()[0].tolist():
+        sequences[row].finished = True
+    observe(sequences, results, rows)
     mark("learn")
 
+    batch.statistics.record(results.nodes[going].tolist(), walks.counts[going].tolist())
+    if batch.notify is not None:
+        batch.notify(results)
     seconds = batch.statistics.seconds.since(before) if watched else before
-    for row, walk in enumerate(results.walks):
-        if walk is not None:
-            record = _record(sequences[row], walk)
-            batch.statistics.record(record)
-            _notify(sequences[row], record, results, row, explanations.get(row), seconds)
+    for row in rows:
+        if sequences[row].listeners or row in explanations:
+            _notify(sequences[row], results, row, explanations.get(row), seconds)
     return results
 
 
-def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
-    """The tree of each row, with the drafts that are sent."""
-    trees, rows = [], []
-    for row, sequence in enumerate(batch.sequences):
-        if sequence.finished:
-            trees.append(backend.idle_tree())
-            continue
-        tree = backend.begin_tree(row, sequence.tokens)
-        trees.append(tree)
-        drafts = type(sequence.drafter) is not NoDrafter and not sequence.is_last_token
-        if drafts and backend.wants_draft(tree):
-            tree.foresee = sequence.sampler.foresee if sequence.sampler.samples else None
-            tree.limit(sequence.remaining - 1)
-            rows.append(row)
-    propose(batch.sequences, trees, rows)
-    if batch.share_out is not None:
-        try:
-            batch.share_out(trees)
-        except Exception as error:  # it is no matter of one row
-            for sequence in batch.sequences:
-                sequence.stop_drafting(error)
+def _draft(backend: Backend, batch: Batch, roots: Roots) -> int:
+    """Add the drafts that are sent to the trees; returns how many of the likeliest tokens the drafters want to see."""
+    sequences = batch.sequences
+    left = [sequence.most_tokens - len(sequence.tokens) for sequence in sequences]
+    rows = [
+        row
+        for row, (sequence, tree) in enumerate(zip(sequences, roots.trees, strict=True))
+        if left[row] > 1
+        and type(sequence.drafter) is not NoDrafter
+        and not sequence.finished
+        and (tree is None or backend.wants_draft(tree))
+    ]
+    roots.limit(rows, [left[row] - 1 for row in rows])
     for row in rows:
-        if not trees[row].is_chain and isinstance(batch.sequences[row].drafter, NoDrafter):  # drafting has stopped
-            trees[row].keep_path(())
-    return trees
+        if sequences[row].sampler.samples:
+            roots.foresee[row] = sequences[row].sampler.foresee
+    propose(sequences, roots, rows)
+    if batch.pace is not None:
+        try:
+            batch.pace.share_out(roots.pending)
+        except Exception as error:  # it is no matter of one row
+            for sequence in sequences:
+                sequence.stop_drafting(error)
+    stopped = [row for row in rows if isinstance(sequences[row].drafter, NoDrafter)]
+    if stopped:
+        roots.remove_drafts(stopped)
+    groups, single = _grouped(sequences, range(len(sequences)))
+    asked = [sequences[row].ask_drafter(_top_k, 0) for row in single]
+    listed = [group.top_k_of([sequences[row].drafter for row in members]) for group, members in groups.items()]
+    return max([*asked, *listed], default=0)
 
 
-def propose(sequences: Sequence[SequenceState], trees: Sequence[TokenTree], rows: Sequence[int]) -> None:
+def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> None:
     """Have the drafters of some rows add to their trees, drafters of one group in one call. If a drafter raises, its
     sequence goes on without drafts."""
     groups, single = _grouped(sequences, rows)
     for row in single:
-        sequences[row].ask_drafter(partial(_propose, trees[row]), None)
-    for drafter, members in groups.items():
+        sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
+    for group, members in groups.items():
         try:
-            drafter.propose_rows([sequences[row].drafter for row in members], [trees[row] for row in members])
+            group.propose_rows([sequences[row].drafter for row in members], roots, members)
         except Exception:  # one by one, so that an error stops only its own sequence's drafts
+            roots.remove_drafts(members)
             for row in members:
-                trees[row].keep_path(())
-                sequences[row].ask_drafter(partial(_propose, trees[row]), None)
+                sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
 
 
-def observe(sequences: Sequence[SequenceState], results: StepResults) -> None:
-    """Have drafters learn from a step, as `propose`."""
-    groups, single = _grouped(sequences, [row for row, walk in enumerate(results.walks) if walk is not None])
+def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequence[int]) -> None:
+    """Have the drafters of rows that went on learn from a step, as `propose`."""
+    groups, single = _grouped(sequences, rows)
     for row in single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
-    for drafter, members in groups.items():
+    for group, members in groups.items():
         try:
-            drafter.observe_rows([sequences[row].drafter for row in members], members, results)
+            group.observe_rows([sequences[row].drafter for row in members], members, results)
         except Exception:
             for row in members:
                 sequences[row].ask_drafter(partial(_observe, results, row), None)
@@ -158,11 +161,13 @@ def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[d
     groups, single = dict[RowsDrafter, list[int]](), list[int]()
     for row in rows:
         drafter = sequences[row].drafter
+        if type(drafter) is NoDrafter:
+            continue
         together = getattr(drafter, "together", None)
-        if together is not None:
-            groups.setdefault(together, []).append(row)
-        elif type(drafter) is not NoDrafter:
+        if together is None:
             single.append(row)
+        else:
+            groups.setdefault(together, []).append(row)
     return groups, single
 
 
@@ -183,37 +188,19 @@ def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
 def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> None:
     """Begin to sample at nodes that walks may reach, in one call for each kind of sampler."""
     kinds: dict[type[Sampler], list[tuple[SequenceState, TokenTree, NodeOutputs]]] = {}
-    for row, (sequence, tree) in enumerate(zip(sequences, forest, strict=True)):
-        if sequence.sampler.samples and tree.reads_root and not sequence.finished:
-            kinds.setdefault(type(sequence.sampler), []).append((sequence, tree, outputs[row]))
+    for row, sequence in enumerate(sequences):
+        if sequence.sampler.samples and not sequence.finished and forest[row].reads_root:
+            kinds.setdefault(type(sequence.sampler), []).append((sequence, forest[row], outputs[row]))
     for kind, rows in kinds.items():
         kind.look_ahead_rows(rows)
-
-
-def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> Sequence[int]:
-    """The nodes to keep in the cache: pending tokens and accepted path. The next step sends the last selected token as
-    its root."""
-    if walk is None:
-        return () if sequence.finished else range(len(tree))
-    return [*range(tree.root + 1), *walk.path] if walk.path else range(tree.root + 1)
 
 
 def _explain(sequence: SequenceState, tree: TokenTree) -> Explanation:
     return sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
 
 
-def _record(sequence: SequenceState, walk: Walk) -> StepRecord:
-    nodes = len(walk.tree) - walk.tree.root
-    return StepRecord(sequence.index, sequence.steps, walk.tokens, nodes, sequence.finished)
-
-
 def _notify(
-    sequence: SequenceState,
-    record: StepRecord,
-    results: StepResults,
-    row: int,
-    explanation: Explanation | None,
-    seconds: Seconds,
+    sequence: SequenceState, results: StepResults, row: int, explanation: Explanation | None, seconds: Seconds
 ) -> None:
     """Call the watcher and the listeners of a sequence. `seconds` is the time of each part of the step."""
     try:
@@ -222,6 +209,7 @@ def _notify(
             if result is not None:
                 sequence.watcher(result, explanation, seconds, sequence.finished)
         for listener in sequence.listeners:
-            listener(record)
+            tokens, nodes = results.walks.tokens_of(row), int(results.nodes[row])
+            listener(StepRecord(sequence.index, sequence.steps, tokens, nodes, sequence.finished))
     except Exception as error:
         sequence.fail(error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lookahead.core.protocols import StepResults
+import numpy as np
+
+from lookahead.core.results import StepResults
 from lookahead.core.statistics import Seconds
 from lookahead.core.step import Batch, Phase
 
@@ -57,8 +59,10 @@ class StepTimer:
     def begin(self, batch: Batch) -> None:
         """Start timing a step."""
         sequences, self._seconds = batch.sequences, batch.statistics.seconds
-        self._context = max(len(sequence.tokens) for sequence in sequences)
-        self._completes = all(sequence.finished or sequence.is_last_token for sequence in sequences)
+        self._context = max([len(sequence.tokens) for sequence in sequences])
+        self._completes = all(
+            sequence.finished or len(sequence.tokens) + 1 >= sequence.most_tokens for sequence in sequences
+        )
         self._start, self._since = self._clock(), self._wall()
 
     def mark(self, phase: Phase) -> None:
@@ -73,20 +77,20 @@ class StepTimer:
 
     def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
         """Return the time and the outcome of the step; `drafted` is whether it searched for a draft."""
-        forest = results.forest
-        walks = [walk for walk in results.walks if walk is not None]
+        forest, walks = results.forest, results.walks
+        going = int(np.count_nonzero(walks.counts))
         prompts = bool(forest.roots.any()) and any(
-            tree.root > 0 and (self._packed or sequence.steps <= 1)
-            for sequence, tree in zip(batch.sequences, forest, strict=True)
+            root > 0 and (self._packed or sequence.steps <= 1)
+            for sequence, root in zip(batch.sequences, forest.roots, strict=True)
         )
         return StepTime(
             nodes=len(forest.tokens) if self._packed else int(forest.counts.max()) * len(forest),
             context=self._context,
             seconds=self._clock() - self._start,
-            tokens=sum(len(walk.tokens) for walk in walks),
-            rows=len(walks),
+            tokens=int(walks.counts.sum()),
+            rows=going,
             drafted=drafted,
-            tells=bool(walks) and not self._completes and not prompts,
-            certain_nodes=sum(tree.certain for tree in forest),
-            certain_tokens=sum(walk.certain_tokens for walk in walks),
+            tells=going > 0 and not self._completes and not prompts,
+            certain_nodes=sum([tree.certain for tree in forest]) if forest.has_certain else 0,
+            certain_tokens=walks.certain_tokens,
         )

@@ -19,36 +19,40 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, at_once, compiled
 from lookahead.core.forest import Forest, Integers
-from lookahead.core.protocols import NodeOutputs, Walk
+from lookahead.core.results import NodeOutputs, Walk, Walks
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
 
-def walk_trees(sequences: Sequence[SequenceState], trees: Sequence[TokenTree], outputs: Any) -> list[Walk | None]:
+def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any) -> Walks:
     """Walk the tree of each sequence, and add the selected tokens to its text.
+
+    A sequence does not go on if it is finished, if it fails, or if it still has prompt tokens to send.
 
     Args:
         sequences: The texts.
-        trees: The tree of each; a `Forest`, as the outputs are.
+        forest: The tree of each.
         outputs: A `ForestOutputs`.
-
-    Returns:
-        The walks; `None` for a sequence that is finished, that failed, or that still has prompt tokens to send.
     """
-    walks: list[Walk | None] = [None] * len(trees)
-    plain, together = list[int](), len(trees) > 1 or not trees[0].is_chain  # one token is as quick in Python
-    for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-        if sequence.finished or not tree.reads_root:
+    walks = Walks(forest)
+    if forest.rows == 1 and forest.is_plain:  # one token is as quick in Python
+        together = [False]
+    else:
+        together = [one.end_tokens is not None and not one.sampler.needs_logits for one in sequences]
+    reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
+    plain = []
+    for row, (sequence, is_read) in enumerate(zip(sequences, reads, strict=True)):
+        if not is_read or sequence.finished:
             continue
-        if together and sequence.end_tokens is not None and not sequence.sampler.needs_logits:
+        if together[row]:
             plain.append(row)
             continue
         try:
-            walks[row] = follow(tree, partial(take_token, sequence, outputs[row]))
+            walks.set(row, follow(forest[row], partial(take_token, sequence, outputs[row])))
         except Exception as error:
             sequence.fail(error)
     if plain:
-        _walk_plain_rows(plain, sequences, Forest.of(trees), outputs.predictions, walks)
+        _walk_plain_rows(plain, [sequences[row] for row in plain], forest, outputs.predictions, walks)
     return walks
 
 
@@ -66,7 +70,7 @@ def follow(tree: TokenTree, take: Callable[[int], tuple[int, bool]]) -> Walk:
         tokens.append(token)
         child = None if stopped else tree.child(node, token)
         if child is None:
-            return Walk(tree, path, tokens, stopped)
+            return Walk(path, tokens, stopped)
         path.append(child)
         node = child
 
@@ -79,37 +83,32 @@ def take_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> tupl
 
 
 def _walk_plain_rows(
-    rows: list[int], sequences: Sequence[SequenceState], forest: Forest, predictions: Integers, walks: list[Walk | None]
+    rows: list[int], texts: Sequence[SequenceState], forest: Forest, predictions: Integers, walks: Walks
 ) -> None:
     """Walk rows that need no Python, and write their walks."""
-    texts, kinds, planned = [sequences[row] for row in rows], dict[tuple[int, ...], int](), []
-    for row, text in zip(rows, texts, strict=True):
-        ends = text.end_tokens or ()
-        planned.append((row, text.remaining, kinds.setdefault(ends, len(kinds))))
-    plan = np.array(planned, dtype=np.int64)
+    kinds = dict[tuple[int, ...], int]()
+    plan = np.empty((len(rows), 3), dtype=np.int64)
+    plan[:, 0] = rows
+    plan[:, 1] = [text.most_tokens for text in texts]
+    plan[:, 1] -= [len(text.tokens) for text in texts]
+    plan[:, 2] = [kinds.setdefault(text.end_tokens or (), len(kinds)) for text in texts]
     end_tokens = np.full((len(kinds), max(map(len, kinds))), -1, dtype=np.int64)
     for ends, kind in kinds.items():
         end_tokens[kind, : len(ends)] = ends
-    found = np.empty((2, len(forest.tokens)), dtype=np.int64)
-    results = np.empty((2, len(rows)), dtype=np.int64)
-    tree = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
-    at_once(_walk)(plan, end_tokens, tree, predictions, found, results)
-    tokens, paths = found.tolist()
-    firsts = forest.firsts.tolist()
-    for row, text, count, stopped in zip(rows, texts, *results.tolist(), strict=True):
+    trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
+    at_once(_walk)(plan, end_tokens, trees, predictions, (walks.tokens, walks.paths), walks.counts, walks.stopped)
+    tokens, firsts, counts = walks.tokens.tolist(), forest.firsts.tolist(), walks.counts.tolist()
+    for row, text in zip(rows, texts, strict=True):
         begin = firsts[row]
-        selected = tokens[begin : begin + count]
-        text.extend(selected)
-        walks[row] = Walk(forest[row], paths[begin : begin + count - 1], selected, bool(stopped))
+        text.tokens += tokens[begin : begin + counts[row]]
 
 
 def compile_walk(forest: Forest) -> None:
     """Run the compiled loop once, on arrays of the types that steps have."""
-    plan, found = np.zeros((len(forest), 3), dtype=np.int64), np.empty((2, len(forest.tokens)), dtype=np.int64)
-    tree = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
-    _walk(
-        plan, np.zeros((1, 0), dtype=np.int64), tree, forest.tokens, found, np.empty((2, len(forest)), dtype=np.int64)
-    )
+    walks, plan = Walks(forest), np.zeros((len(forest), 3), dtype=np.int64)
+    trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
+    results = (walks.tokens, walks.paths), walks.counts, walks.stopped
+    _walk(plan, np.zeros((1, 0), dtype=np.int64), trees, forest.tokens, *results)
 
 
 @compiled
@@ -118,8 +117,9 @@ def _walk(
     end_tokens: Integers,
     trees: tuple[Integers, Integers, Integers, Integers, NDArray[np.bool_]],
     predictions: Integers,
-    found: Integers,
-    results: Integers,
+    found: tuple[Integers, Integers],
+    counts: Integers,
+    stops: NDArray[np.bool_],
 ) -> None:
     """Walk some rows along the likeliest tokens.
 
@@ -128,17 +128,17 @@ def _walk(
         end_tokens: Tokens that complete a text, padded by -1, `[kinds, tokens]`.
         trees: `firsts`, `roots`, `tokens`, `parents` and `in_window` of a `Forest`.
         predictions: The likeliest token after each node.
-        found: Gets the tokens selected, and the nodes of the path, from the first node of each tree on, `[2, nodes]`.
-        results: Gets the number of tokens of each row, and whether its text is complete, `[2, rows]`.
+        found, counts, stops: `tokens` and `paths`, `counts` and `stopped` of a `Walks`, to be written.
     """
     firsts, roots, tokens, parents, in_window = trees
+    selected, paths = found
     for row in range(len(plan)):
         begin, remaining, ends = firsts[plan[row, 0]], plan[row, 1], end_tokens[plan[row, 2]]
         end, node, count = firsts[plan[row, 0] + 1] - begin, roots[plan[row, 0]], FIRST
         stopped = False
         while node >= 0:
             token = predictions[begin + node]
-            found[0, begin + count] = token
+            selected[begin + count] = token
             count += 1
             stopped = count >= remaining
             for one in ends:
@@ -148,6 +148,7 @@ def _walk(
                 at = begin + child
                 if not stopped and parents[at] == before and tokens[at] == token and not in_window[at]:
                     node = child
-                    found[1, begin + count - 1] = child
+                    paths[begin + count - 1] = child
                     break
-        results[0, row], results[1, row] = count, 1 if stopped else 0
+        counts[plan[row, 0]] = count
+        stops[plan[row, 0]] = stopped

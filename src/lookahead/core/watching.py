@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind, TokenTree
 

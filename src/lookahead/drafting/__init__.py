@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, LookaheadConfig
-from lookahead.core.pace import Pace, PacedRow
-from lookahead.core.protocols import Drafter, NoDrafter, StepBudget, StepResult
+from lookahead.core.pace import Pace
+from lookahead.core.protocols import Drafter, NoDrafter, StepBudget
+from lookahead.core.results import StepResult
 from lookahead.core.shared_pace import SharedPace
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -83,10 +84,8 @@ def build_drafter(  # noqa: PLR0913
         return once_compiled(AutoDrafter(None, fixed, chains=chains))
     cap = min(most, MOST_CHOSEN_NODES)
     budget: int | StepBudget = fixed
-    if isinstance(pace, SharedPace):
-        budget = pace
-    elif pace is not None and config.step_budget is None:
-        budget = PacedRow(pace, resends=chains, most=cap)
+    if pace is not None and (pace.is_shared or config.step_budget is None):
+        budget = pace.budget_of_text(chains, cap)
     sources = _checked_sources(config, vocabulary)
     drafter = AutoDrafter(memory or DraftMemory(), budget, cap, sources=sources, predicted=predicted, chains=chains)
     return once_compiled(drafter)

@@ -159,7 +159,7 @@ class WaitingBudget:
         """Maximum number of candidates."""
         return self._budget.most
 
-    def begin(self, teaches: bool = True) -> None:
+    def begin(self, teaches: int = True) -> None:
         """Begin a step (`StepBudget.begin`)."""
         self._waits = LOOPS.awaited
         if not self._waits:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from lookahead.config import LookaheadConfig
-from lookahead.core.protocols import Drafter, StepResult
+from lookahead.core.protocols import Drafter
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree, first_path
 from lookahead.core.watching import Explanation, explain
 from lookahead.drafting.auto.sources import Source, TokenPaths

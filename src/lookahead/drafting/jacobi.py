@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.watching import WINDOW, Explanation, Origin
 from lookahead.drafting.pool import NGramPool

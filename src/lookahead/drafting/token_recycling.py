@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
 

@@ -12,7 +12,7 @@ from lookahead.core.garbage import uncollected
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
 from lookahead.core.packed_masks import packed_width, write_masks
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree

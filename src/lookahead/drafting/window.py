@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import TokenTree
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,13 +22,13 @@ from lookahead.backends.session import open_session
 from lookahead.backends.transformers.findings import model_identity
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.core.step import Batch
+from lookahead.core.sequence import SequenceState
 from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.parallel import check_memory, environment_number
 from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
+from lookahead.parallel.settings import check_memory, environment_number
 from lookahead.values import finite_number, require, whole_number
 from lookahead.version import __version__
 
@@ -148,15 +149,13 @@ class RanksCall(Call):
     def __init__(self, exchange: Exchange, local: Call, runner: ModelRunner) -> None:
         self._exchange, self._local, self.runner = exchange, local, runner
         self.clock, self.keeps_cache, self.invariant_rows = local.clock, local.keeps_cache, local.invariant_rows
-        self.model_holds = local.model_holds
+        self.model_holds, self.rows = local.model_holds, local.rows
 
-    def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
-        """Return the runner of the trees of `batch`, and let `batch` verify drafts on all ranks together."""
-        needs_logits = any(sequence.sampler.needs_logits for sequence in batch.sequences)
+    def backend(self, sequences: Sequence[SequenceState], asks_others: bool) -> ParallelRunner:
+        """Return the runner of the trees of all ranks, which verifies drafts on all of them together."""
+        needs_logits = any(sequence.sampler.needs_logits for sequence in sequences)
         # Ranks may disagree on other stopping criteria, a time limit for example.
-        runner = ParallelRunner(self.runner, self._exchange, alone=not asks_others and not needs_logits)
-        batch.verify = runner.verify
-        return runner
+        return ParallelRunner(self.runner, self._exchange, len(sequences), alone=not asks_others and not needs_logits)
 
     def restore(self, error: BaseException) -> None:
         """Undo the changes of the call, and report `error` to the other ranks."""

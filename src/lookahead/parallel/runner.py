@@ -24,7 +24,8 @@ from lookahead.backends.forward_result import Listed, PassResult, TreeResult
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import Walk
+from lookahead.core.protocols import Backend
+from lookahead.core.results import Walks
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import follow, take_token, walk_trees
 from lookahead.errors import ParallelError
@@ -32,36 +33,44 @@ from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
 
 
-class ParallelRunner:
+class ParallelRunner(Backend):
     """Run one batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
 
-    `forward` leaves the predictions of other ranks' nodes empty; `verify` fills them in.
+    `forward` leaves the predictions of other ranks' nodes empty; `walk` fills them in.
 
     Args:
         local: Runner of the model on this rank.
         exchange: Communication with the other ranks.
+        rows: Number of sequences.
         alone: Whether every rank can select tokens from predictions, without logits.
 
     Attributes:
-        prefill, idle_tree, wants_draft: Methods of `local`, as every rank reads the prompts itself.
+        prefill, serving: Methods of `local`, as every rank reads the prompts itself.
         complete: Method of `local`; it also runs accepted tokens that only other ranks have run.
     """
 
-    def __init__(self, local: ModelRunner, exchange: Exchange, alone: bool) -> None:
+    def __init__(self, local: ModelRunner, exchange: Exchange, rows: int, alone: bool) -> None:
         self.rank = exchange.rank
         self._local = local
-        self.prefill, self.complete = local.prefill, local.complete
-        self.idle_tree, self.wants_draft = local.idle_tree, local.wants_draft
+        self.prefill, self.complete, self.serving = local.prefill, local.complete, local.serving
         self._exchange = exchange
         self._alone = alone
         # For each row and rank: accepted tokens missing from the rank's cache.
-        self._behind: list[list[int]] = [[0] * exchange.size for _ in local.rows]
+        self._behind: list[list[int]] = [[0] * exchange.size for _ in range(rows)]
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._forest = Forest(())
         self._splits: list[Split] = []
         self._owners = np.empty(0, dtype=np.int64)  # the rank that provides the prediction after each node
         self._predictions: NDArray[Any] = np.empty(0)  # predictions of all ranks after each node of the forest
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
+
+    def idle_tree(self) -> TokenTree:
+        """See `Backend`."""
+        return self._local.idle_tree()
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """See `Backend`."""
+        return self._local.wants_draft(tree)
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """Return the tree of pending tokens that a single process would have, the same on every rank."""
@@ -88,7 +97,7 @@ class ParallelRunner:
 
         Returns:
             The result for the whole trees. Logits exist only after nodes that this rank runs. Predictions exist only
-            after nodes that this rank owns, until `verify` adds the others.
+            after nodes that this rank owns, until `walk` adds the others.
         """
         self._forest = forest = Forest.of(trees)
         self._splits, self._places, local_trees = [], [], []
@@ -112,7 +121,7 @@ class ParallelRunner:
         whole = results[0].whole
         return PassResult(forest, whole.logits, np.concatenate(logit_rows), find, whole.borrowed)
 
-    def verify(self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: PassResult) -> list[Walk | None]:
+    def walk(self, sequences: Sequence[Any], forest: Forest, outputs: PassResult) -> Walks:
         """Verify the drafts of all sequences, like `walk_trees`, with the same outcome on every rank.
 
         Tokens are selected row after row, as in one process, since all rows sample from one random state.
@@ -122,11 +131,12 @@ class ParallelRunner:
         """
         self._share()
         if self._alone:
-            return walk_trees(sequences, trees, outputs)
-        return [
-            None if sequence.finished else follow(tree, partial(self._take, sequence, result, split.owners))
-            for sequence, tree, result, split in zip(sequences, trees, outputs, self._splits, strict=True)
-        ]
+            return walk_trees(sequences, forest, outputs)
+        walks = Walks(forest)
+        for row, (sequence, result, split) in enumerate(zip(sequences, outputs, self._splits, strict=True)):
+            if not sequence.finished:
+                walks.set(row, follow(forest[row], partial(self._take, sequence, result, split.owners)))
+        return walks
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep this rank's pending tokens and its part of the accepted paths in its cache."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import LogitsProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import refused

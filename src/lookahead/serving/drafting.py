@@ -40,7 +40,7 @@ class Drafting:
 
     Attributes:
         most_nodes: Nodes that a tree has at most.
-        shares: Whether candidates compete with those of other texts.
+        is_paced: Whether the pace chooses the nodes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Drafting:
     ) -> None:
         self.config = config
         self.most_nodes = min(config.max_nodes, most_nodes)
-        self.shares = config.preset == "auto" and isinstance(pace, SharedPace)
+        self.is_paced = pace is not None and (config.preset == "auto" or not pace.is_shared)
         self._model, self._pace, self._chains = model, pace, chains
         self._pool = NGramPool(config.ngram_size, config.guess_set_size) if pool is None and config.share_pool else pool
         self._memory: DraftMemory | None = None

@@ -20,7 +20,7 @@ from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
 from lookahead.serving.arguments import Arguments, hand_over, unknown_token
 from lookahead.serving.drafting import predicted_texts
-from lookahead.serving.engine_model import EngineModel
+from lookahead.serving.engine_model import EngineModel, ModelMoved
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
 from lookahead.serving.refusals import ON_STEP, read_prompt
 from lookahead.serving.request import Request
@@ -295,21 +295,26 @@ class Engine:
             if request.handle.cancelled:
                 self._leave(request)
         idle = not self._scheduler.running  # who is served one after another does not wait for this in between
-        if self._scheduler.requests and self._model.has_changed(thorough=idle):
+        if self._scheduler.requests and (
+            self._model.has_changed(thorough=True) if idle else self._model.changed_before_pass()
+        ):
             self._follow_model()
 
     def _run(self, requests: list[Request]) -> None:
         """One step. Its requests are taken out of the list: an error keeps its callers' variables, and so this list."""
         try:
-            for request in requests:
-                request.handle.serve()
             counts = Statistics()
             self._model.steps.run(requests, counts)
             self.statistics.steps += 1
             self.statistics.rows += len(requests)
             self.statistics.nodes += sum(counts.nodes_per_step)
             self.statistics.tokens += counts.tokens
+        except ModelMoved:
+            self._follow_model()
         except BaseException as error:
+            if isinstance(error, Exception) and self._model.has_changed():  # which is why it could not run
+                self._follow_model()
+                return
             self._leave_all(requests, error)
             raise
         else:

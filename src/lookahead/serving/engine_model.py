@@ -18,7 +18,11 @@ from lookahead.serving.arguments import Arguments, check_wrapper, language_model
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.refusals import check_own_prefill
-from lookahead.serving.request import Request, Steps
+from lookahead.serving.request import Request, Steps, notify_handles
+
+
+class ModelMoved(Exception):
+    """The model changed before the end of a pass, whose result is not used."""
 
 
 class EngineModel:
@@ -63,7 +67,9 @@ class EngineModel:
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(config.pack_weights)
         self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
-        self.steps = Steps(self.runner, self.session.clock, self._shared, launched=self._settle)
+        self.steps = Steps(
+            self.runner, self.session.clock, self._shared, launched=self._check_pass, notify=notify_handles
+        )
         self._begin()
 
     def reopen(self) -> None:
@@ -148,20 +154,32 @@ class EngineModel:
         Raises:
             LookaheadError: It cannot be read.
         """
-        runner: Any = self.runner
-        arguments, runner.rows = request.arguments, [request.row]
+        arguments = request.arguments
         prompts = arguments.prompts
-        PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs, arguments.model).read()
-        self._settle()
+        runner: Any = self.runner
+        with runner.serving([request.row]):
+            own = PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs, arguments.model)
+            own.read()
+        if self._watch is not None:
+            self._watch.changed_by_pass()  # the look of the next step finds what has changed
         request.row.crop(request.cached - 1)
 
-    def _settle(self) -> None:
-        if self._watch is not None:
-            self._watch.settle()
+    def _check_pass(self) -> None:
+        """Look at the model after the launch of a pass.
 
-    def has_changed(self, thorough: bool) -> bool:
+        Raises:
+            ModelMoved: It has changed.
+        """
+        if self._watch is not None and self._watch.changed_by_pass():
+            raise ModelMoved
+
+    def has_changed(self, thorough: bool = False) -> bool:
         """Whether the model is not what it was; see `ModelWatch`."""
         return self._watch is not None and self._watch.has_changed(thorough=thorough)
+
+    def changed_before_pass(self) -> bool:
+        """Whether no pass may be launched, as the model has changed; see `ModelWatch`."""
+        return self._watch is not None and self._watch.changed_before_pass()
 
 
 def _checked(config: LookaheadConfig | None) -> LookaheadConfig:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from lookahead.backends.base import Recorded
-from lookahead.core.statistics import Statistics, StepRecord
+from lookahead.core.statistics import Statistics
 from lookahead.serving.output import LookaheadOutput
 from lookahead.values import check_callable, whole_number
-
-if TYPE_CHECKING:
-    from lookahead.serving.engine import Engine
 
 Output = torch.Tensor | LookaheadOutput
 
@@ -41,6 +38,23 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class StepRunner(Protocol):
+    """Runs the steps of requests: an `Engine`."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread of its own runs the steps."""
+
+    def check_process(self) -> None:
+        """Refuse to run in a forked process."""
+
+    def step(self) -> int:
+        """Run one step; return the number of requests that are not finished."""
+
+    def wake(self) -> None:
+        """Let the thread look at what has changed."""
+
+
 class RequestHandle:
     """A request that was submitted to an `Engine`.
 
@@ -59,11 +73,13 @@ class RequestHandle:
         statistics: Counts and times of this request.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepRunner) -> None:
         self._engine = engine
         self._submitted = perf_counter()
         self._changed = Condition()
-        self._events: list[TokenEvent] = []
+        self._text: list[int] = []
+        self._begin = self._end = 0  # of the new tokens so far, in the text
+        self._events: list[TokenEvent] | None = None  # with their log-probabilities, if requested
         self._outcome: Future[Output] = Future()
         self._listeners: set[Callable[[], object]] = set()
         self._readers = 0  # that wait, or are about to
@@ -74,7 +90,7 @@ class RequestHandle:
     @property
     def tokens(self) -> list[int]:
         """The new token ids so far."""
-        return [event.token for event in self.events_since(0)]
+        return self._text[self._begin : self._end]
 
     @property
     def done(self) -> bool:
@@ -133,7 +149,10 @@ class RequestHandle:
         Raises:
             InvalidArgumentError: `seen` is no whole number, or below 0.
         """
-        return self._events[whole_number("seen", seen, 0) :]
+        seen = whole_number("seen", seen, 0)
+        if self._events is not None:
+            return self._events[seen:]
+        return [TokenEvent(token) for token in self._text[self._begin + seen : self._end]]
 
     def _wait(self, seen: float) -> bool:
         """Wait for more than `seen` tokens, or for the end; whether there are more."""
@@ -143,8 +162,8 @@ class RequestHandle:
             with self._changed:
                 self._readers += 1  # before the look at events: who adds some later sees that somebody waits
                 try:
-                    if self.done or len(self._events) > seen:
-                        return len(self._events) > seen
+                    if self.done or self._end - self._begin > seen:
+                        return self._end - self._begin > seen
                     if self._engine.started:
                         self._changed.wait()
                         continue
@@ -152,19 +171,31 @@ class RequestHandle:
                     self._readers -= 1
             self._engine.step()
 
+    def follow(self, text: list[int], with_events: bool) -> None:
+        """For the engine: `text` is the prompt, and steps will add tokens to it, with events or without."""
+        self._text, self._begin = text, len(text)
+        self._end = self._begin
+        self._events = [] if with_events else None
+
     def serve(self) -> None:
         """For the engine: the request takes part in a step."""
         if self.statistics.queue_seconds is None:
             self.statistics.queue_seconds = perf_counter() - self._submitted
 
-    def add(self, record: StepRecord, events: list[TokenEvent]) -> None:
-        """For the engine: a step has added tokens."""
-        self.statistics.steps += 1
-        self.statistics.record(record)
-        if self.statistics.first_token_seconds is None:
-            self.statistics.first_token_seconds = perf_counter() - self._submitted
-        self._events += events
-        self._notify()
+    def add(self, nodes: int, tokens: int, events: Sequence[TokenEvent] = ()) -> None:
+        """For the engine: a step of `nodes` nodes has added `tokens` tokens to the text."""
+        statistics = self.statistics
+        statistics.steps += 1
+        statistics.tokens += tokens
+        statistics.nodes_per_step.append(nodes)
+        statistics.accepted_lengths.append(tokens)
+        if statistics.first_token_seconds is None:
+            statistics.first_token_seconds = perf_counter() - self._submitted
+        if self._events is not None:
+            self._events += events
+        self._end += tokens
+        if self._readers or self._listeners:
+            self._notify()
 
     def end(self, output: Output | None, error: BaseException | None, reason: str) -> None:
         """For the engine: the request is done."""

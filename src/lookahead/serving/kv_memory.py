@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lookahead.backends.base import Runner, TextRow
 from lookahead.backends.transformers.tree_cache import whole_blocks
-from lookahead.core.sequence import common_start
+from lookahead.core.sequence import common_start, may_share_more
 from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -36,7 +33,7 @@ LEAST = 16
 class Prefix:
     """A finished text that is kept: its token ids, and the row of their keys and values."""
 
-    tokens: NDArray[np.int64]
+    tokens: list[int]
     row: TextRow
 
 
@@ -76,6 +73,10 @@ class KVMemory:
         """An empty row."""
         return self.runner.new_row(self.block)
 
+    def lengths(self, requests: Sequence[Request]) -> list[int]:
+        """Number of cached tokens of each request."""
+        return self.runner.lengths_of([request.row for request in requests])
+
     def drop(self, request: Request) -> None:
         """Forget keys and values of a request; they will be computed anew."""
         request.row = self.new_row()
@@ -100,14 +101,14 @@ class KVMemory:
     def keep(self, request: Request, running: Sequence[Request]) -> None:
         """Keep the text of a request that has ended, as long as there is room beside those that are running."""
         row, room = request.row, self._room(running)
-        tokens = np.array(request.sequence.tokens[: row.length], dtype=np.int64)
+        tokens = request.sequence.tokens[: row.length]
         if not self._reuses or request.reads_inputs or len(tokens) < LEAST or row.capacity > room:
             return
         for prefix in list(self._prefixes):
-            common = common_start(tokens, prefix.tokens)
-            if common == len(tokens):
-                return  # it has all of this one
-            if common == len(prefix.tokens):
+            size = min(len(tokens), len(prefix.tokens))
+            if may_share_more(tokens, prefix.tokens, size - 1) and tokens[:size] == prefix.tokens[:size]:
+                if size == len(tokens):
+                    return  # it has all of this one
                 self._prefixes.remove(prefix)  # this one has all of it
         row.set_apart()
         self._prefixes.append(Prefix(tokens, row))
@@ -133,6 +134,8 @@ class KVMemory:
             ahead = ahead and other is not request
             if other is request or other.reads_inputs:
                 continue
+            if not may_share_more(text, other.sequence.tokens, common):
+                continue
             shared = common_start(text, other.sequence.tokens)
             ready = min(shared, other.cached)
             if ahead and shared > max(ready, common) + LEAST:
@@ -157,8 +160,11 @@ class KVMemory:
 
     def _longest(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
         """The finished text with the longest common prefix with `text`, now used last, and the length of that."""
-        found = ((common_start(text, prefix.tokens), place) for place, prefix in enumerate(self._prefixes))
-        most, place = max(found, default=(0, 0))
+        most, place = 0, 0
+        for other, prefix in enumerate(self._prefixes):
+            if may_share_more(text, prefix.tokens, most):
+                common = common_start(text, prefix.tokens)
+                most, place = max((most, place), (common, other))
         if most < LEAST:
             return None, 0
         self._prefixes.append(self._prefixes.pop(place))

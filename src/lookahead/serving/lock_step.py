@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.forward_result import TreeResult
 from lookahead.backends.transformers.sampler import TextSequence
-from lookahead.core.protocols import Walk
+from lookahead.core.forest import Forest
+from lookahead.core.protocols import Backend
+from lookahead.core.results import ForestOutputs, Walk, Walks
 from lookahead.core.token_tree import TokenTree
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.selecting import warn_of_last_position
@@ -20,7 +21,7 @@ _PADDING = 8
 """Most padding tokens that a row which has ended sends in a step."""
 
 
-class LockStep:
+class LockStep(Backend):
     """A backend whose rows accept equally many tokens in each step.
 
     Processors and criteria are called as transformers calls them: once for each place of the text, with all rows. So
@@ -47,23 +48,37 @@ class LockStep:
         self._last_length = min(text.last_length or sys.maxsize for text in sequences)
         self._sequences = sequences
         self._texts: dict[int, list[int]] = {}  # of rows that have ended, with their padding
-        self._padded: dict[int, Walk] = {}  # what they send in this step, and what of it is kept
+        self._padded: dict[int, TokenTree] = {}  # trees of their padding in this step
+        self._paths: dict[int, list[int]] = {}  # nodes of these that are kept
         for sequence in sequences:
             sequence.stop = lambda text: False
-        self.idle_tree, self.begin_tree, self.wants_draft = runner.idle_tree, runner.begin_tree, runner.wants_draft
-        self.prefill, self.complete = runner.prefill, runner.complete
+        self.prefill, self.complete, self.serving = runner.prefill, runner.complete, runner.serving
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[TreeResult]:
+    def idle_tree(self) -> TokenTree:
+        """See `Backend`."""
+        tree: TokenTree = self._runner.idle_tree()
+        return tree
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """See `Backend`."""
+        tree: TokenTree = self._runner.begin_tree(row, text)
+        return tree
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """See `Backend`."""
+        return bool(self._runner.wants_draft(tree))
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> ForestOutputs:
         """Run the trees of all rows, with padding for those that have ended; see `Backend`."""
-        self._padded = {row: Walk(self._padding(row), [], [], False) for row in self._texts}
-        sent = [self._padded[row].tree if row in self._padded else tree for row, tree in enumerate(trees)]
-        outputs: Sequence[TreeResult] = self._runner.forward(sent, top_k)
+        self._padded = {row: self._padding(row) for row in self._texts}
+        sent = [self._padded.get(row, tree) for row, tree in enumerate(trees)]
+        outputs: ForestOutputs = self._runner.forward(sent, top_k)
         return outputs
 
     def _padding(self, row: int) -> TokenTree:
         """The tree of a row that has ended."""
         text = self._texts[row]
-        tree: TokenTree = self.begin_tree(row, text)
+        tree = self.begin_tree(row, text)
         if self.wants_draft(tree):
             tree.limit(max(self._sequences[row].most_tokens - len(text) - 1, 0))
             tree.add_certain([self._pad_token or 0] * min(_PADDING, self._runner.most_nodes - 1))
@@ -71,19 +86,18 @@ class LockStep:
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep `kept`, and the padding of rows that have ended; see `Backend`."""
-        padded = {row: [*range(walk.tree.root + 1), *walk.path] for row, walk in self._padded.items()}
+        padded = {row: [*range(tree.root + 1), *self._paths[row]] for row, tree in self._padded.items()}
         self._runner.commit([padded.get(row, nodes) for row, nodes in enumerate(kept)])
 
-    def verify(
-        self, sequences: Sequence[TextSequence], trees: Sequence[TokenTree], outputs: Sequence[Any]
-    ) -> list[Walk | None]:
+    def walk(self, sequences: Sequence[TextSequence], forest: Forest, outputs: Sequence[Any]) -> Walks:
         """Walk the trees of all rows together, as far as each of them holds what is selected and no row ends."""
-        walks = [self._padded.get(row, Walk(tree, [], [], False)) for row, tree in enumerate(trees)]
-        nodes: list[int | None] = [walk.tree.root for walk in walks]
+        trees = [self._padded.get(row, tree) for row, tree in enumerate(forest)]
+        walks = [Walk([], [], False) for _ in trees]
+        nodes: list[int | None] = [tree.root for tree in trees]
         left = self._left
         while self._left.equal(left) and None not in nodes and not self._is_over:
-            for walk, node in zip(walks, nodes, strict=True):
-                if node is not None and node > walk.tree.root:
+            for walk, tree, node in zip(walks, trees, nodes, strict=True):
+                if node is not None and node > tree.root:
                     walk.path.append(node)
             pairs = zip(outputs, nodes, strict=True)
             tokens = self._select(torch.cat([output.logits_after(node).to(left.device) for output, node in pairs]))
@@ -93,18 +107,20 @@ class LockStep:
                     self._texts[row].append(token)
                 else:
                     sequences[row].append(token)
-            rows = zip(walks, nodes, tokens, strict=True)
-            nodes = [walk.tree.child(node, token) for walk, node, token in rows if node is not None]
-        return self._settled(walks)
+            rows = zip(trees, nodes, tokens, strict=True)
+            nodes = [tree.child(node, token) for tree, node, token in rows if node is not None]
+        return self._settled(walks, Walks(forest))
 
-    def _settled(self, walks: Sequence[Walk]) -> list[Walk | None]:
-        """The walks of a step, `None` for rows that ended before; from now on there is padding for those that end."""
-        settled: list[Walk | None] = []
+    def _settled(self, walks: Sequence[Walk], settled: Walks) -> Walks:
+        """The walks of a step, without rows that ended before; from now on there is padding for those that end."""
         if self._is_over and bool(self._left.any()):
             warn_of_last_position(self._ids.shape[1])
         for row, (walk, goes_on) in enumerate(zip(walks, self._left.tolist(), strict=True)):
             ends = self._is_over or (self._pad_token is not None and not goes_on)
-            settled.append(None if row in self._texts else walk._replace(stopped=ends))
+            if row in self._texts:
+                self._paths[row] = walk.path
+            else:
+                settled.set(row, walk._replace(stopped=ends))
             if ends:
                 self._texts.setdefault(row, list(self._sequences[row].tokens))
         return settled

@@ -4,26 +4,25 @@ requests make together, those of one call of `generate` or those that an engine 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace
-from lookahead.core.statistics import OnStep, Statistics, StepRecord
+from lookahead.core.protocols import StepPace
+from lookahead.core.results import StepResults
+from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.step import Batch, Phase, step
 from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
 from lookahead.drafting.background import BACKGROUND
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
-from lookahead.serving.handle import RequestHandle, TokenEvent
+from lookahead.serving.handle import RequestHandle
 from lookahead.serving.output import StreamFeeder, make_output
 from lookahead.serving.selecting import LogprobSampler, StopRule, in_lock_step, last_lengths, row_processors
 
@@ -44,14 +43,17 @@ class Request:
     Attributes:
         sequence: The text, for `step`.
         rule: When it is complete.
-        row: Its keys and values, where rows come and go.
+        row: Its keys and values (`TextRow`); `None` where the runner has those of all rows of a call.
         handle: What a caller has of it who submitted it.
+        reads_inputs: Whether its prompt is more than tokens, such as images: then its keys and values are no other
+            text's.
+        temperature: Of its sampling, 0 for greedy decoding.
         group: Its group, if it has one; see `Engine.submit`.
         urgency: Its place among others, which never changes, the smallest first: the step at which it came, earlier by
             its priority, and which request it is.
     """
 
-    row: TextRow
+    row: Any = None
     group: object = None
 
     def __init__(
@@ -66,32 +68,34 @@ class Request:
     ) -> None:
         prompts = arguments.prompts
         self.arguments, self.drafting, self.predicted = arguments, drafting, predicted
+        self.reads_inputs, self.temperature = bool(prompts.inputs), arguments.temperature
         self.rule = rule = StopRule(arguments.criteria)
         self._feeder: StreamFeeder | None = None
         config = arguments.config
         keeps = bool(config.return_dict_in_generate)
         kind = TextSampler if logprobs is None else partial(LogprobSampler, logprobs)
         alone = not in_lock_step(arguments)  # where tokens are selected for all rows together
-        self._sampler = kind(
+        sampler = kind(
             processor=(alone and row_processors(arguments.processors, place, prompts.rows)) or None,
             noise=noise if alone and config.do_sample else None,
             row=place,
             keep_logits=keeps and bool(config.output_logits),
             keep_scores=keeps and bool(config.output_scores),
         )
+        self._notes = sampler if isinstance(sampler, LogprobSampler) else None
         tokens = prompts.tokens[place]
         self.sequence = TextSequence(
             prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
             tokens,
             drafting.drafter(predicted),
-            self._sampler,
+            sampler,
             rule,
             last_lengths(last_length, prompts, rule.has_eos)[place],
             index=place,
             most_tokens=rule.most_tokens(prompts.width, len(tokens)),
         )
         last = self.sequence.last_length
-        if last is None or self.sequence.length + self.sequence.remaining <= last:
+        if last is None or self.sequence.length + self.sequence.most_tokens - len(tokens) <= last:
             self.sequence.end_tokens = rule.end_tokens
         if prompts.source_tokens and (read := prompts.source_tokens[place]):  # texts copy from what they are about
             self.sequence.ask_drafter(lambda drafter: drafter.start([*read, *tokens]), None)
@@ -106,12 +110,7 @@ class Request:
     @property
     def cached(self) -> int:
         """How many of them have keys and values."""
-        return self.row.length
-
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether its prompt is more than tokens, such as images: then its keys and values are no other text's."""
-        return bool(self.arguments.prompts.inputs)
+        return int(self.row.length)
 
     @property
     def reach(self) -> int:
@@ -119,9 +118,10 @@ class Request:
         return self.length + self.drafting.most_nodes
 
     def serve(self, handle: RequestHandle, urgency: tuple[int, int], on_step: OnStep | None) -> None:
-        """Become a request of an engine: each step is told to `handle`, `on_step` and the streamer."""
+        """Become a request of an engine, which notifies `handle` of each step; `on_step` and the streamer listen."""
         self.handle, self.urgency = handle, urgency
-        listeners: list[OnStep] = [self._tell_handle]
+        handle.follow(self.sequence.tokens, self._notes is not None)
+        listeners: list[OnStep] = []
         if on_step is not None:
             listeners.append(on_step)
         if self.arguments.streamer is not None:
@@ -129,11 +129,12 @@ class Request:
             listeners.append(self._feeder.add)
         self.sequence.listeners = listeners
 
-    def _tell_handle(self, record: StepRecord) -> None:
-        if isinstance(self._sampler, LogprobSampler):
-            self.handle.add(record, self._sampler.take())
-        else:
-            self.handle.add(record, [TokenEvent(token) for token in record.tokens])
+    def add(self, nodes: int, tokens: int) -> None:
+        """Notify the handle of a step; see `RequestHandle.add`."""
+        try:
+            self.handle.add(nodes, tokens, () if self._notes is None else self._notes.take())
+        except Exception as error:
+            self.sequence.fail(error)
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""
@@ -172,6 +173,14 @@ def _forget_locals(error: BaseException) -> None:
         called = called.f_back
 
 
+def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
+    """Notify the handles of requests of what a step has added."""
+    rows = zip(requests, results.nodes.tolist(), results.walks.counts.tolist(), strict=True)
+    for request, nodes, tokens in rows:
+        if tokens:
+            request.add(nodes, tokens)
+
+
 class Steps:
     """Runs requests, step by step, timed for a pace.
 
@@ -179,8 +188,9 @@ class Steps:
         backend: Runs their trees.
         clock: The clock for its steps, in seconds.
         pace: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
-        come_and_go: Whether the rows of `backend` do, so that each step has its own; else it has all of a call.
+        rows_leave: See `Call`.
         launched: Called when the pass of a step was launched, which a device still computes.
+        notify: Called with the requests and the results of a step, before any listener.
 
     Attributes:
         batch: What is handed to `step`.
@@ -190,15 +200,16 @@ class Steps:
         self,
         backend: Any,
         clock: Callable[[], float],
-        pace: Pace | SharedPace | None = None,
-        come_and_go: bool = True,
+        pace: StepPace | None = None,
+        rows_leave: bool = True,
         launched: Callable[[], None] | None = None,
+        notify: Callable[[Sequence[Request], StepResults], None] | None = None,
     ) -> None:
         self.backend = backend
-        self.come_and_go = come_and_go
-        self._pace = pace
+        self.rows_leave = rows_leave
+        self._pace, self._notify = pace, notify
         # A thread's own time is a call into the system.
-        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
+        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
         timer = self._timer
 
         def mark(phase: Phase) -> None:
@@ -213,34 +224,37 @@ class Steps:
         `SequenceState.error`."""
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
-        if self.come_and_go:
-            self.backend.rows = [request.row for request in requests]
-        pace = self._pace_of(requests)
-        batch.share_out = pace.share_out if isinstance(pace, SharedPace) else None
+        batch.notify = None if self._notify is None else partial(self._notify, requests)
+        batch.pace = pace = self._pace_of(requests)
         try:
-            self._timer.begin(batch)
-            done = step(self.backend, batch)
+            with self._serving(requests):
+                self._timer.begin(batch)
+                done = step(self.backend, batch)
             if pace is not None and not pace.skip():
                 pace.book(self._timer.end(batch, done, pace.searches))
         finally:  # an error keeps this object, which is not to keep requests
-            batch.sequences = ()
-            if self.come_and_go:  # nor rows, whose memory others may take
-                self.backend.rows = []
+            batch.sequences, batch.notify, batch.pace = (), None, None
 
-    def _pace_of(self, requests: Sequence[Request]) -> Pace | SharedPace | None:
-        """What chooses the nodes of the coming step, by its time, if drafts can be made; one that is shared is told who
-        shares it."""
-        if not BACKGROUND.are_there():
+    def _serving(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        """Passes over the rows of some requests, where each step has its own."""
+        if requests[0].row is None:  # the runner has the rows of a call
+            return nullcontext()
+        serving: AbstractContextManager[None] = self.backend.serving([request.row for request in requests])
+        return serving
+
+    def _pace_of(self, requests: Sequence[Request]) -> StepPace | None:
+        """The pace of the coming step, if drafts can be made and nodes are chosen by it."""
+        if self._pace is None or not BACKGROUND.are_there() or not any(one.drafting.is_paced for one in requests):
             return None
-        pace = self._pace
-        if isinstance(pace, SharedPace):
-            if not any(request.drafting.shares for request in requests):
-                return None
-            pace.begin_step(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
-        return pace
+        self._pace.begin_step(len(requests), sum([request.temperature for request in requests]) / len(requests))
+        return self._pace
 
     def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:
         """Send long texts ahead in parts, so that the first step has few pending tokens; returns how many passes."""
-        if self.come_and_go:
-            self.backend.rows = [request.row for request in requests]
-        return int(self.backend.prefill([request.sequence.tokens for request in requests], chunk_size))
+        with self._serving(requests):
+            return int(self.backend.prefill([request.sequence.tokens for request in requests], chunk_size))
+
+    def complete(self, requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> None:
+        """Fill the caches of requests with all of their texts but the last token."""
+        with self._serving(requests):
+            self.backend.complete(texts)

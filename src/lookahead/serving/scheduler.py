@@ -125,7 +125,15 @@ class Scheduler:
         Prompts that the budget has room for come in their order. Longer ones share what is left of it, and have half
         of it. They take turns with all others, as do rows of a group that has most of all rows.
         """
-        fresh = {request for request in self.running if not request.cached}
+        lengths = self._room.lengths(self.running)
+        sizes = [len(request.sequence.tokens) for request in self.running]
+        are_in_groups = any(request.group is not None for request in self.running)
+        if not are_in_groups and 0 not in lengths and sum(sizes) - sum(lengths) == len(sizes):  # each has one token
+            self._turns.begin(False, True)
+            for request in self.running:
+                request.row.most_pending = 1
+            return list(self.running)
+        fresh = {request for request, length in zip(self.running, lengths, strict=True) if not length}
         begun = [one for one in self.running if one not in fresh or self._room.begin(one, self.running)]
         pending = {request: request.length - request.cached for request in begun}
         groups = Counter(request.group for request in begun if request.group is not None)
@@ -152,6 +160,7 @@ class Scheduler:
                 request.handle.statistics.reused_tokens = request.cached
         for request, tokens in parts.items():
             request.row.most_pending = tokens
+            request.handle.serve()
         return [request for request in begun if request in parts]
 
 

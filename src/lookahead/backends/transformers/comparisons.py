@@ -126,9 +126,8 @@ def reads_rows_alike(runner: ModelRunner, alone: PreTrainedModel, exactly: bool)
     """
     texts = [_readable(alone, text) for text in _ROWS]
     draft = among_decoys(3, 1, _vocabulary(alone))
-    runner.rows = [runner.new_row() for _ in texts]
-    found = follow(runner, texts, 2, draft)
-    runner.rows = []
+    with runner.serving([runner.new_row() for _ in texts]):
+        found = follow(runner, texts, 2, draft)
     expected = [follow(ModelRunner(alone, 1), [text], 2, draft)[0] for text in texts]
     pairs = zip(found, expected, strict=True)
     return all(torch.equal(*pair) if exactly else agree(*pair, alone.dtype) for pair in pairs)

@@ -103,8 +103,8 @@ class _Comparison:
         """Two texts of different lengths in one row of tokens, and each alone."""
         clone = SharedClone(self._model, PACKED_ROWS)
         runner = ModelRunner(clone.module, positions_end=self.positions_end)
-        runner.rows = [Row(), Row()]
-        return self._side_by_side(runner)
+        with runner.serving([Row(), Row()]):
+            return self._side_by_side(runner)
 
     def plain_rows(self) -> bool:
         """Two texts in a batch of plain decoding, and each alone."""

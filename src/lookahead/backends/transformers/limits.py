@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import TRANSFORMERS
@@ -104,6 +109,16 @@ class Limits:
             elif kind != "longrope":
                 limits.append(root_position)
         return min(limits) if limits else None
+
+    def rooms(self, positions: NDArray[np.int64], shifts: Sequence[int]) -> NDArray[np.int64]:
+        """Levels of nodes that fit below roots at these positions, `[rows]`; see `deepest`."""
+        if self._chooses_after is None and not self._changes:
+            if self.context is None:
+                return np.full(len(positions), sys.maxsize)
+            return np.where(positions < self.context, self.context - 1 - positions, sys.maxsize)
+        deepest = [self.deepest(*row) for row in zip(positions.tolist(), shifts, strict=True)]
+        levels = [sys.maxsize if one is None else one - at for one, at in zip(deepest, positions.tolist(), strict=True)]
+        return np.array(levels, dtype=np.int64)
 
     def allows(self, start: int, nodes: int) -> bool:
         """Whether `nodes` nodes of a tree may lie in the cache behind `start` kept tokens."""

@@ -17,8 +17,6 @@ from lookahead.backends.transformers.composition import Composition
 from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
-    from lookahead.backends.transformers.fixed_passes import StaticSteps
-    from lookahead.backends.transformers.shared_clone import SharedClone
     from lookahead.core.pace import Pace
     from lookahead.core.step_costs import StepCosts
     from lookahead.drafting import DraftMemory
@@ -40,15 +38,15 @@ class Trials:
     Attributes:
         composition: That composition; `None` for modules of ours, which only change with the caller's model.
         made: Results of `once`, by what was asked and how the model was set.
-        clones: Shared-weight clones by their settings; in place of one that failed its trial, the reason.
-        static_steps: The steps that the last call released: what was captured serves the next call as well.
+        clones: Clones (`SharedClone`) by their settings; in place of one that failed its trial, the reason.
+        static_steps: The `StaticSteps` that the last call released: what was captured serves the next call as well.
         of_config: Results of `of_config`, each with the values of the configuration that it was made of.
     """
 
     composition: Composition | None = None
     made: dict[Setting, Any] = field(default_factory=dict)
-    clones: dict[Setting, SharedClone | str] = field(default_factory=dict)
-    static_steps: StaticSteps | None = None
+    clones: dict[Setting, Any] = field(default_factory=dict)
+    static_steps: Any = None
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
     def holds(self, model: PreTrainedModel) -> bool:
@@ -72,6 +70,7 @@ class ModelState:
         memory: The n-gram memory of `memory="process"`.
         spares: n-gram memories of texts that have ended, for the next ones to begin anew.
         files: Open memory files, by path.
+        passes_write: Whether passes were seen to write values into modules.
     """
 
     lock: RLock = field(default_factory=RLock)
@@ -82,6 +81,7 @@ class ModelState:
     memory: DraftMemory | None = None
     spares: list[DraftMemory] = field(default_factory=list)
     files: dict[str, MemoryFile] = field(default_factory=dict)
+    passes_write: bool = False
 
     def forget(self) -> None:
         """Drop all trials and timings, and keep the texts that were learned."""

@@ -13,16 +13,17 @@ from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import PassResult, pass_result
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
 from lookahead.backends.transformers.fixed_passes import FixedPasses, pass_sizes, rounded
-from lookahead.backends.transformers.layouts import PackedRows, PassPlan
+from lookahead.backends.transformers.layouts import PassPlan
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.rows import LayerShape, PackedRows, StaticTreeCache
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
 from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
+from lookahead.core.results import Kept
 
 MOST_RECORDED = 256
 """Nodes of the largest pass that is recorded: with more, as with a part of a prompt, products take longer than reading
@@ -312,13 +313,16 @@ class PooledRunner(ModelRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        pool, numbers = self._pool, self._numbers
-        rows, slots = self._forest.slots_of(kept)
-        counts = np.bincount(rows, minlength=len(numbers))
-        targets = np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
-        moved = np.flatnonzero(slots != targets)
-        if len(moved):
-            texts, lengths = numbers[rows[moved]], pool.text_lengths[numbers[rows[moved]]]
-            sources, targets = (pool.columns_of(texts, lengths + places[moved]) for places in (slots, targets))
-            pool.move(np.zeros_like(sources), sources, targets)
-        pool.text_lengths[numbers] += counts
+        pool, numbers, kept = self._pool, self._numbers, Kept.of(self._forest, kept)
+        rows, sources, targets = kept.misplaced()
+        if len(rows):
+            texts = numbers[rows]
+            lengths = pool.text_lengths[texts]
+            columns = pool.columns_of(texts, lengths + sources), pool.columns_of(texts, lengths + targets)
+            pool.move(np.zeros_like(rows), *columns)
+        pool.text_lengths[numbers] += kept.counts
+
+    def lengths_of(self, rows: Sequence[Any]) -> list[int]:
+        """See `Runner`."""
+        found: list[int] = self._pool.text_lengths[[row.number for row in rows]].tolist()
+        return found

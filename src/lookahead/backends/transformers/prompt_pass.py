@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,10 @@ from lookahead.backends.transformers.model_state import forward_arguments, model
 from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.core.forest import Forest, Layout
+from lookahead.core.protocols import Backend
+from lookahead.core.results import Walks
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import walk_trees
 from lookahead.errors import UnsupportedModelError
 
 _LEAST_TOLERANCE = 1e-3
@@ -26,7 +29,7 @@ _TRIALS = 3
 """A difference counts if it shows after each of so many tokens: near-ties between experts are rounding's."""
 
 
-class PromptPass:
+class PromptPass(Backend):
     """A backend for the first step of a call: the model reads the prompt with all its inputs, as it does by itself.
 
     Later steps send tokens alone, at the positions that the model counts from there. Whether that is enough for this
@@ -40,6 +43,7 @@ class PromptPass:
         arguments: What transformers would hand to the model, by name.
         shell: The module objects that read the prompts and keep what the model notes of them; those of `model` if not
             given.
+        walk: Walks the trees of the first step.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class PromptPass:
         mask: torch.Tensor,
         arguments: Mapping[str, Any],
         shell: PreTrainedModel | None = None,
+        walk: Callable[..., Walks] = walk_trees,
     ) -> None:
+        self.walk = walk
         self._runner, self._model = runner, model
         self._reads = model if shell is None else shell
         self._ids, self._mask = input_ids, mask

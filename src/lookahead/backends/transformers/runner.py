@@ -36,7 +36,8 @@ from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import JoinedOutputs
+from lookahead.core.results import JoinedOutputs
+from lookahead.core.roots import Roots
 from lookahead.core.token_tree import TokenTree
 
 LONGEST_DRAFTED_PREFILL = 1024
@@ -132,7 +133,7 @@ class TransformersRunner(Runner):
         rows = [self.rows[place] for place in places]
         starts = lengths = np.array([row.length for row in rows], dtype=np.int64)
         shifts = np.array([row.shift for row in rows], dtype=np.int64)
-        if self._idle in forest.trees:
+        if self._idle in forest.objects:
             idle = [tree is self._idle for tree in forest]
             starts, shifts = np.where(idle, 0, lengths), np.where(idle, 0, shifts)
         return PassPlan(forest, lengths, starts, shifts if shifts.any() else None)
@@ -247,10 +248,14 @@ class ModelRunner(TransformersRunner):
 
     def token_bytes(self) -> int:
         """See `Runner`; found by running one."""
-        self.rows = [row := Row()]
-        self.forward([TokenTree([0])])
-        self.rows = []
-        return row.cache.token_bytes
+        return self.run_token().cache.token_bytes
+
+    def run_token(self) -> Row:
+        """A new row after a pass over one token."""
+        row = Row()
+        with self.serving([row]):
+            self.forward([TokenTree([0])])
+        return row
 
     @property
     def texts(self) -> list[Row]:
@@ -287,6 +292,19 @@ class ModelRunner(TransformersRunner):
         """
         reach = self._masks.shortest_reach if between else None
         return shortest(self._limits.places_after, self._limits.picks_after, reach)
+
+    def begin_step(self, texts: Sequence[Sequence[int] | None]) -> Roots:
+        """See `Backend`. Packed rows with one pending token need no tree of their own."""
+        if not self.packed or self._limits.recompute_at is not None or None in texts:
+            return super().begin_step(texts)
+        shifts = [row.shift for row in self.rows]
+        sizes = np.array([0 if text is None else len(text) for text in texts], dtype=np.int64)
+        sizes += [row.before for row in self.rows]
+        rooms = self._limits.rooms(sizes - 1 + np.array(shifts), shifts)
+        trees: list[TokenTree | None] = [None] * len(sizes)
+        for row in np.flatnonzero(sizes - self.lengths_of(self.rows) != 1).tolist():
+            trees[row] = self.begin_tree(row, texts[row] or ())
+        return Roots(trees, [text[-1] for text in texts if text is not None], rooms, self.vocabulary)
 
     def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
         recompute_at = self._limits.recompute_at
@@ -401,11 +419,11 @@ class ChainRunner(TransformersRunner):
 
     def token_bytes(self) -> int:
         """See `Runner`; beside running states, found by running some."""
-        self.rows, sizes = [row := self.new_row()], []
-        for count in (2, 1):
-            self._send([TokenTree([0] * count)], [True])
-            sizes.append(row.bytes)
-        self.rows = []
+        row, sizes = self.new_row(), []
+        with self.serving([row]):
+            for count in (2, 1):
+                self._send([TokenTree([0] * count)], [True])
+                sizes.append(row.bytes)
         return max(sizes[1] - sizes[0], 1)
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:

@@ -31,7 +31,6 @@ class TextSequence(SequenceState):
         **options: As for `SequenceState`.
 
     Attributes:
-        length: Tokens of the text, padding included.
         device: Where `ids` are.
     """
 
@@ -49,10 +48,15 @@ class TextSequence(SequenceState):
     ) -> None:
         super().__init__(tokens, drafter, sampler, stop, **options)
         self.last_length = last_length
-        self.length = prompt.shape[1]
+        self._padding = prompt.shape[1] - len(self.tokens)
         self.device = prompt.device
         self._ids = prompt
-        self._written = self.length
+        self._written = prompt.shape[1]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, padding included."""
+        return len(self.tokens) + self._padding
 
     @property
     def ids(self) -> torch.Tensor:
@@ -65,16 +69,6 @@ class TextSequence(SequenceState):
             self._ids[0, self._written : self.length] = upload(self._ids.device, np.array(new))[0]
             self._written = self.length
         return self._ids[:, : self.length]
-
-    def append(self, token: int) -> bool:
-        """Add a token to the text; whether the text is complete with it."""
-        self.length += 1
-        return super().append(token)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text, after the stop rule was checked for them."""
-        self.length += len(tokens)
-        super().extend(tokens)
 
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
@@ -30,12 +31,13 @@ from lookahead.backends.transformers.engine_model import (
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import follow, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
-from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
 from lookahead.backends.transformers.tree_cache import adopt_cache, return_cache
+from lookahead.backends.transformers.watch import ModelWatch
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning
 
@@ -90,7 +92,10 @@ class TransformersSession(Session):
 
     def watch(self, runner: ModelRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
         """Notices changes of the model."""
-        return ModelWatch(self._model, runner.model, compares_bits, follow(self._model))
+        state = state_of(self._model)
+        state.passes_write |= limits_of(self._model).changes_after is not None
+        is_recorded = runner.engine == "static"
+        return ModelWatch(self._model, runner.model, compares_bits, follow(self._model), state, is_recorded)
 
     def sharing_weights(self) -> PreTrainedModel:
         """A copy of all but the tensors."""
@@ -119,11 +124,13 @@ class TreeCall(Call):
         self.runner = runner = packed or ModelRunner(
             engine, prompts.rows, prompts.input_ids.device, steps, config.max_nodes, kind.holds("positions_end")
         )
+        self.rows = None if packed is None else [packed.new_row() for _ in range(prompts.rows)]
         if texts is not None:
-            runner.begin(texts)
+            with nullcontext() if self.rows is None else runner.serving(self.rows):
+                runner.begin(texts)
         if steps is not None:
             runner.engine = "static"
-        for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
+        for row, before, padding in zip(self.rows or runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
         self._model, self._engine = model, engine
         self.clock = step_clock(model.device) if steps is None else steps.clock
@@ -136,7 +143,7 @@ class TreeCall(Call):
         if keep_cache:
             given = self._prompts.cache
             given = empty_cache(self._model) or DynamicCache() if given is None else given
-            cache = return_cache(self.runner.texts, given, self._prompts.mask)
+            cache = return_cache(self.rows or self.runner.texts, given, self._prompts.mask)
         if self._steps is not None:  # for the next call; not after one that failed
             state_of(self._engine).trials.static_steps = self._steps
         return cache
@@ -153,10 +160,7 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
     if config.engine not in ("auto", "dynamic") or config.invariant or config.pack_weights:
         return None
     runner = packed_runner(model)
-    if isinstance(runner, str):
-        return None
-    runner.rows = [runner.new_row() for _ in range(prompts.rows)]
-    return runner
+    return None if isinstance(runner, str) else runner
 
 
 def _static_steps(

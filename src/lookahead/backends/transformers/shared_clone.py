@@ -159,7 +159,7 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
         packable = tuple(map(can_pack, modules)) if packing else ()
         setting = (attention, trial.__name__, *model_setting(model), packable, packing)
         if setting in trials.clones:
-            clone = trials.clones[setting]
+            clone: SharedClone | str = trials.clones[setting]
             if isinstance(clone, SharedClone):
                 clone.refresh(modules)
             return clone

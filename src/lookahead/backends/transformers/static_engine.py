@@ -25,9 +25,7 @@ from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.rows import LayerShape, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
-from lookahead.backends.transformers.tree_cache import Row
 from lookahead.config import LookaheadConfig
-from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Shapes = tuple[LayerShape | None, ...]
@@ -66,6 +64,7 @@ def acquire_steps(
     if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
         return f"it would take memory beyond {first} tokens for text"
     made_for, state = (_wiring(model), batch, sizes, most), state_of(model)
+    steps: StaticSteps | None
     with state.lock:
         steps, state.trials.static_steps = state.trials.static_steps, None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
@@ -164,9 +163,7 @@ def _tried(
 def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
     """Compare logits of rows in a pool with those of each text alone."""
     model = rows.model
-    rows.rows = [row := Row()]
-    rows.forward([TokenTree([0])])
-    rows.rows, shapes = [], layer_shapes(row.cache)
+    shapes = layer_shapes(rows.run_token().cache)
     pooled = PooledRunner(rows, shapes, records, PausingClock(model.device))
     pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
     return shapes, reads_rows_alike(pooled, alone, exactly=False)

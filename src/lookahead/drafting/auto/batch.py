@@ -5,28 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.core.protocols import RowsBudget, StepResult, StepResults
+from lookahead.core.protocols import RowsBudget
+from lookahead.core.results import StepResult, StepResults, spread
+from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
-from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
+from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, NODE, WANTED, Room, find, padded_noise
 from lookahead.drafting.auto.sources import LISTED, MOST_LISTED, PRIOR, ListedArrays, TokenPaths, with_paths
 from lookahead.drafting.auto.texts import BUCKETS, LEAST_ROOM, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
 from lookahead.drafting.auto.weights import all_weights
 
-if TYPE_CHECKING:
-    from lookahead.drafting.auto.drafter import AutoDrafter
-
-Shown = tuple[tuple[int, int, int, int], list[int], NDArray[np.int64], NDArray[np.float32]]
-"""Outcome of a step for one text: a `SHOWN`, the tokens added, and the predictions after each node; see `Step`.
-"""
+Member = Any
+"""A drafter of one text in a batch: an `AutoDrafter`, whose file imports this one."""
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -47,6 +44,7 @@ class DraftBatch:
         memory: N-gram memory of the model.
         reads: Whether predictions of the model are learned; otherwise selected tokens replace them.
         state: Arrays of the texts, their drafts, and the evidence for these.
+        sent: Number of nodes of each draft that were sent in the step: the first ones, `[places]`.
         room: Buffers of the search; learning overwrites its queue.
     """
 
@@ -86,6 +84,7 @@ class DraftBatch:
             np.zeros(LONGEST, dtype=np.int64),
             np.zeros(memory.orders, dtype=np.int64),
         )
+        self.sent = np.zeros(places, dtype=np.int64)
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
         self._free = 0  # tokens that fit into every text before capacity must be checked
@@ -105,6 +104,7 @@ class DraftBatch:
                 trees=_doubled(state.trees),
                 counts=np.concatenate([state.counts, np.full_like(state.counts, -1)]),
             )
+            self.sent = _doubled(self.sent)
             self._owners += [None] * len(self._owners)
             return self.take_place(owner)
 
@@ -113,6 +113,7 @@ class DraftBatch:
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             of_text, recent = self.state.heard[place], self.state.recent[place]
+            self.sent[place] = 0
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
             of_text["recalled"] = 0
             latest: list[int] = []
@@ -153,134 +154,157 @@ class DraftBatch:
         """Set the paths that sources propose for the coming step."""
         self.state = self.state._replace(listed=with_paths(self.state.listed, paths))
 
-    def propose_rows(self, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
+    def top_k_of(self, drafters: Sequence[Member]) -> int:
+        """Return the largest `top_k` of several drafters (`RowsDrafter.top_k_of`)."""
+        if drafters[0].budget.backs_off or not (self.reads and drafters[0].learns):
+            return int(max([drafter.top_k for drafter in drafters]))
+        return int(self.memory.top_k) if self._is_trusted(_places(drafters)).any() else 0
+
+    def _is_trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether texts have a slot, and predictions often match their selected tokens, `[texts]`."""
+        trusted: NDArray[np.bool_] = (self.state.heard["share"][places] >= UNTRUSTED) & (places >= 0)
+        return trusted
+
+    def propose_rows(self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]) -> None:
         """Draft for several texts (`RowsDrafter.propose_rows`)."""
-        self.draft([(drafter, tree) for drafter, tree in zip(drafters, trees, strict=True) if drafter.begins(tree)])
-
-    def draft(self, requests: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
-        """Search drafts for some texts, and let their budgets choose the nodes that are added to the trees."""
-        if not requests:
+        budget: Any = drafters[0].budget
+        is_shared = isinstance(budget, RowsBudget) and {id(drafter.budget) for drafter in drafters} == {id(budget)}
+        if not is_shared:
+            for drafter, row in zip(drafters, rows, strict=True):
+                drafter.propose(roots.tree(row))
             return
+        if budget.backs_off:
+            places = _places(drafters)
+            self.sent[places[places >= 0]] = 0
+            return
+        for drafter in drafters:
+            if drafter.place < 0:
+                drafter.join(self)
+        places = _places(drafters)
+        is_trusted = self._is_trusted(places)
+        budget.begin(int(np.count_nonzero(is_trusted)) if self.reads and drafters[0].learns else 0)
+        self.sent[places] = 0
+        nodes = min(drafters[0].searched, budget.most)  # which the texts of a batch have in common
         with self.memory.lock:
-            wanted = np.array([drafter.wanted(self, tree) for drafter, tree in requests], dtype=WANTED)
-            self.search(requests, wanted)
-            for drafter, tree in requests:
-                drafter.forbid(self, tree)
-            places = wanted["place"]
-            rows, nodes = _spread(self.state.counts[places])
-            found = self.state.trees[places[rows], nodes + 1]
-        self._offer(requests, places, found["token"], found["offered"].copy())
-
-    def _offer(
-        self,
-        requests: Sequence[tuple[AutoDrafter, TokenTree]],
-        places: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        likely: NDArray[np.float64],
-    ) -> None:
-        """Let the budgets choose among the nodes of the search, and add the chosen ones to the trees.
-
-        Args:
-            requests: Drafters and their trees.
-            places: Slot of each text.
-            tokens: Tokens of the nodes, text after text.
-            likely: Probabilities of the nodes, text after text.
-        """
-        found = self.state.counts[places]
-        most = np.minimum(found, [drafter.most for drafter, _ in requests])
+            for drafter in drafters:
+                drafter.catch_up(self)
+            wanted = np.empty(len(places), dtype=WANTED)
+            wanted["place"], wanted["nodes"] = places, nodes
+            wanted["levels"], wanted["least"] = roots.rooms_of(rows), budget.least
+            self._search_rows(wanted, roots, rows, is_trusted)
+            found = self.state.counts[places]
+            of_rows, ranks = _spread(found)
+            drafts = self.state.trees[places[of_rows], ranks + 1]
+        most = np.minimum(found, nodes)
+        if len(drafts) and int(drafts["token"].max()) >= roots.vocabulary:  # learned from a model with more tokens
+            most = np.minimum(most, [self._known(place, roots.vocabulary) for place in places])
+        likely = drafts["offered"].copy() if (most == found).all() else drafts["offered"][ranks < most[of_rows]]
 
         def send(counts: NDArray[np.int64]) -> None:
-            rows, nodes = _spread(counts)
-            sent = self.state.trees[places[rows], nodes + 1]
-            firsts = np.array([drafter.first_node(tree) for drafter, tree in requests])
-            tokens, parents = sent["token"].tolist(), (sent["parent"] + firsts[rows]).tolist()
-            end = 0
-            for (drafter, tree), count in zip(requests, counts.tolist(), strict=True):
-                begin, end = end, end + count
-                drafter.send(tree, tokens[begin:end], parents[begin:end])
+            of_rows, ranks = _spread(counts)
+            drafts = self.state.trees[places[of_rows], ranks + 1]
+            self.sent[places] = counts
+            roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
 
-        vocabulary = min([tree.vocabulary for _, tree in requests])
-        if int(tokens.max(initial=0)) >= vocabulary:  # learned from a model with a larger vocabulary
-            most = np.minimum(
-                most, [self._known(place, tree) for place, (_, tree) in zip(places, requests, strict=True)]
-            )
-        if (most < found).any():
-            rows, nodes = _spread(found)
-            likely = likely[nodes < most[rows]]
-        budget = requests[0][0].budget
-        if len({id(drafter.budget) for drafter, _ in requests}) == 1 < len(requests) and isinstance(budget, RowsBudget):
-            budget.offer_rows(likely, most, send)
-            return
-        ends = most.cumsum().tolist()
-        for row, (drafter, tree) in enumerate(requests):
-            offered = likely[ends[row] - int(most[row]) : ends[row]]
-            one = partial(self._send_one, drafter, tree, int(places[row]))
-            drafter.budget.offer(offered.copy(), one, drafter.pending(tree))
+        budget.offer_rows(likely, most, send)
 
-    def _known(self, place: np.int64, tree: TokenTree) -> int:
+    def _search_rows(
+        self, wanted: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
+    ) -> None:
+        """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
+        known = np.zeros(len(wanted), dtype=np.bool_)
+        if roots.foresee:
+            for index, row in enumerate(rows):
+                foresee = roots.foresee.get(row) if is_trusted[index] else None
+                noise = None if foresee is None else foresee(min(FORESEEN, int(wanted["levels"][index])))
+                if noise is not None:
+                    known[index] = True
+                    self.find(wanted[index : index + 1], padded_noise(noise))
+        if not known.all():
+            self.find(wanted[~known] if known.any() else wanted)
+
+    def _known(self, place: int, vocabulary: int) -> int:
         """Return the number of leading nodes with tokens inside the vocabulary."""
         tokens = self.state.trees["token"][place, 1 : self.state.counts[place] + 1]
-        unknown = np.flatnonzero(tokens >= tree.vocabulary)
+        unknown = np.flatnonzero(tokens >= vocabulary)
         return int(unknown[0]) if len(unknown) else len(tokens)
 
-    def _send_one(self, drafter: AutoDrafter, tree: TokenTree, place: int, count: int) -> None:
-        """Add the first `count` nodes of a text's draft to its tree."""
-        sent = self.state.trees[place, 1 : count + 1]
-        drafter.send(tree, sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
+    def draft(self, drafter: Member, tree: TokenTree) -> None:
+        """Search a draft for one text, and let its budget choose the nodes that are added to the tree."""
+        with self.memory.lock:
+            self.search(drafter, tree, np.array([drafter.wanted(self, tree)], dtype=WANTED))
+            drafter.forbid(self, tree)
+            place = drafter.place
+            most = min(int(self.state.counts[place]), drafter.most)
+            offered = self.state.trees["offered"][place, 1 : most + 1].copy()
+            if most and int(self.state.trees["token"][place, 1 : most + 1].max()) >= tree.vocabulary:
+                offered = offered[: self._known(place, tree.vocabulary)]
+        drafter.budget.offer(offered, partial(self._send, drafter, tree), drafter.pending(tree))
 
-    def search(self, requests: Sequence[tuple[AutoDrafter, TokenTree]], wanted: NDArray[Any]) -> None:
-        """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
-        sampled = [row for row, (_, tree) in enumerate(requests) if tree.foresee is not None]
-        noises = {row: noise for row in sampled if (noise := requests[row][0].foresee(requests[row][1])) is not None}
-        for row, noise in noises.items():
-            self.find(wanted[row : row + 1], noise)
-        if len(noises) < len(wanted):
-            self.find(np.delete(wanted, [*noises]) if noises else wanted)
+    def _send(self, drafter: Member, tree: TokenTree, count: int) -> None:
+        """Add the first `count` nodes of a text's draft to its tree."""
+        self.sent[drafter.place] = count
+        if count:
+            sent = self.state.trees[drafter.place, 1 : count + 1]
+            tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
+
+    def search(self, drafter: Member, tree: TokenTree, wanted: NDArray[Any]) -> None:
+        """Search a draft for one text, with its sampling noise if that is known."""
+        noise = drafter.foresee(tree)
+        self.find(wanted, NO_NOISE if noise is None else noise)
 
     def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
         self._find(wanted, noise, self.state, self.room)
 
-    def observe_rows(self, drafters: Sequence[AutoDrafter], rows: Sequence[int], step: StepResults) -> None:
+    def observe_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
         """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""
-        outputs, added, shown, firsts = step.outputs, list[int](), list[tuple[int, int, int, int]](), list[int]()
+        outputs, walks, forest = step.outputs, step.walks, step.forest
         listed = outputs.top_ids.shape[1]
-        with self.memory.lock:
-            for drafter, row in zip(drafters, rows, strict=True):
-                walk = step.walks[row]
-                if walk is not None and drafter.ends(walk.tree, walk.tokens, listed):
-                    shown.append(drafter.shown_nodes(self, walk.tree, len(walk.tokens)))
-                    firsts.append(row)
-                    added += walk.tokens
-            if not shown:
-                return
-            of_rows = np.array(shown, dtype=SHOWN)
-            of_row, nodes = _spread(of_rows["nodes"])
-            nodes += step.forest.firsts[firsts][of_row]
-            if self.reads and listed:
-                predictions = (
-                    outputs.top_ids[nodes],
-                    outputs.top_probabilities[nodes],
-                )  # copies, because learning overwrites them
-            else:
-                ids = (
-                    outputs.predictions[nodes][:, None] if self.reads else np.full((len(nodes), 1), -1, dtype=np.int64)
-                )
-                predictions = ids, np.ones(ids.shape, dtype=np.float32)
-            tokens = np.array(added, dtype=np.int64)
-            self.learn(Step(of_rows, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
-
-    def learn_rows(self, requests: Sequence[tuple[AutoDrafter, StepResult]]) -> None:
-        """Learn the outcome of a step for some texts."""
-        if not requests:
+        places, of_rows = _places(drafters), np.array(rows)
+        learns = np.full(len(rows), drafters[0].learns and not drafters[0].budget.backs_off)
+        learns &= places >= 0
+        if not (listed or self.memory.observed):
+            learns &= ~self._is_trusted(places)
+        if not learns.all():
+            for index in np.flatnonzero(~learns).tolist():
+                drafters[index].defer(walks.tokens_of(rows[index]))
+            drafters = [drafters[index] for index in np.flatnonzero(learns).tolist()]
+            places, of_rows = places[learns], of_rows[learns]
+        if not drafters:
             return
         with self.memory.lock:
-            rows, tokens, ids, likely = zip(*(drafter.shown(self, result) for drafter, result in requests), strict=True)
-            predictions = np.concatenate(ids), np.concatenate(likely)  # copies, because learning overwrites them
-            added = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
-            self.learn(
-                Step(np.array([*rows], dtype=SHOWN), added, *predictions, np.empty(len(predictions[0]), dtype=np.int64))
-            )
+            for drafter in drafters:
+                drafter.catch_up(self)
+            shown = np.empty(len(places), dtype=SHOWN)
+            shown["place"], shown["root"] = places, forest.roots[of_rows]
+            shown["nodes"], shown["added"] = shown["root"] + 1 + self.sent[places], walks.counts[of_rows]
+            self.sent[places] = 0
+            nodes = spread(forest.firsts[of_rows], shown["nodes"])
+            if self.reads and listed:
+                predictions = outputs.top_ids[nodes], outputs.top_probabilities[nodes]  # copies: they are overwritten
+            else:
+                unread = np.full(len(nodes), -1, dtype=np.int64)
+                ids = (outputs.predictions[nodes] if self.reads else unread)[:, None]
+                predictions = ids, np.ones(ids.shape, dtype=np.float32)
+            tokens = walks.tokens[spread(forest.firsts[of_rows], walks.counts[of_rows])]
+            self.learn(Step(shown, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
+
+    def learn_row(self, drafter: Member, result: StepResult) -> None:
+        """Learn the outcome of a step for one text."""
+        root, place = result.tree.root, drafter.place
+        with self.memory.lock:
+            drafter.catch_up(self)
+            count = root + 1 + int(self.sent[place])
+            self.sent[place] = 0
+            if self.reads and result.top_ids.shape[1]:
+                predictions = result.top_ids[:count].copy(), result.top_probabilities[:count].copy()
+            else:
+                predicted = result.predictions[:count, None] if self.reads else np.full((count, 1), -1, dtype=np.int64)
+                predictions = predicted.copy(), np.ones((count, 1), dtype=np.float32)
+            row = np.array([(place, root, count, len(result.tokens))], dtype=SHOWN)
+            tokens, scratch = np.array(result.tokens, dtype=np.int64), np.empty(count, dtype=np.int64)
+            self.learn(Step(row, tokens, *predictions, scratch))
 
     def learn(self, step: Step) -> int:
         """Learn from a step: append its tokens to the texts, and discard their drafts.
@@ -326,6 +350,11 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
         if batch is None:
             memory.batches[settings] = batch = DraftBatch(memory, *settings)
         return batch
+
+
+def _places(drafters: Sequence[Member]) -> NDArray[np.int64]:
+    """Return the slot of each text."""
+    return np.array([drafter.place for drafter in drafters], dtype=np.int64)
 
 
 def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -8,14 +8,15 @@ from typing import Any, cast
 import numpy as np
 
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
-from lookahead.core.protocols import FixedBudget, StepBudget, StepResult
+from lookahead.core.protocols import FixedBudget, StepBudget
+from lookahead.core.results import StepResult
 from lookahead.core.token_tree import Noise, TokenTree, first_path
 from lookahead.core.watching import CERTAIN, Explanation, Origin
-from lookahead.drafting.auto.batch import DraftBatch, Shown, shared_batch
+from lookahead.drafting.auto.batch import DraftBatch, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.predicted_text import PredictedText
-from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, WANTED
+from lookahead.drafting.auto.search import FORESEEN, WANTED, padded_noise
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.values import require, whole_number
@@ -45,6 +46,13 @@ class AutoDrafter:
         predicted: Predicted output: a source, and tokens that are searched as if they preceded the prompt.
         chains: Draft one path instead of a tree, for models that cannot run trees.
 
+    Attributes:
+        budget, memory: The arguments.
+        together: Batch that drafts for several texts in one call; `None` before its first draft, and with sources, as
+            an error of a source must end only the drafts of its own text.
+        place: Slot in the batch; -1 before the first draft.
+        learns: Whether anything is remembered.
+
     Raises:
         InvalidArgumentError: The budget is less than one node, or an argument has the wrong type.
     """
@@ -67,7 +75,7 @@ class AutoDrafter:
         most = whole_number("most", most, 1)
         self.budget: StepBudget = cast(StepBudget, budget)
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
-        self._learns = memory is not None
+        self.learns = memory is not None
         self._most = most - 1
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before, self._chains = [] if predicted is None else predicted.tokens, chains
@@ -75,21 +83,12 @@ class AutoDrafter:
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
         # With `permits`, search a tree even for chains: another path may be permitted if the likeliest one is not.
-        self._settings = searched, chains and not self._permitting, explore and self._learns and not chains
+        self._settings = searched, chains and not self._permitting, explore and self.learns and not chains
         self._batch: DraftBatch | None = None
-        self._place = -1
+        self.place = -1
         self._late: list[int] = []  # tokens of the text that the batch does not have yet
         self._certain = 0  # tokens of this step's tree that are part of the text already
-        self._tree: TokenTree | None = None  # tree of this step, if it was searched for
-        self._sent = 0  # number of nodes of the search that were sent: the first ones
-
-    @property
-    def together(self) -> DraftBatch | None:
-        """Batch that drafts for several texts in one call; `None` before the first draft, and with sources.
-
-        An error of a source must end only the drafts of its own text.
-        """
-        return None if self._sources else self._batch
+        self.together: DraftBatch | None = None
 
     @property
     def top_k(self) -> int:
@@ -103,16 +102,18 @@ class AutoDrafter:
     @property
     def _listens(self) -> bool:
         """Whether predictions after nodes are learned."""
-        return self._learns and not self._is_lost and not self.memory.observed
+        return self.learns and not self._is_lost and not self.memory.observed
 
     @property
     def _is_lost(self) -> bool:
         """Whether predictions are useless, because they rarely match the selected tokens."""
-        return self._batch is not None and bool(self._batch.state.heard["share"][self._place] < UNTRUSTED)
+        return self._batch is not None and bool(self._batch.state.heard["share"][self.place] < UNTRUSTED)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
-        self._late, self._tree = list(prompt), None
+        self._late = list(prompt)
+        if self.together is None and not self._sources:
+            self.together = self.memory.batches.get(self._settings)
         if self._batch is not None:
             self._begin(self._batch)
         for source in self._sources:
@@ -120,12 +121,14 @@ class AutoDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
-        if self.begins(tree):
-            self._join().draft([(self, tree)])
+        if self._begin_step(tree):
+            self._join().draft(self, tree)
 
-    def begins(self, tree: TokenTree) -> bool:
+    def _begin_step(self, tree: TokenTree) -> bool:
         """Begin a step, and add the certain tokens; return whether drafts are to be searched after them."""
         self.budget.begin(self._listens)
+        if self._batch is not None:
+            self._batch.sent[self.place] = 0
         certain: list[int] = self._knowing[0].certain() if self._knowing else []
         if certain:
             tree.add_certain(certain[: self._most])
@@ -141,27 +144,31 @@ class AutoDrafter:
         """Return the batch of the text; at the first call, reserve a slot in it."""
         if self._batch is None:
             if self._sources:
-                self._batch = DraftBatch(self.memory, *self._settings, len(self._sources))
-            else:
-                self._batch = shared_batch(self.memory, self._settings)
-            self._place = self._batch.take_place(self)
-            self._begin(self._batch)
+                return self.join(DraftBatch(self.memory, *self._settings, len(self._sources)))
+            self.together = shared_batch(self.memory, self._settings)
+            return self.join(self.together)
         return self._batch
+
+    def join(self, batch: DraftBatch) -> DraftBatch:
+        """Reserve a slot in a batch, and return the batch."""
+        self._batch, self.place = batch, batch.take_place(self)
+        self._begin(batch)
+        return batch
 
     def _begin(self, batch: DraftBatch) -> None:
         """Begin the text in its slot of the batch."""
         text, self._late = self._late, []
-        batch.begin(self._place, text, self._before)
+        batch.begin(self.place, text, self._before)
 
     def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
         """Update the batch before a search, and return a `WANTED`: the limits of the search."""
-        self._catch_up(batch)
+        self.catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
         return self._wanted(tree, min(self.budget.most, self._settings[0]))
 
     def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
-        return self._place, nodes, tree.room - self._certain, self.budget.least
+        return self.place, nodes, tree.room - self._certain, self.budget.least
 
     def foresee(self, tree: TokenTree) -> Noise | None:
         """Return the noise that the next tokens will be sampled with, if it is known and predictions are trusted.
@@ -173,7 +180,7 @@ class AutoDrafter:
         noise = tree.foresee(min(self._certain + FORESEEN, tree.room))
         if noise is None:
             return None
-        return Noise((*noise.places[self._certain :], *NO_NOISE.places)[:FORESEEN], noise.temperature)
+        return padded_noise(Noise(noise.places[self._certain :], noise.temperature))
 
     def forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Remove nodes that sources do not permit; search for more nodes if too few are left."""
@@ -181,30 +188,29 @@ class AutoDrafter:
             return
         most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
         while True:
-            count, nodes = int(batch.state.counts[self._place]), batch.state.trees[self._place]
+            count, nodes = int(batch.state.counts[self.place]), batch.state.trees[self.place]
             rows = permitted(self._permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
             if len(rows) > most or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            batch.search([(self, tree)], np.array([self._wanted(tree, limit)], dtype=WANTED))
+            batch.search(self, tree, np.array([self._wanted(tree, limit)], dtype=WANTED))
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
-        batch.state.counts[self._place] = len(rows) - 1
+        batch.state.counts[self.place] = len(rows) - 1
 
     @property
     def most(self) -> int:
         """Maximum number of candidates of this step."""
         return min(self.budget.most, self._most - self._certain)
 
-    def send(self, tree: TokenTree, tokens: list[int], parents: list[int]) -> None:
-        """Add the first nodes of the search to the tree; `parents` are nodes of the tree."""
-        self._tree, self._sent = tree, len(tokens)
-        if tokens:
-            tree.add_new_candidates(tokens, parents)
+    @property
+    def searched(self) -> int:
+        """Maximum number of nodes of a search."""
+        return self._settings[0]
 
     def first_node(self, tree: TokenTree) -> int:
         """Return the node that drafts follow: the root, or the last certain token."""
@@ -217,66 +223,39 @@ class AutoDrafter:
     def explain(self, tree: TokenTree) -> Explanation:
         """Return the sources of each node, and its estimated probability."""
         with self.memory.lock:
-            entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self._learns else None
+            entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self.learns else None
             found: list[Origin] = []
-            if tree is self._tree and self._batch is not None:
-                names = [source.name for source in self._sources]
-                found = [_origin_of(node, names) for node in self._batch.state.trees[self._place, 1 : self._sent + 1]]
+            if self._batch is not None:
+                names, sent = [source.name for source in self._sources], int(self._batch.sent[self.place])
+                found = [_origin_of(node, names) for node in self._batch.state.trees[self.place, 1 : sent + 1]]
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
         for source in self._sources:
             source.observe(result)
-        if self.ends(result.tree, result.tokens, result.top_ids.shape[1]) and self._batch is not None:
-            self._batch.learn_rows([(self, result)])
-
-    def ends(self, tree: TokenTree, tokens: list[int], listed: int) -> bool:
-        """Finish a step; return whether there is something to learn. If not, its tokens are added to the batch later.
-
-        Args:
-            tree: The tree that was sent.
-            tokens: The tokens that the step added to the text.
-            listed: Number of likeliest tokens that are known of each node.
-        """
-        if tree is not self._tree:
-            self._sent = 0
-        self._tree = None
+        certain, batch = result.tree.certain, self._batch
         # Defer all work during a rest and before the first draft, which many short texts never have.
-        is_searched = self._batch is not None and not self.budget.backs_off and tree.certain <= self._certain
-        if is_searched and self._learns and (listed or self.memory.observed or self._is_lost):
-            self._certain = tree.certain
-            return True
-        self._late += tokens[tree.certain if is_searched else 0 :]
-        return False
-
-    def shown_nodes(self, batch: DraftBatch, tree: TokenTree, added: int) -> tuple[int, int, int, int]:
-        """Return the `SHOWN` of a step without certain tokens that added `added` tokens."""
-        self._catch_up(batch)
-        return self._place, tree.root, tree.root + 1 + self._sent, added
-
-    def shown(self, batch: DraftBatch, result: StepResult) -> Shown:
-        """Return the outcome of a step for this text."""
-        self._catch_up(batch)
-        if self._certain:
-            result = result.beyond(self._certain)
-        root = result.tree.root
-        count = root + 1 + self._sent
-        if batch.reads and result.top_ids.shape[1]:
-            ids, probabilities = result.top_ids[:count], result.top_probabilities[:count]
+        is_searched = batch is not None and not self.budget.backs_off and certain <= self._certain
+        is_read = result.top_ids.shape[1] > 0 or self.memory.observed or self._is_lost
+        if batch is not None and is_searched and self.learns and is_read:
+            self._certain = certain
+            batch.learn_row(self, result.beyond(certain))
         else:
-            ids = result.predictions[:count, None] if batch.reads else np.full((count, 1), -1, dtype=np.int64)
-            probabilities = np.ones(ids.shape, dtype=np.float32)
-        return (self._place, root, count, len(result.tokens)), result.tokens, ids, probabilities
+            self.defer(result.tokens[certain if is_searched else 0 :])
+
+    def defer(self, tokens: Sequence[int]) -> None:
+        """Take tokens of the text that will be added to the batch later."""
+        self._late += tokens
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics of the n-gram memory; see `DraftMemory.statistics`."""
         return self.memory.statistics()
 
-    def _catch_up(self, batch: DraftBatch) -> None:
+    def catch_up(self, batch: DraftBatch) -> None:
         """Add deferred tokens to the text in the batch."""
         if self._late:
-            batch.extend(self._place, self._late)
+            batch.extend(self.place, self._late)
             self._late = []
 
 

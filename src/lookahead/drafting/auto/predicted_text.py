@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 
 NEARBY = 64

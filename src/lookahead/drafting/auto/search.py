@@ -53,6 +53,12 @@ _LEAST_NOISE = 1e-30
 NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
 """Noise of tokens that are not sampled, or of unknown noise."""
 
+
+def padded_noise(noise: Noise) -> Noise:
+    """Return the noise of exactly `FORESEEN` places, empty where it is unknown."""
+    return Noise((*noise.places, *NO_NOISE.places)[:FORESEEN], noise.temperature)
+
+
 WANTED = np.dtype(
     [
         ("place", np.int64),  # slot of the text; -1 for no search

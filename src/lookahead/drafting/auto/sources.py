@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.core.protocols import StepResult
+from lookahead.core.results import StepResult
 from lookahead.errors import InvalidArgumentError
 
 

@@ -1,0 +1,315 @@
+"""Outputs of a pass, walks down its trees, and results of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.forest import Forest, Integers
+from lookahead.core.token_tree import TokenTree
+
+
+class NodeOutputs(Protocol):
+    """The outputs of a forward pass for the nodes of one sequence's tree."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+
+    def logits_after(self, node: int) -> Any:
+        """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
+
+
+class ForestOutputs(Protocol):
+    """The outputs of a forward pass over the trees of a step."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node of a `Forest`, `[nodes]`; -1 where nothing was read."""
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+
+    def __getitem__(self, row: int, /) -> NodeOutputs:
+        """The outputs for the nodes of one tree."""
+
+    def __iter__(self) -> Iterator[NodeOutputs]: ...
+
+
+class JoinedOutputs:
+    """The outputs of the trees of a step that were found apart (`ForestOutputs`).
+
+    Args:
+        outputs: Those of each tree.
+    """
+
+    def __init__(self, outputs: Sequence[NodeOutputs]) -> None:
+        self._outputs = outputs
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __getitem__(self, row: int) -> Any:
+        """The outputs for the nodes of one tree."""
+        return self._outputs[row]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._outputs)
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.predictions for of_tree in self._outputs])
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.top_ids for of_tree in self._outputs])
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """See `ForestOutputs`."""
+        return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
+
+
+class Walk(NamedTuple):
+    """A walk from the root of a tree along drafted tokens that were selected.
+
+    Attributes:
+        path: Accepted candidate nodes, from below the root downwards.
+        tokens: The selected tokens: the tokens of `path`, and one more, the root of the next step.
+        stopped: Whether the text is complete.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    stopped: bool
+
+
+class Walks(Sequence["Walk | None"]):
+    """The walks down all trees of a step, as arrays; as a sequence, the walk of each row, `None` where no text went on.
+
+    Args:
+        forest: The trees.
+
+    Attributes:
+        counts: Number of tokens selected in each row, `[rows]`; 0 where no text went on.
+        stopped: Whether the text of each row is complete, `[rows]` bool.
+        tokens: Selected tokens; those of a row begin at the first node of its tree, `[nodes]`.
+        paths: Accepted nodes, laid out in the same way, `[nodes]`.
+    """
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self.counts = np.zeros(forest.rows, dtype=np.int64)
+        self.stopped = np.zeros(forest.rows, dtype=np.bool_)
+        self.tokens, self.paths = np.empty((2, len(forest.tokens)), dtype=np.int64)
+
+    @overload
+    def __getitem__(self, row: int) -> Walk | None: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Walk | None]: ...
+
+    def __getitem__(self, row: int | slice) -> Walk | Sequence[Walk | None] | None:
+        if isinstance(row, slice):
+            return [self[place] for place in range(*row.indices(len(self)))]
+        if not self.counts[row]:
+            return None
+        begin = self._forest.firsts[row]
+        path = self.paths[begin : begin + self.counts[row] - 1].tolist()
+        return Walk(path, self.tokens_of(row), bool(self.stopped[row]))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def tokens_of(self, row: int) -> list[int]:
+        """The tokens selected in a row."""
+        begin = self._forest.firsts[row]
+        found: list[int] = self.tokens[begin : begin + self.counts[row]].tolist()
+        return found
+
+    def set(self, row: int, walk: Walk) -> None:
+        """Set the walk of a row."""
+        begin, count = self._forest.firsts[row], len(walk.tokens)
+        self.counts[row], self.stopped[row] = count, walk.stopped
+        self.tokens[begin : begin + count] = walk.tokens
+        self.paths[begin : begin + len(walk.path)] = walk.path
+
+    @property
+    def selected(self) -> Integers:
+        """The selected tokens of all rows, row after row."""
+        return self.tokens if len(self.tokens) == len(self.counts) == self.counts.sum() else self.tokens[self._places]
+
+    @property
+    def certain_tokens(self) -> int:
+        """Number of selected tokens that are accepted nodes added by `TokenTree.add_certain`."""
+        if not self._forest.has_certain:
+            return 0
+        rows = zip(self._forest, self, strict=True)
+        paths = [(tree, walk.path) for tree, walk in rows if walk is not None and tree.certain]
+        return sum(node <= tree.root + tree.certain for tree, path in paths for node in path)
+
+    @property
+    def _places(self) -> Integers:
+        """Index of each selected token in `tokens`."""
+        return spread(self._forest.firsts[:-1], self.counts)
+
+    def kept(self, going: Sequence[bool]) -> Kept:
+        """The nodes to keep in the cache: pending tokens and accepted paths. The next step sends the last selected
+        token of a text as its root.
+
+        Args:
+            going: Whether the text of each row is not finished. All pending tokens of a part of its prompt are kept.
+        """
+        forest = self._forest
+        counts = forest.roots + np.maximum(self.counts, 1)
+        if not self.counts.all():
+            idle = ~(self.counts > 0)
+            counts[idle] = np.where(going, forest.counts, 0)[idle]
+        return Kept(forest, counts, self.paths)
+
+
+class Kept(Sequence[Sequence[int]]):
+    """Nodes to keep of each tree: the first ones up to the root, and a path below it. As a sequence, lists of nodes.
+
+    Args:
+        forest: The trees.
+        counts: Number of nodes to keep of each tree, `[rows]`.
+        paths: Nodes below the root, those of a row from the first node of its tree on, `[nodes]`.
+    """
+
+    def __init__(self, forest: Forest, counts: Integers, paths: Integers) -> None:
+        self._forest, self.counts, self._paths = forest, counts, paths
+
+    @overload
+    def __getitem__(self, row: int) -> Sequence[int]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Sequence[int]]: ...
+
+    def __getitem__(self, row: int | slice) -> Sequence[int] | Sequence[Sequence[int]]:
+        if isinstance(row, slice):
+            return [self[place] for place in range(*row.indices(len(self)))]
+        forest, count = self._forest, int(self.counts[row])
+        below = count - int(forest.roots[row]) - 1
+        if below <= 0:
+            return range(count)
+        begin = int(forest.firsts[row])
+        return [*range(count - below), *self._paths[begin : begin + below].tolist()]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def of(cls, forest: Forest, kept: Sequence[Sequence[int]]) -> Kept:
+        """Lists of nodes, which may be a `Kept` already."""
+        if isinstance(kept, cls):
+            return kept
+        counts, paths = np.array(list(map(len, kept)), dtype=np.int64), np.empty(len(forest.tokens), dtype=np.int64)
+        for nodes, begin, root in zip(kept, forest.firsts, forest.roots, strict=False):
+            below = nodes[root + 1 :]
+            paths[begin : begin + len(below)] = below
+        return cls(forest, counts, paths)
+
+    def misplaced(self) -> tuple[Integers, Integers, Integers]:
+        """Accepted nodes whose slot is not the one behind the nodes kept before them: their row, their slot, and the
+        slot where they belong, three arrays."""
+        forest, below = self._forest, np.maximum(self.counts - self._forest.roots - 1, 0)
+        rows = np.repeat(np.arange(len(below)), below)
+        if forest.is_plain or not len(rows):
+            return rows[:0], rows[:0], rows[:0]
+        steps = np.arange(len(rows)) - (below.cumsum() - below)[rows]
+        firsts = forest.firsts[rows]
+        slots, targets = forest.slots[firsts + self._paths[firsts + steps]], forest.roots[rows] + 1 + steps
+        moved = np.flatnonzero(slots != targets)
+        return rows[moved], slots[moved], targets[moved]
+
+
+def spread(firsts: Integers, counts: Integers) -> Integers:
+    """Indices of the entries of all rows: `counts` of each, from its entry of `firsts` on."""
+    ends = counts.cumsum()
+    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
+class StepResult(NamedTuple):
+    """Results of one step for one sequence.
+
+    Attributes:
+        tree: The tree that was sent.
+        predicted: `predictions`, or a function that finds them: a drafter that rests has no use for them.
+        path: The accepted candidate nodes, from below the root downwards.
+        tokens: The tokens that the step added to the text: the tokens of `path`, and the one selected after it.
+        top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
+            the prediction was not read. `top_k` is the largest of the drafters of the batch.
+        top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
+            where the prediction was not read.
+    """
+
+    tree: TokenTree
+    predicted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
+    path: list[int]
+    tokens: list[int]
+    top_ids: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
+    top_probabilities: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """For each node of the tree the model's likeliest next token after it (greedy, from the unprocessed logits),
+        `[nodes]` int64; -1 where the prediction was not read."""
+        return self.predicted() if callable(self.predicted) else self.predicted
+
+    def beyond(self, certain: int) -> StepResult:
+        """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
+        if not certain:
+            return self
+        return self._replace(tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
+
+    @property
+    def selected_after(self) -> list[int]:
+        """The node before each of `tokens`: the root, and the nodes of the path."""
+        return [self.tree.root, *self.path][: len(self.tokens)]
+
+
+class StepResults(NamedTuple):
+    """Results of one step for all sequences of a batch.
+
+    Attributes:
+        forest: The trees that were sent.
+        outputs: The outputs of the pass.
+        walks: The walks down the trees.
+    """
+
+    forest: Forest
+    outputs: ForestOutputs
+    walks: Walks
+
+    @property
+    def nodes(self) -> Integers:
+        """Nodes of each tree, without the pending tokens above the root, `[rows]`."""
+        return self.forest.counts - self.forest.roots
+
+    def of(self, row: int) -> StepResult | None:
+        """Results for one sequence; `None` if the step added nothing to its text."""
+        walk = self.walks[row]
+        if walk is None:
+            return None
+        outputs = self.outputs[row]
+        listed = outputs.top_ids, outputs.top_probabilities
+        return StepResult(self.forest[row], lambda: outputs.predictions, walk.path, walk.tokens, *listed)

@@ -1,0 +1,142 @@
+"""The rows of a step before drafting: pending tokens, room for drafts, and the drafts that are added."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lookahead.core.forest import Forest, Integers
+from lookahead.core.token_tree import NodeKind, Noise, TokenTree
+
+
+class Roots:
+    """The beginning of each tree of a step.
+
+    A row with one pending token is a number in arrays. Other rows have a `TokenTree`, as do rows whose drafter fills
+    trees node by node.
+
+    Args:
+        trees: The trees that are objects already; `None` for a row with one pending token that is read.
+        tokens: Last decided token of each text, `[rows]`; used where there is no object.
+        rooms: Levels of nodes that fit below each root, `[rows]` int64; likewise.
+        vocabulary: Number of tokens that the model reads.
+
+    Attributes:
+        trees, tokens, rooms, vocabulary: The arguments.
+        foresee: For sampled rows a function that returns the noise of the given number of tokens below the root; see
+            `Sampler.foresee`.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[TokenTree | None],
+        tokens: Sequence[int] = (),
+        rooms: Integers | None = None,
+        vocabulary: int = sys.maxsize,
+    ) -> None:
+        self.trees = list(trees)
+        self.tokens = tokens
+        self.rooms = np.empty(0, dtype=np.int64) if rooms is None else rooms
+        self.vocabulary = vocabulary
+        self.foresee: dict[int, Callable[[int], Noise | None]] = {}
+        self._drafts: list[tuple[Integers, Integers, Integers, Integers]] = []
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    @property
+    def pending(self) -> int:
+        """Number of nodes so far, over all rows, without drafts that were added as arrays."""
+        return sum([1 if tree is None else len(tree.tokens) for tree in self.trees])
+
+    def limit(self, rows: Sequence[int], levels: Sequence[int]) -> None:
+        """Limit the trees of some rows to this many levels below the root."""
+        for row, most in zip(rows, levels, strict=True):
+            tree = self.trees[row]
+            if tree is not None:
+                tree.limit(most)
+        if len(self.rooms):
+            self.rooms[rows] = np.minimum(self.rooms[rows], levels)
+
+    def rooms_of(self, rows: Sequence[int]) -> Integers:
+        """Levels of nodes that fit below the roots of some rows."""
+        trees = [self.trees[row] for row in rows]
+        if not any(trees):
+            return self.rooms[rows]
+        levels = [self.rooms[row] if tree is None else tree.room for row, tree in zip(rows, trees, strict=True)]
+        return np.array(levels, dtype=np.int64)
+
+    def tree(self, row: int) -> TokenTree:
+        """The tree of a row as an object, which is used from now on."""
+        tree = self.trees[row]
+        if tree is None:
+            tree = TokenTree([self.tokens[row]], int(self.rooms[row]))
+            tree.vocabulary = self.vocabulary
+            self.trees[row] = tree
+        tree.foresee = self.foresee.get(row)
+        return tree
+
+    def add(self, rows: Integers, counts: Integers, tokens: Integers, parents: Integers) -> None:
+        """Add candidates to some rows, to each row once.
+
+        Args:
+            rows: The rows, ascending.
+            counts: Candidates of each, `[len(rows)]`.
+            tokens: Their tokens, row after row.
+            parents: The parent of each: 0 is the root, 1 the first candidate of the row.
+        """
+        if {self.trees[row] for row in rows.tolist()} != {None}:
+            self._add_to_objects(rows, counts, tokens, parents)
+        elif len(tokens):
+            self._drafts.append((rows, counts, tokens, parents))
+
+    def _add_to_objects(self, rows: Integers, counts: Integers, tokens: Integers, parents: Integers) -> None:
+        end = 0
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            begin, end = end, end + count
+            if count:
+                tree = self.tree(row)
+                tree.add_new_candidates(tokens[begin:end].tolist(), (parents[begin:end] + tree.root).tolist())
+
+    def remove_drafts(self, rows: Sequence[int]) -> None:
+        """Remove all drafts of some rows."""
+        for row in rows:
+            tree = self.trees[row]
+            if tree is not None:
+                tree.keep_path(())
+        left = []
+        for of_rows, counts, tokens, parents in self._drafts:
+            keeps = ~np.isin(of_rows, rows)
+            nodes = np.repeat(keeps, counts)
+            left.append((of_rows[keeps], counts[keeps], tokens[nodes], parents[nodes]))
+        self._drafts = left
+
+    def forest(self) -> Forest:
+        """The trees of the step."""
+        if None not in self.trees:
+            return Forest([tree for tree in self.trees if tree is not None])
+        sizes = [1 if tree is None else len(tree.tokens) for tree in self.trees]
+        counts = np.array(sizes, dtype=np.int64)
+        for rows, more, _, _ in self._drafts:
+            counts[rows] += more
+        firsts = counts.cumsum() - counts
+        size = int(counts.sum())
+        tokens, parents = np.empty(size, dtype=np.int64), np.full(size, -1, dtype=np.int64)
+        reads, in_window = np.ones(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
+        roots = np.zeros(len(counts), dtype=np.int64)
+        tokens[firsts] = self.tokens
+        for rows, more, drafted, above in self._drafts:
+            index = np.repeat(firsts[rows] + 1 - (more.cumsum() - more), more) + np.arange(len(drafted))
+            tokens[index], parents[index] = drafted, above
+        has_certain = False
+        for row, tree in enumerate(self.trees):
+            if tree is not None:
+                begin, end = firsts[row], firsts[row] + len(tree)
+                tokens[begin:end], parents[begin:end] = tree.tokens, tree.parents
+                reads[begin:end], roots[row] = tree.needs_logits, tree.root
+                has_certain |= tree.certain > 0
+                if tree.has_window:
+                    in_window[begin:end] = [kind is NodeKind.WINDOW for kind in tree.kinds]
+        return Forest.of_arrays(self.trees, counts, roots, (tokens, parents, reads, in_window), has_certain)
