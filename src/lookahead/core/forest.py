@@ -217,12 +217,6 @@ class Forest(Sequence[TokenTree]):
         """Depth of the node in each slot, `[nodes]`."""
         return self.depths if self.is_plain else self.depths[self.order]
 
-    def slots_of(self, kept: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-        """The rows and slots, within their trees, of some nodes of each tree: two arrays `[nodes kept]`."""
-        counts = [len(nodes) for nodes in kept]
-        rows, nodes = np.repeat(np.arange(len(kept)), counts), _flat(kept)
-        return rows, nodes if self.is_plain else self.slots[self.firsts[rows] + nodes]
-
     def take(self, rows: Sequence[int]) -> Forest:
         """The trees of some rows."""
         return self if len(rows) == self.rows else Forest([self[row] for row in rows])

@@ -14,13 +14,13 @@ from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 class Roots:
     """The beginning of each tree of a step.
 
-    A row with one pending token is a number in arrays. Other rows have a `TokenTree`, as do rows whose drafter fills
-    trees node by node.
+    A row with one pending token is an entry of arrays. Other rows have a `TokenTree`, and rows whose drafter adds nodes
+    one by one.
 
     Args:
         trees: The trees that are objects already; `None` for a row with one pending token that is read.
-        tokens: Last decided token of each text, `[rows]`; used where there is no object.
-        rooms: Levels of nodes that fit below each root, `[rows]` int64; likewise.
+        tokens: Last decided token of each text, `[rows]`; empty if all trees are objects.
+        rooms: Levels of nodes that fit below each root, `[rows]` int64; `None` if all trees are objects.
         vocabulary: Number of tokens that the model reads.
 
     Attributes:

@@ -97,7 +97,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
 
 
 def _draft(backend: Backend, batch: Batch, roots: Roots) -> int:
-    """Add the drafts that are sent to the trees; returns how many of the likeliest tokens the drafters want to see."""
+    """Add drafts to the trees, and return the largest `top_k` of the drafters."""
     sequences = batch.sequences
     left = [sequence.most_tokens - len(sequence.tokens) for sequence in sequences]
     rows = [

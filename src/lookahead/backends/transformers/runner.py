@@ -116,13 +116,13 @@ class TransformersRunner(Runner):
         with sdpa_kernel(WITHOUT_PLANS) if is_dense and self._device.type == "cuda" else nullcontext():
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
-    def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Slots of the nodes of each path."""
-        rows, slots = self._forest.slots_of(kept)
-        found: list[list[int]] = [[] for _ in kept]
-        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            found[row].append(slot)
-        return found
+    def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Slots of the nodes of each path. Pending tokens are sent first, in their order."""
+        if self._forest.is_plain:
+            return list(kept)
+        roots, firsts, slots = self._forest.roots.tolist(), self._forest.firsts.tolist(), self._forest.slots
+        rows = zip(kept, roots, firsts, strict=False)
+        return [nodes if len(nodes) < root + 2 else slots[begin:].take(nodes).tolist() for nodes, root, begin in rows]
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         """The rows that share each pass."""
