@@ -47,7 +47,8 @@ class Call:
         prediction: Prediction | None,
         parallel: ParallelGroup | None,
     ) -> None:
-        model, prompts = arguments.model, arguments.prompts
+        model = arguments.model
+        prompts = arguments.prompts
         together = in_lock_step(arguments)
         if parallel is not None and together:
             raise UnsupportedArgumentError(
@@ -60,7 +61,8 @@ class Call:
             check_own_prefill(arguments.model, prompts, config, arguments.config, session.refuses_inputs)
         self._speaks = session.speaks
         config = session.settle(config)
-        self._arguments, self._statistics = arguments, Statistics()
+        self._arguments = arguments
+        self._statistics = Statistics()
         self._noise = noise = SamplingNoise(prompts.rows)
         self._call = call = session.begin(prompts, config, arguments.config)
         runner = call.runner
@@ -91,7 +93,9 @@ class Call:
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and return the output of a call that began at `start` (of `perf_counter`)."""
-        arguments, call, statistics = self._arguments, self._call, self._statistics
+        arguments = self._arguments
+        call = self._call
+        statistics = self._statistics
         listeners: list[OnStep] = [self._leave_noise]
         feeder: StreamFeeder | None = None
         if self._speaks and on_step is not None:
@@ -121,7 +125,8 @@ class Call:
         if feeder is not None:
             feeder.end()
         cache = call.release(keeps_cache)
-        statistics.state_bytes, statistics.invariant_rows = call.state_bytes, call.invariant_rows
+        statistics.state_bytes = call.state_bytes
+        statistics.invariant_rows = call.invariant_rows
         statistics.engine = call.runner.engine
         cache = cache if returns_cache else None
         output = make_output(self._sequences, arguments, self._pad_token, statistics, cache)
@@ -135,10 +140,13 @@ class Call:
 
     @torch.no_grad()
     def _decode(self) -> None:
-        prompts, steps, statistics = self._arguments.prompts, self._steps, self._statistics
+        prompts = self._arguments.prompts
+        steps = self._steps
+        statistics = self._statistics
         if prompts.inputs:
             runner: Any = self._call.runner
-            backend, model = steps.backend, self._arguments.model
+            backend = steps.backend
+            model = self._arguments.model
             walk = getattr(backend, "walk", walk_trees)
             steps.backend = PromptPass(runner, model, prompts.input_ids, prompts.mask, prompts.inputs, walk=walk)
             self._step(self._requests)

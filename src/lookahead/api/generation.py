@@ -235,7 +235,8 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
 
 def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
     """Decode with transformers' own `generate`; a dict output gets statistics with one step for each token."""
-    model, prompt = language_model(model)[0], () if input_ids is None else (input_ids,)
+    model = language_model(model)[0]
+    prompt = () if input_ids is None else (input_ids,)
     method = "generate"
     if prompt and _is_prepared(arguments):
         method = GENERATION_MODES_MAPPING[arguments["generation_config"].get_generation_mode()]

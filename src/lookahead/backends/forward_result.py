@@ -60,7 +60,8 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocabulary = logits.shape
     # Zeros, as the loop finds no token where logits are no numbers.
-    ids, probabilities = np.zeros((rows, count), dtype=np.int64), np.zeros((rows, count), dtype=np.float32)
+    ids = np.zeros((rows, count), dtype=np.int64)
+    probabilities = np.zeros((rows, count), dtype=np.float32)
     maxima, values = (np.empty(size, dtype=np.float32) for size in (vocabulary // BLOCK, count))
     room = maxima, np.empty(count, dtype=np.int64), values, ids, probabilities
     logits = logits.detach().contiguous()
@@ -112,9 +113,12 @@ class PassResult(Sequence["TreeResult"]):
         borrowed: bool = False,
         downloads: Downloads | None = None,
     ) -> None:
-        self.logits, self.logit_rows, self.borrowed = logits, logit_rows, borrowed
+        self.logits = logits
+        self.logit_rows = logit_rows
+        self.borrowed = borrowed
         self.downloads = downloads or Downloads()
-        self._forest, self._find = forest, find
+        self._forest = forest
+        self._find = find
 
     def __len__(self) -> int:
         return len(self._forest)
@@ -174,7 +178,9 @@ class TreeResult:
     __slots__ = ("_begin", "_end", "whole")
 
     def __init__(self, result: PassResult, begin: int, end: int) -> None:
-        self.whole, self._begin, self._end = result, begin, end
+        self.whole = result
+        self._begin = begin
+        self._end = end
 
     @property
     def logits(self) -> torch.Tensor:
@@ -238,7 +244,8 @@ def pass_result(
         borrowed: Whether the next pass overwrites `logits`.
         listed: What `pack_likeliest` made of `logits`, with `top_k` or more, where the pass did that.
     """
-    downloads, read = Downloads(), forest.read_nodes
+    downloads = Downloads()
+    read = forest.read_nodes
     if rows is None and len(read) == len(forest.tokens) and forest.is_plain:
         logit_rows = forest.order
     else:
@@ -287,7 +294,8 @@ def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
     """The `top_k` likeliest tokens of what `pack_likeliest` packed, of each row."""
     most = (packed.shape[1] - 1) // 2
     top_k = min(top_k, most)
-    ids, probabilities = packed[:, 1 : 1 + top_k].astype(np.int64), packed[:, 1 + most : 1 + most + top_k].copy()
+    ids = packed[:, 1 : 1 + top_k].astype(np.int64)
+    probabilities = packed[:, 1 + most : 1 + most + top_k].copy()
     return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 

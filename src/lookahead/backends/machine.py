@@ -181,7 +181,8 @@ class Downloads:
         return read
 
     def _bring(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         parts = [tensor.reshape(-1) for tensor, _ in waiting]
         values = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
         start = 0

@@ -31,7 +31,8 @@ def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: 
     decided = [min(prompt, len(text) - 1) for text in texts]
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
-        trees, paths = [runner.idle_tree() for _ in texts], dict[int, list[int]]()
+        trees = [runner.idle_tree() for _ in texts]
+        paths = dict[int, list[int]]()
         for row, text in enumerate(texts):
             if decided[row] < len(text):
                 trees[row] = tree = runner.begin_tree(row, text[: decided[row]])

@@ -83,7 +83,8 @@ def _trained(
     loaded = load_model(_folder(path), dtype, device, tokenizer)
     if not loaded.is_gguf:
         shipped = loaded.model.generation_config
-        ends, pad = shipped.eos_token_id, shipped.pad_token_id
+        ends = shipped.eos_token_id
+        pad = shipped.pad_token_id
         if pad is None:  # without one every call of `generate` would warn about it
             pad = ends[0] if isinstance(ends, list) else ends
         loaded.model.generation_config = GenerationConfig(
@@ -233,10 +234,12 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any
 
     The time includes reading the tokens, which waits for the device.
     """
-    wall, cpu = perf_counter(), process_time()
+    wall = perf_counter()
+    cpu = process_time()
     output = call(**arguments, return_dict_in_generate=True)
     tokens = output.sequences[0, arguments["input_ids"].shape[1] :].tolist()
-    cpu, wall = process_time() - cpu, perf_counter() - wall
+    cpu = process_time() - cpu
+    wall = perf_counter() - wall
     return {"output": tokens, "cpu_seconds": round(cpu, 6), "wall_seconds": round(wall, 6)}, output
 
 
@@ -271,7 +274,8 @@ class Request:
 
     def row(self, run: Row, circumstances: Row) -> Row:
         """Row of a run: the result of `MethodRunner.run`, settings, and circumstances (versions and machine)."""
-        output, lengths = run["output"], run["accepted_lengths"]
+        output = run["output"]
+        lengths = run["accepted_lengths"]
         early = steps_within(lengths, tokens_before_cycles(output))
         return {
             **dict(zip(("model", "task", "method", "prompt", "repeat"), self.key, strict=True)),

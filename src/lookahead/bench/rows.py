@@ -338,7 +338,8 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
     fault = ""
     if not isinstance(value, str) or not value:
         names = f"`{task.field}`, as task {task.name!r} says" if task.field else "`prompt` or `turns`"
-        value, fault = "", f"{where} needs a text in {names}"
+        value = ""
+        fault = f"{where} needs a text in {names}"
     elif any("\ud800" <= character <= "\udfff" for character in value):
         fault = f"{where} has half of a surrogate pair in its text; write both halves or none"
     return Prompt(str(row["id"]), number, value, str(row.get("task", "")), fault)

@@ -95,7 +95,8 @@ def fit(points: Sequence[Measured]) -> tuple[ScalingLaw, float]:
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
 """Law in the paper for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""
 
-LARGE_NGRAM, LARGE_WINDOW = 5, 2
+LARGE_NGRAM = 5
+LARGE_WINDOW = 2
 """Minimum N and W = G for the law, as the paper assumes a large enough N."""
 
 

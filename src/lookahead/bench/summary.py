@@ -169,7 +169,9 @@ class MethodSummary:
     """
 
     def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:
-        self.rows, self.size, self.runs = rows, len(rows), runs
+        self.rows = rows
+        self.size = len(rows)
+        self.runs = runs
         self.method = str(rows[0]["method"])
         self.settings: Mapping[str, Any] = rows[0]["settings"]["method"]
         self.preset: str | None = self.settings.get("lookahead", {}).get("preset")

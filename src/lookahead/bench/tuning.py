@@ -86,7 +86,8 @@ class StepBench:
         self._random = np.random.default_rng(0)
         self._vocabulary = int(vocabulary)
         self.context = context
-        module, steps = engine_model(model, pack_weights, invariant=False), None
+        module = engine_model(model, pack_weights, invariant=False)
+        steps = None
         if runs_static(model, engine, invariant=False):
             sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine)
             found = acquire_steps(module, sizes, 1, context + 2)

@@ -22,7 +22,8 @@ OWN_FOLDER = "lookahead-decoding"
 
 def user_cache() -> Path:
     """Return the user's cache folder: `XDG_CACHE_HOME`, or the default of the operating system."""
-    home, folder = Path(os.path.expanduser("~")), os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(os.path.expanduser("~"))
+    folder = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(folder):
         return Path(folder)
     if sys.platform == "win32":

@@ -57,7 +57,8 @@ class Layout(NamedTuple):
 
 
 _NONE, _ZERO, _ONE, _BOTH, _BEFORE = (np.array(values, dtype=np.int64) for values in ([], [0], [1], [0, 1], [-1]))
-_UNREAD, _READ = np.array([False]), np.array([True])
+_UNREAD = np.array([False])
+_READ = np.array([True])
 
 
 class Forest(Sequence[TokenTree]):
@@ -125,8 +126,12 @@ class Forest(Sequence[TokenTree]):
             nodes: Its `tokens`, `parents`, `reads` and `in_window`.
         """
         forest = cls.__new__(cls)
-        forest.objects, forest.rows, forest.has_certain = list(trees), len(trees), has_certain
-        forest.counts, forest.roots, forest.firsts = counts, roots, _firsts(counts)
+        forest.objects = list(trees)
+        forest.rows = len(trees)
+        forest.has_certain = has_certain
+        forest.counts = counts
+        forest.roots = roots
+        forest.firsts = _firsts(counts)
         forest.tokens, parents, forest.reads, forest.in_window = nodes
         forest.is_plain = len(parents) == int(roots.sum()) + len(roots)
         if forest.is_plain:
@@ -163,8 +168,10 @@ class Forest(Sequence[TokenTree]):
 
     def _tree(self, row: int) -> TokenTree:
         """The tree of a row, made from the arrays: candidates below one pending token."""
-        begin, end = self.firsts[row], self.firsts[row + 1]
-        tokens, parents = self.tokens[begin:end].tolist(), [-1] if self.is_plain else self.parents[begin:end].tolist()
+        begin = self.firsts[row]
+        end = self.firsts[row + 1]
+        tokens = self.tokens[begin:end].tolist()
+        parents = [-1] if self.is_plain else self.parents[begin:end].tolist()
         tree = TokenTree(tokens[:1])
         tree.add_new_candidates(tokens[1:], parents[1:])
         return tree
@@ -172,8 +179,11 @@ class Forest(Sequence[TokenTree]):
     def _take_token(self, tree: TokenTree) -> None:
         """One token of one text: a step of plain decoding, which has little time."""
         self.is_plain = True
-        self.tokens, self.reads = np.array(tree.tokens, dtype=np.int64), _READ if tree.reads_root else _UNREAD
-        self.counts, self.firsts, self.in_window = _ONE, _BOTH, _UNREAD
+        self.tokens = np.array(tree.tokens, dtype=np.int64)
+        self.reads = _READ if tree.reads_root else _UNREAD
+        self.counts = _ONE
+        self.firsts = _BOTH
+        self.in_window = _UNREAD
         self.roots = self.depths = self.slots = self.order = self.rows_of_slots = _ZERO
         self.parents = self.parent_slots = _BEFORE
         self.read_slots = self.read_nodes = _ZERO if tree.reads_root else _NONE
@@ -223,7 +233,8 @@ class Forest(Sequence[TokenTree]):
 
     def layout(self, row: int) -> Layout:
         """Order of sending the nodes of one tree."""
-        begin, end = self.firsts[row], self.firsts[row + 1]
+        begin = self.firsts[row]
+        end = self.firsts[row + 1]
         nodes = self.order[begin:end]
         return Layout(
             nodes - begin,
@@ -274,7 +285,8 @@ def _see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bo
 def see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bool_]) -> None:
     """See `_see_ancestors`."""
     for row in range(len(firsts) - 1):
-        seen, begin = mask[row], firsts[row]
+        seen = mask[row]
+        begin = firsts[row]
         for slot in range(firsts[row + 1] - begin):
             parent = parent_slots[begin + slot]
             for other in range(parent + 1):  # ancestors of its parent lie before that
@@ -288,9 +300,16 @@ def _write_order(
 ) -> None:
     """Write `order`, `slots`, `parent_slots` and `depths` of a `Forest`. The last two rows of `found` are scratch: the
     first child of each node, and its next sibling, -1 where there is none."""
-    order, slots, parent_slots, depths, child, sibling = found[0], found[1], found[2], found[3], found[4], found[5]
+    order = found[0]
+    slots = found[1]
+    parent_slots = found[2]
+    depths = found[3]
+    child = found[4]
+    sibling = found[5]
     for row in range(len(firsts) - 1):
-        begin, root, count = firsts[row], roots[row], firsts[row + 1] - firsts[row]
+        begin = firsts[row]
+        root = roots[row]
+        count = firsts[row + 1] - firsts[row]
         for node in range(count):
             parent = parents[begin + node]
             child[begin + node] = sibling[begin + node] = -1

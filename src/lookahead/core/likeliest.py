@@ -22,9 +22,14 @@ _NEGLIGIBLE = np.float32(20.0)
 
 _PER_LOG = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-126.0)
-_BIAS, _MANTISSA = np.float32(127.0), np.int32(23)
-_P0, _P1, _P2 = np.float32(0.99999994), np.float32(0.69315308), np.float32(0.24015361)
-_P3, _P4, _P5 = np.float32(0.055826318), np.float32(0.0089893397), np.float32(0.0018775767)
+_BIAS = np.float32(127.0)
+_MANTISSA = np.int32(23)
+_P0 = np.float32(0.99999994)
+_P1 = np.float32(0.69315308)
+_P2 = np.float32(0.24015361)
+_P3 = np.float32(0.055826318)
+_P4 = np.float32(0.0089893397)
+_P5 = np.float32(0.0018775767)
 """Polynomial for powers of two between 0 and 1 (minimax, relative error below one in a million)."""
 
 _EXPONENT = np.int32(0x7F800000)
@@ -33,7 +38,8 @@ _EXPONENT = np.int32(0x7F800000)
 _HALF = np.int32(16)
 """Bits that float32 has more than bfloat16."""
 
-_compiled, _inner = partial(compiled, vectorizes=True), partial(inner, vectorizes=True)
+_compiled = partial(compiled, vectorizes=True)
+_inner = partial(inner, vectorizes=True)
 
 
 @_inner
@@ -59,10 +65,15 @@ def _sum_of_block(block: NDArray[np.float32], top: np.float32) -> float:
 @_inner
 def _largest(block: NDArray[np.float32]) -> np.float32:
     """Return the maximum of a block, as four interleaved maxima, because each comparison waits for the previous one."""
-    first, second, third, fourth = block[0], block[1], block[2], block[3]
+    first = block[0]
+    second = block[1]
+    third = block[2]
+    fourth = block[3]
     for index in range(4, BLOCK, 4):
-        first, second = max(first, block[index]), max(second, block[index + 1])
-        third, fourth = max(third, block[index + 2]), max(fourth, block[index + 3])
+        first = max(first, block[index])
+        second = max(second, block[index + 1])
+        third = max(third, block[index + 2])
+        fourth = max(fourth, block[index + 3])
     top: np.float32 = max(max(first, second), max(third, fourth))
     return top
 

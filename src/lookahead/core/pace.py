@@ -30,10 +30,13 @@ TAUGHT = 0.007
 EARLY = 32
 """Decay of the extra value of early nodes, in drafted steps of a text: it starts at three times `TAUGHT`."""
 
-FIRST_CREDIT, TRIAL, MOST_CREDIT = 5.0, 2.0, 16.0
+FIRST_CREDIT = 5.0
+TRIAL = 2.0
+MOST_CREDIT = 16.0
 """Starting credit, credit after each rest, and cap, in plain steps."""
 
-REST, COVER = 16, 100
+REST = 16
+COVER = 100
 """Length of the first rest and of the first probe interval, in plain steps, and longest rest per plain step lost.
 
 Each rest is twice as long as the previous one. A probe searches for a draft during a rest, and ends the rest if the
@@ -46,7 +49,8 @@ PLAIN_STEPS = 2
 TIMED = 4
 """Growth of the number of drafted steps between two runs of plain ones, until these runs cost 1 % (1 / `COVER`)."""
 
-DOUBTED, MOST_DOUBT = 0.1, 4.0
+DOUBTED = 0.1
+MOST_DOUBT = 4.0
 """Step and cap of the exponent ("doubt") that corrects predicted probabilities which prove too high.
 
 Doubt fades a fifth as fast in steps that send nothing, or an idle drafter could never recover.
@@ -81,7 +85,8 @@ class Credit:
         """Add the time that a drafted step saved, in plain steps; negative if it lost time."""
         self._left += saved
         if self._left > MOST_CREDIT:
-            self._probed, self._failed_probes = False, 0
+            self._probed = False
+            self._failed_probes = 0
             if self.failures and self._left > MOST_CREDIT + TRIAL:
                 self.failures -= 1
                 self._left -= TRIAL
@@ -92,7 +97,8 @@ class Credit:
             self.failures = min(self.failures + 1, 32)
             self._left = TRIAL
             self._failed_probes = min(self._failed_probes + self._probed, 32)
-            self._probed, self.until_probe = False, REST << self._failed_probes
+            self._probed = False
+            self.until_probe = REST << self._failed_probes
 
     def wait(self) -> None:
         """Count a plain step of a rest."""
@@ -108,7 +114,8 @@ class Credit:
         """End a rest if the draft of a probe is expected to save more than `TRIAL`; `gain` is in plain steps."""
         self.until_probe = REST
         if gain > TRIAL:
-            self.cooldown, self._probed = 0, True
+            self.cooldown = 0
+            self._probed = True
 
 
 class Pace:
@@ -129,7 +136,8 @@ class Pace:
     """
 
     def __init__(self, costs: StepCosts, rows: int = 1) -> None:
-        self.costs, self.rows = costs, rows
+        self.costs = costs
+        self.rows = rows
         self.credit = Credit(FIRST_CREDIT)
         self.searches = False
         self._largest = FIRST_NODES // 2 * rows  # most nodes of a timed step
@@ -189,12 +197,18 @@ class Pace:
         Args:
             taught: Value of each node for later drafts, in tokens.
         """
-        costs, rows, nodes = self.costs, self.rows, USUAL_NODES
+        costs = self.costs
+        rows = self.rows
+        nodes = USUAL_NODES
         plain = costs.plain(rows)
         while nodes < MOST_CHOSEN_NODES:
-            fewer, more, least = 1, nodes, plain
+            fewer = 1
+            more = nodes
+            least = plain
             if costs.was_timed(2 * nodes * rows):
-                fewer, more, least = nodes, 2 * nodes, costs.seconds(nodes * rows)
+                fewer = nodes
+                more = 2 * nodes
+                least = costs.seconds(nodes * rows)
             if costs.seconds(more * rows) - least >= plain * taught * (more - fewer):
                 break
             nodes *= 2
@@ -218,7 +232,8 @@ class Pace:
             shared: Whether `likely` covers all rows; otherwise each row sends this number.
             taught: Value of each node for later drafts, in tokens; 0 if `resends`, at most `TAUGHT` in a rest.
         """
-        costs, rows = self.costs, 1 if shared else self.rows
+        costs = self.costs
+        rows = 1 if shared else self.rows
         if not self.in_rest:  # doubt was learned from another text than the one that probes
             likely = likely**self._doubt
         taught = 0.0 if resends else min(taught, TAUGHT) if self.in_rest else taught
@@ -247,7 +262,9 @@ class Pace:
 
     def book(self, step: StepTime) -> None:
         """Learn from a finished step: its time, its accepted tokens, and the time it saved."""
-        promised, self._promised, self.searches = self._promised, 0.0, False
+        promised = self._promised
+        self._promised = 0.0
+        self.searches = False
         if not step.tells:
             return
         kept = step.tokens - step.certain_tokens - step.rows
@@ -267,11 +284,15 @@ class Pace:
         elif self._since >= self._interval and self._plain >= PLAIN_STEPS:
             paid = min(self._saved / self._since, 1.0)
             longer = min(TIMED * self._interval, int(paid * PLAIN_STEPS * COVER))
-            self._since, self._saved, self._interval = 0, 0.0, max(longer, TIMED * PLAIN_STEPS)
+            self._since = 0
+            self._saved = 0.0
+            self._interval = max(longer, TIMED * PLAIN_STEPS)
 
     def _book_draft(self, step: StepTime) -> None:
-        costs, tokens = self.costs, (step.tokens - step.certain_tokens) / step.rows
-        self._since, self._plain = self._since + 1, 0
+        costs = self.costs
+        tokens = (step.tokens - step.certain_tokens) / step.rows
+        self._since = self._since + 1
+        self._plain = 0
         self._largest = max(self._largest, step.nodes)
         if costs.observe(step.nodes, step.context, step.seconds):
             self._interval = PLAIN_STEPS  # plain steps may have changed as well: time one soon
@@ -282,7 +303,9 @@ class Pace:
             self._saved += saved
             self.credit.book(saved)
         if self.credit.cooldown:  # the cost estimates may be the reason
-            self._since, self._saved, self._largest = 0, 0.0, FIRST_NODES // 2 * self.rows
+            self._since = 0
+            self._saved = 0.0
+            self._largest = FIRST_NODES // 2 * self.rows
             costs.forget()
 
 
@@ -299,10 +322,12 @@ class PacedRow:
 
     def __init__(self, pace: Pace, resends: bool = False, most: int = MOST_CHOSEN_NODES) -> None:
         self._pace = pace
-        self._resends, self._most = resends, most
+        self._resends = resends
+        self._most = most
         self.most = 0
         self.backs_off = pace.rests
-        self._searched, self._taught = 0, 0.0
+        self._searched = 0
+        self._taught = 0.0
         self._empty_probes = 0  # probes without a good draft; each takes time, so later ones are rarer
         pace.credit.until_probe = min(pace.credit.until_probe, REST << 1)  # a new text may suit drafts better
 
@@ -353,7 +378,10 @@ def _choose(
         plain: Seconds per token of plain decoding.
         curve: Seconds of a step of each size, `[sizes]`.
     """
-    chosen, gain, most, before = FIRST, 0.0, 0.0, 1.0
+    chosen = FIRST
+    gain = 0.0
+    most = 0.0
+    before = 1.0
     last = seconds_at(curve, pending * rows)
     for sent in range(len(likely)):
         time = seconds_at(curve, (pending + sent + 1) * rows)
@@ -362,6 +390,8 @@ def _choose(
         again = (before - probability) * (pending + sent) if resends else 0.0
         gain += probability + taught - (time - last) / plain * (1 + again)
         if gain > most:
-            chosen, most = sent + 1, gain
-        before, last = probability if resends else 1.0, time
+            chosen = sent + 1
+            most = gain
+        before = probability if resends else 1.0
+        last = time
     return chosen, most

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled
 
-VISIBLE, FIRST, SCRATCH, BITS = 0, 1, 2, 3
+VISIBLE = 0
+FIRST = 1
+SCRATCH = 2
+BITS = 3
 WORD = 32
 """Slots in one word of a bit set."""
 
@@ -52,7 +55,9 @@ def write_masks(
     for row in range(len(firsts) - 1):
         begin = firsts[row]
         for slot in range(firsts[row + 1] - begin):
-            seen, first, above = mask[begin + slot], 0, parent_slots[begin + slot]
+            seen = mask[begin + slot]
+            first = 0
+            above = parent_slots[begin + slot]
             if window > 0:
                 first = max(places[begin + slot] - window + 1, 0)
             elif chunk > 0:

@@ -147,7 +147,8 @@ class Walks(Sequence["Walk | None"]):
 
     def set(self, row: int, walk: Walk) -> None:
         """Set the walk of a row."""
-        begin, count = self._forest.firsts[row], len(walk.tokens)
+        begin = self._forest.firsts[row]
+        count = len(walk.tokens)
         self.counts[row], self.stopped[row] = count, walk.stopped
         self.tokens[begin : begin + count] = walk.tokens
         self.paths[begin : begin + len(walk.path)] = walk.path
@@ -196,7 +197,9 @@ class Kept(Sequence[Sequence[int]]):
     """
 
     def __init__(self, forest: Forest, counts: Integers, paths: Integers) -> None:
-        self._forest, self.counts, self._paths = forest, counts, paths
+        self._forest = forest
+        self.counts = counts
+        self._paths = paths
 
     @overload
     def __getitem__(self, row: int) -> Sequence[int]: ...
@@ -207,7 +210,8 @@ class Kept(Sequence[Sequence[int]]):
     def __getitem__(self, row: int | slice) -> Sequence[int] | Sequence[Sequence[int]]:
         if isinstance(row, slice):
             return [self[place] for place in range(*row.indices(len(self)))]
-        forest, count = self._forest, int(self.counts[row])
+        forest = self._forest
+        count = int(self.counts[row])
         below = count - int(forest.roots[row]) - 1
         if below <= 0:
             return range(count)
@@ -222,7 +226,8 @@ class Kept(Sequence[Sequence[int]]):
         """Lists of nodes, which may be a `Kept` already."""
         if isinstance(kept, cls):
             return kept
-        counts, paths = np.array(list(map(len, kept)), dtype=np.int64), np.empty(len(forest.tokens), dtype=np.int64)
+        counts = np.array(list(map(len, kept)), dtype=np.int64)
+        paths = np.empty(len(forest.tokens), dtype=np.int64)
         for nodes, begin, root in zip(kept, forest.firsts, forest.roots, strict=False):
             below = nodes[root + 1 :]
             paths[begin : begin + len(below)] = below
@@ -231,13 +236,15 @@ class Kept(Sequence[Sequence[int]]):
     def misplaced(self) -> tuple[Integers, Integers, Integers]:
         """Accepted nodes whose slot is not the one behind the nodes kept before them: their row, their slot, and the
         slot where they belong, three arrays."""
-        forest, below = self._forest, np.maximum(self.counts - self._forest.roots - 1, 0)
+        forest = self._forest
+        below = np.maximum(self.counts - self._forest.roots - 1, 0)
         rows = np.repeat(np.arange(len(below)), below)
         if forest.is_plain or not len(rows):
             return rows[:0], rows[:0], rows[:0]
         steps = np.arange(len(rows)) - (below.cumsum() - below)[rows]
         firsts = forest.firsts[rows]
-        slots, targets = forest.slots[firsts + self._paths[firsts + steps]], forest.roots[rows] + 1 + steps
+        slots = forest.slots[firsts + self._paths[firsts + steps]]
+        targets = forest.roots[rows] + 1 + steps
         moved = np.flatnonzero(slots != targets)
         return rows[moved], slots[moved], targets[moved]
 

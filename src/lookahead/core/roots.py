@@ -95,7 +95,8 @@ class Roots:
     def _add_to_objects(self, rows: Integers, counts: Integers, tokens: Integers, parents: Integers) -> None:
         end = 0
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            begin, end = end, end + count
+            begin = end
+            end = end + count
             if count:
                 tree = self.tree(row)
                 tree.add_new_candidates(tokens[begin:end].tolist(), (parents[begin:end] + tree.root).tolist())
@@ -123,8 +124,10 @@ class Roots:
             counts[rows] += more
         firsts = counts.cumsum() - counts
         size = int(counts.sum())
-        tokens, parents = np.empty(size, dtype=np.int64), np.full(size, -1, dtype=np.int64)
-        reads, in_window = np.ones(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
+        tokens = np.empty(size, dtype=np.int64)
+        parents = np.full(size, -1, dtype=np.int64)
+        reads = np.ones(size, dtype=np.bool_)
+        in_window = np.zeros(size, dtype=np.bool_)
         roots = np.zeros(len(counts), dtype=np.int64)
         tokens[firsts] = self.tokens
         for rows, more, drafted, above in self._drafts:
@@ -133,7 +136,8 @@ class Roots:
         has_certain = False
         for row, tree in enumerate(self.trees):
             if tree is not None:
-                begin, end = firsts[row], firsts[row] + len(tree)
+                begin = firsts[row]
+                end = firsts[row] + len(tree)
                 tokens[begin:end], parents[begin:end] = tree.tokens, tree.parents
                 reads[begin:end], roots[row] = tree.needs_logits, tree.root
                 has_certain |= tree.certain > 0

@@ -74,7 +74,8 @@ class SequenceState:
 
     def fail(self, error: BaseException) -> None:
         """End the text because of `error`."""
-        self.error, self.finished = error, True
+        self.error = error
+        self.finished = True
 
     def ask_drafter(self, ask: Callable[[Drafter], T], otherwise: T) -> T:
         """Return `ask(drafter)`; if it raises, stop drafting and return `otherwise`."""

@@ -13,7 +13,8 @@ from lookahead.core.pace import TAUGHT, Pace
 from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
 
-_NO_CANDIDATES, _NO_ROWS = np.zeros(0), np.zeros(0, dtype=np.int64)
+_NO_CANDIDATES = np.zeros(0)
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class SharedPace:
@@ -53,13 +54,15 @@ class SharedPace:
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of `rows` rows with this mean sampling temperature."""
         self._offers.clear()
-        self.rows, self._teaching = rows, 0
+        self.rows = rows
+        self._teaching = 0
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
         pace.begin_step(rows)
-        self.backs_off, self.least = pace.rests, pace.least(rows) / 2
+        self.backs_off = pace.rests
+        self.least = pace.least(rows) / 2
 
     def _of_load(self, load: int, temperature: float) -> Pace:
         """Return the pace of a load; a new one starts from the costs of the nearest known load.
@@ -111,9 +114,11 @@ class SharedPace:
         """
         likely = np.concatenate([*(offered for offered, _, _ in self._offers), _NO_CANDIDATES])
         counts = np.concatenate([*(counts for _, counts, _ in self._offers), _NO_ROWS])
-        sent, end = self.share(likely, counts, pending, self._teaching), 0
+        sent = self.share(likely, counts, pending, self._teaching)
+        end = 0
         for _, of_rows, send in self._offers:
-            begin, end = end, end + len(of_rows)
+            begin = end
+            end = end + len(of_rows)
             send(sent[begin:end])
         self._offers.clear()
 

@@ -53,7 +53,8 @@ class Batch:
 
 def step(backend: Backend, batch: Batch) -> StepResults:
     """One forward pass for all sequences, and all that follows from it."""
-    sequences, mark = batch.sequences, batch.mark
+    sequences = batch.sequences
+    mark = batch.mark
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
     roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
@@ -158,7 +159,8 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequ
 
 def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[dict[RowsDrafter, list[int]], list[int]]:
     """The rows of each drafter that serves several, and the other rows that have a drafter."""
-    groups, single = dict[RowsDrafter, list[int]](), list[int]()
+    groups = dict[RowsDrafter, list[int]]()
+    single = list[int]()
     for row in rows:
         drafter = sequences[row].drafter
         if type(drafter) is NoDrafter:
@@ -209,7 +211,8 @@ def _notify(
             if result is not None:
                 sequence.watcher(result, explanation, seconds, sequence.finished)
         for listener in sequence.listeners:
-            tokens, nodes = results.walks.tokens_of(row), int(results.nodes[row])
+            tokens = results.walks.tokens_of(row)
+            nodes = int(results.nodes[row])
             listener(StepRecord(sequence.index, sequence.steps, tokens, nodes, sequence.finished))
     except Exception as error:
         sequence.fail(error)

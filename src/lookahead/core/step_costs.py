@@ -102,11 +102,14 @@ class StepCosts:
         state, cross_covariance = np.zeros((2, PLAIN + 1))
         covariance = _INITIAL_COVARIANCE + 100  # of logarithms: large, because the guess may be in any unit
         outliers, times = np.zeros((2, PLAIN + 1), dtype=np.int64)
-        noise, expected, curve = np.array([NOISE**2]), guess.copy(), guess.copy()
+        noise = np.array([NOISE**2])
+        expected = guess.copy()
+        curve = guess.copy()
         self._filter = FilterState(
             self._guess, state, covariance, cross_covariance, noise, outliers, times, expected, curve
         )
-        self.curve, self.times = curve, times
+        self.curve = curve
+        self.times = times
         self._learn = TypedLoop(_update)
 
     @classmethod
@@ -230,13 +233,17 @@ def _update(nodes: int, context: int, seconds: float, plain_nodes: int, plain: b
     for size in range(PLAIN):
         expected[size] = guess[0, size] + context * guess[1, size]
     low, share = _place(nodes)
-    high, share = low + 1, min(share, 1.0)
+    high = low + 1
+    share = min(share, 1.0)
     if plain:
-        low, high, share = PLAIN, PLAIN, 0.0
+        low = PLAIN
+        high = PLAIN
+        share = 0.0
     variance = _add_process_noise(covariance, DRIFT**2, low, high, share, cross_covariance)
     error = math.log(seconds / seconds_at(expected, nodes)) - (1 - share) * state[low] - share * state[high]
 
-    size, usual = high if share > 0.5 else low, CHANGE * math.sqrt(variance + noise[0])
+    size = high if share > 0.5 else low
+    usual = CHANGE * math.sqrt(variance + noise[0])
     times[size] += 1
     outliers[size] = outliers[size] + 1 if error > usual else 0
     changed = bool(error < -usual or outliers[size] >= CHANGE)

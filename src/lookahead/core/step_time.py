@@ -50,7 +50,9 @@ class StepTimer:
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], packed: bool = False) -> None:
-        self._clock, self._wall, self._packed = clock, wall, packed
+        self._clock = clock
+        self._wall = wall
+        self._packed = packed
         self._seconds = Seconds()
         self._start = self._since = 0.0
         self._context = 0
@@ -58,7 +60,8 @@ class StepTimer:
 
     def begin(self, batch: Batch) -> None:
         """Start timing a step."""
-        sequences, self._seconds = batch.sequences, batch.statistics.seconds
+        sequences = batch.sequences
+        self._seconds = batch.statistics.seconds
         self._context = max([len(sequence.tokens) for sequence in sequences])
         self._completes = all(
             sequence.finished or len(sequence.tokens) + 1 >= sequence.most_tokens for sequence in sequences
@@ -77,7 +80,8 @@ class StepTimer:
 
     def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
         """Return the time and the outcome of the step; `drafted` is whether it searched for a draft."""
-        forest, walks = results.forest, results.walks
+        forest = results.forest
+        walks = results.walks
         going = int(np.count_nonzero(walks.counts))
         prompts = bool(forest.roots.any()) and any(
             root > 0 and (self._packed or sequence.steps <= 1)

@@ -127,7 +127,8 @@ class TokenTree:
         if not certain:
             return self
         tree = copy(self)
-        tree.root, tree.certain = self.root + certain, 0
+        tree.root = self.root + certain
+        tree.certain = 0
         return tree
 
     def add_candidates(self, tokens: Iterable[int], parent: int | None = None) -> list[int]:

@@ -64,7 +64,9 @@ def follow(tree: TokenTree, take: Callable[[int], tuple[int, bool]]) -> Walk:
         take: Selects the token after a node and adds it to the text; returns it, and whether the text is complete with
             it. Called once for each token of the output, in order.
     """
-    node, path, tokens = tree.root, list[int](), list[int]()
+    node = tree.root
+    path = list[int]()
+    tokens = list[int]()
     while True:
         token, stopped = take(node)
         tokens.append(token)
@@ -97,7 +99,9 @@ def _walk_plain_rows(
         end_tokens[kind, : len(ends)] = ends
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     at_once(_walk)(plan, end_tokens, trees, predictions, (walks.tokens, walks.paths), walks.counts, walks.stopped)
-    tokens, firsts, counts = walks.tokens.tolist(), forest.firsts.tolist(), walks.counts.tolist()
+    tokens = walks.tokens.tolist()
+    firsts = forest.firsts.tolist()
+    counts = walks.counts.tolist()
     for row, text in zip(rows, texts, strict=True):
         begin = firsts[row]
         text.tokens += tokens[begin : begin + counts[row]]
@@ -105,7 +109,8 @@ def _walk_plain_rows(
 
 def compile_walk(forest: Forest) -> None:
     """Run the compiled loop once, on arrays of the types that steps have."""
-    walks, plan = Walks(forest), np.zeros((len(forest), 3), dtype=np.int64)
+    walks = Walks(forest)
+    plan = np.zeros((len(forest), 3), dtype=np.int64)
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     results = (walks.tokens, walks.paths), walks.counts, walks.stopped
     _walk(plan, np.zeros((1, 0), dtype=np.int64), trees, forest.tokens, *results)
@@ -133,8 +138,12 @@ def _walk(
     firsts, roots, tokens, parents, in_window = trees
     selected, paths = found
     for row in range(len(plan)):
-        begin, remaining, ends = firsts[plan[row, 0]], plan[row, 1], end_tokens[plan[row, 2]]
-        end, node, count = firsts[plan[row, 0] + 1] - begin, roots[plan[row, 0]], FIRST
+        begin = firsts[plan[row, 0]]
+        remaining = plan[row, 1]
+        ends = end_tokens[plan[row, 2]]
+        end = firsts[plan[row, 0] + 1] - begin
+        node = roots[plan[row, 0]]
+        count = FIRST
         stopped = False
         while node >= 0:
             token = predictions[begin + node]
@@ -143,7 +152,8 @@ def _walk(
             stopped = count >= remaining
             for one in ends:
                 stopped = stopped or one == token
-            before, node = node, FIRST - 1
+            before = node
+            node = FIRST - 1
             for child in range(before + 1, end):
                 at = begin + child
                 if not stopped and parents[at] == before and tokens[at] == token and not in_window[at]:

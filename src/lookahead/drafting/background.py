@@ -57,7 +57,8 @@ class BackgroundCompilation:
         elif config.preset != "autoregressive" and not compile_loops.cache_info().currsize:
             with self._lock:
                 if not LOOPS.awaited and not are_kept():
-                    self._other, LOOPS.awaited = _start(), True
+                    self._other = _start()
+                    LOOPS.awaited = True
             if LOOPS.awaited:
                 note()
 

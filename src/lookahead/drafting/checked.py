@@ -71,7 +71,8 @@ class CheckedDrafter:
             InvalidArgumentError: The tree is too large, a token is outside of the vocabulary, or a parent does not
                 precede its child.
         """
-        before, known = len(tree), tree.vocabulary
+        before = len(tree)
+        known = tree.vocabulary
         tree.vocabulary = sys.maxsize  # so that unknown tokens raise an error below, instead of being left out
         self._drafter.propose(tree)
         tree.vocabulary = known
@@ -81,7 +82,8 @@ class CheckedDrafter:
                 "root included; propose fewer, or choose a larger step_budget"
             )
         for node in range(before, len(tree)):
-            token, parent = tree.tokens[node], tree.parents[node]
+            token = tree.tokens[node]
+            parent = tree.parents[node]
             if not isinstance(token, Integral) or not 0 <= token < known:
                 raise InvalidArgumentError(
                     f"drafter={self._drafter!r} proposed token {token!r}, which the model does not know; its tokens "

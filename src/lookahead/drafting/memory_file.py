@@ -141,14 +141,16 @@ def merge(memory: DraftMemory, other: DraftMemory) -> None:
             f"a memory of orders={other.orders}, capacity={other.capacity}, top_k={other.top_k} cannot be merged into "
             f"one of orders={memory.orders}, capacity={memory.capacity}, top_k={memory.top_k}; use equal sizes"
         )
-    mine, theirs = memory.entries, other.entries
+    mine = memory.entries
+    theirs = other.entries
     with memory.lock:
         memory.clock = max(memory.clock, other.clock)
         heads, followers = (
             np.concatenate([one.reshape(-1, WAYS, *one.shape[2:]), two.reshape(-1, WAYS, *two.shape[2:])], axis=1)
             for one, two in zip(mine[:2], theirs[:2], strict=True)
         )  # both memories' entries of each set, `[sets, 2 * ways, ...]`
-        tags, stamps = heads["tag"], np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
+        tags = heads["tag"]
+        stamps = np.where(heads["tag"], heads["stamp"].astype(np.int64), -1)
         same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
         newer = stamps[:, None, WAYS:] > stamps[:, :WAYS, None]
         stamps[:, :WAYS][(same & newer).any(axis=2)] = -1
@@ -179,7 +181,8 @@ def save_memory(memory: DraftMemory, path: str | Path, model: str) -> int:
         OSError: The file cannot be written; it is unchanged.
     """
     with memory.lock:
-        arrays, clock = memory_arrays(memory), memory.clock
+        arrays = memory_arrays(memory)
+        clock = memory.clock
         vocabulary = np.array(memory.vocabulary, dtype=np.int64)
     with replaced(Path(path), binary=True) as file:
         np.savez(  # uncompressed: compression takes far longer than writing
@@ -207,7 +210,8 @@ def load_memory(path: str | Path, model: str) -> DraftMemory:
     content = BytesIO(Path(path).read_bytes())
     try:
         with np.load(content, allow_pickle=False) as arrays:
-            version, owner = int(_expect(arrays, "format", np.int64, ())), str(arrays["model"])
+            version = int(_expect(arrays, "format", np.int64, ()))
+            owner = str(arrays["model"])
             if version != _FORMAT:
                 raise _DamagedFileError(
                     f"was written by another version of this library (format {version}, this one reads {_FORMAT})"
@@ -228,7 +232,8 @@ def load_memory(path: str | Path, model: str) -> DraftMemory:
 
 def memory_arrays(memory: DraftMemory) -> dict[str, NDArray[np.generic]]:
     """Return the content of a memory as arrays by name."""
-    heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, memory.top_k)
+    heads = memory.entries.heads.reshape(-1)
+    followers = memory.entries.followers.reshape(-1, memory.top_k)
     used = np.flatnonzero(heads["tag"])
     return {
         "ngram_sizes": np.array([memory.orders, memory.capacity, memory.top_k, memory.clock], dtype=np.int64),
@@ -252,7 +257,8 @@ def memory_of(arrays: Mapping[str, NDArray[Any]]) -> DraftMemory:
     """
     orders, capacity, top_k, clock = _expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
     memory = DraftMemory(orders, capacity, top_k, float(_expect(arrays, "ngram_old_share", np.float64, ())))
-    heads, followers = memory.entries.heads.reshape(-1), memory.entries.followers.reshape(-1, top_k)
+    heads = memory.entries.heads.reshape(-1)
+    followers = memory.entries.followers.reshape(-1, top_k)
     slots = _expect(arrays, "ngram_slots", np.int64, (None,))
     count = len(slots)
     stamps = _expect(arrays, "ngram_stamps", np.uint32, (count,))

@@ -58,7 +58,8 @@ class NGramPool:
 
     def statistics(self) -> dict[str, Any]:
         """Return the numbers of n-grams and first tokens, n-grams per first token, lookups, and the hit rate."""
-        entries, keys = len(self), len(self._guesses)
+        entries = len(self)
+        keys = len(self._guesses)
         return {
             "entries": entries,
             "keys": keys,

@@ -36,7 +36,9 @@ class TokenRecyclingDrafter:
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first."""
         queue: list[tuple[float, int, int, int]] = []  # minus the probability, tie-breaker, parent, token
-        node, probability, pushed = tree.root, 1.0, count()
+        node = tree.root
+        probability = 1.0
+        pushed = count()
         for _ in range(self.budget - 1):
             if tree.depths[node] - tree.depths[tree.root] < tree.room:
                 for token, share in self._followers.get(tree.tokens[node], ()):

@@ -85,5 +85,6 @@ class JacobiWindow:
         ngrams = list(zip([root, *self._trunk], *self._rows, new_row, strict=True))
         rows = [*self._rows, new_row]
         # The next root replaces the first token of row 1.
-        self._trunk, self._rows = rows[0][1:], rows[1:]
+        self._trunk = rows[0][1:]
+        self._rows = rows[1:]
         return ngrams

@@ -50,7 +50,8 @@ class Exchange:
         self._monitor = monitor
         self._names = list(names)
         self._timeout = timeout
-        self.rank, self.size = monitor.rank, len(names)
+        self.rank = monitor.rank
+        self.size = len(names)
         self.failure: ParallelError | None = None
 
     def gather(self, message: Bytes) -> list[Bytes]:
@@ -112,7 +113,8 @@ class Exchange:
                 sleep(0.05)  # the heartbeats that show which rank died arrive later
             except RuntimeError as error:
                 if work is None or work.is_completed():
-                    started, broken = monotonic(), error
+                    started = monotonic()
+                    broken = error
             reason = self._reason(broken, monotonic() - started > self._timeout)
             if reason is not None:
                 ended = ParallelError(_ENDED + reason.removeprefix(_ENDED))
@@ -126,7 +128,8 @@ class Exchange:
             return sign.failure if sign.blamed else f"rank {self._names[rank]} failed: {sign.failure}"
         if monitor.store_lost:
             return f"{self._store_keeper()} cannot be reached any more"
-        silent, late = monitor.silent(), monitor.late()
+        silent = monitor.silent()
+        late = monitor.late()
         if broken is not None and silent:
             return f"{self.who(silent)} died: a connection was closed and no heartbeat came since"
         if not overdue:

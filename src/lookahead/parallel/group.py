@@ -56,7 +56,9 @@ class ParallelGroup:
     """
 
     def __init__(self, exchange: Exchange, tensor_mesh: DeviceMesh | None = None, owns_processes: bool = False) -> None:
-        self.rank, self.size, self.tensor_mesh = exchange.rank, exchange.size, tensor_mesh
+        self.rank = exchange.rank
+        self.size = exchange.size
+        self.tensor_mesh = tensor_mesh
         self._exchange = exchange
         self._owns_processes = owns_processes
         self._closed = False
@@ -99,7 +101,8 @@ class RanksSession(CallSession):
     refuses_inputs = "one process has to read it; leave parallel out"
 
     def __init__(self, exchange: Exchange, model: PreTrainedModel) -> None:
-        self._exchange, self._model = exchange, model
+        self._exchange = exchange
+        self._model = model
         self.speaks = exchange.rank == 0
 
     def settle(self, config: LookaheadConfig) -> LookaheadConfig:
@@ -147,9 +150,14 @@ class RanksCall(Call):
     runner: ModelRunner
 
     def __init__(self, exchange: Exchange, local: Call, runner: ModelRunner) -> None:
-        self._exchange, self._local, self.runner = exchange, local, runner
-        self.clock, self.keeps_cache, self.invariant_rows = local.clock, local.keeps_cache, local.invariant_rows
-        self.model_holds, self.rows = local.model_holds, local.rows
+        self._exchange = exchange
+        self._local = local
+        self.runner = runner
+        self.clock = local.clock
+        self.keeps_cache = local.keeps_cache
+        self.invariant_rows = local.invariant_rows
+        self.model_holds = local.model_holds
+        self.rows = local.rows
 
     def backend(self, sequences: Sequence[SequenceState], asks_others: bool) -> ParallelRunner:
         """Return the runner of the trees of all ranks, which verifies drafts on all of them together."""
@@ -218,7 +226,8 @@ def join(
                 f"parallel: the processes of a run did not find each other ({str(error).splitlines()[0]}); start all "
                 "of them, with the same MASTER_ADDR and MASTER_PORT"
             ) from error
-    world, this_rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    this_rank = dist.get_rank()
     divides = world % tensor_parallel == 0
     require(divides, "tensor_parallel", tensor_parallel, f"must be a divisor of {world} processes")
     if process_group is None:  # the ranks that hold the same part of the model
@@ -228,7 +237,8 @@ def join(
         patience = timedelta(seconds=2 * timeout + TIMEOUT)
         group, _ = dist.new_subgroups_by_enumeration(parts, patience, "gloo")  # type: ignore[no-untyped-call]
     else:
-        group, names = process_group, dist.get_process_group_ranks(process_group)
+        group = process_group
+        names = dist.get_process_group_ranks(process_group)
         require(tensor_parallel == 1, "tensor_parallel", tensor_parallel, "must be 1 with a process_group")
     mesh = None
     if tensor_parallel > 1:

@@ -54,7 +54,8 @@ class Monitor:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         # A separate connection, if torch can make one: otherwise queries of the main thread wait for this thread's.
         self._store: Store = store.clone() if hasattr(store, "clone") else store
-        self.rank, self._size = rank, size
+        self.rank = rank
+        self._size = size
         self._next = Heartbeat()  # the next one to send: the thread counts, the main thread sets the other fields
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
         self._last_seen = [0] * size  # by rank: this rank's heartbeat count when a new heartbeat was last read

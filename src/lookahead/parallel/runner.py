@@ -52,7 +52,9 @@ class ParallelRunner(Backend):
     def __init__(self, local: ModelRunner, exchange: Exchange, rows: int, alone: bool) -> None:
         self.rank = exchange.rank
         self._local = local
-        self.prefill, self.complete, self.serving = local.prefill, local.complete, local.serving
+        self.prefill = local.prefill
+        self.complete = local.complete
+        self.serving = local.serving
         self._exchange = exchange
         self._alone = alone
         # For each row and rank: accepted tokens missing from the rank's cache.
@@ -74,7 +76,8 @@ class ParallelRunner(Backend):
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """Return the tree of pending tokens that a single process would have, the same on every rank."""
-        local_row, level = self._local.rows[row], [0] * self._exchange.size
+        local_row = self._local.rows[row]
+        level = [0] * self._exchange.size
         cached = local_row.length
         local_tree = self._local.begin_tree(row, text)
         if local_row.length < cached:  # the text is computed anew, by every rank
@@ -100,7 +103,9 @@ class ParallelRunner(Backend):
             after nodes that this rank owns, until `walk` adds the others.
         """
         self._forest = forest = Forest.of(trees)
-        self._splits, self._places, local_trees = [], [], []
+        self._splits = []
+        self._places = []
+        local_trees = []
         for row, tree in enumerate(forest):
             local_tree = self._local_trees.pop(row, self.idle_tree())
             split = split_tree(tree, [tree.root + 1 + behind for behind in self._behind[row]])
@@ -115,7 +120,8 @@ class ParallelRunner(Backend):
         logit_rows = [_rows(*row) for row in zip(results, self._splits, self._places, strict=True)]
 
         def find() -> Listed:
-            ids, chances = predictions["ids"].astype(np.int64), predictions["chances"].astype(np.float32)
+            ids = predictions["ids"].astype(np.int64)
+            chances = predictions["chances"].astype(np.float32)
             return Listed(ids, chances, predictions["likeliest"].astype(np.int64))
 
         whole = results[0].whole
@@ -145,7 +151,8 @@ class ParallelRunner(Backend):
             if not nodes:
                 local_kept.append([])
                 continue
-            places, path = self._places[row], nodes[tree.root + 1 :]
+            places = self._places[row]
+            path = nodes[tree.root + 1 :]
             run = [_held(path, held) for held in split.held]
             self._behind[row] = [len(path) - count for count in run]
             local_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
@@ -182,7 +189,8 @@ class ParallelRunner(Backend):
     ) -> tuple[int, bool]:
         """Select the token after `node` on the rank that owns it, and append it on all ranks, like `take_token`."""
         owner = int(owners[node])
-        sampler, mine = sequence.sampler, self.rank == owner
+        sampler = sequence.sampler
+        mine = self.rank == owner
         message = np.zeros(2, dtype=np.int32)
         if mine:
             message[:] = take_token(sequence, result, node)
@@ -221,7 +229,8 @@ def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> di
     for node in range(tree.root):
         local_tree.needs_logits[node + extra] = bool(split.owners[node] == rank)
     for node in split.held[rank]:
-        parent, token = places[tree.parents[node]], tree.tokens[node]
+        parent = places[tree.parents[node]]
+        token = tree.tokens[node]
         if tree.kinds[node] is NodeKind.CANDIDATE:
             (places[node],) = local_tree.add_candidates([token], parent)
         else:

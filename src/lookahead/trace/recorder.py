@@ -70,7 +70,8 @@ class TracedStep:
         """Copy the recorded values of a step; see `StepWatcher` for the arguments."""
         tree = result.tree
         root = tree.root
-        ids, probabilities = result.top_ids, result.top_probabilities
+        ids = result.top_ids
+        probabilities = result.top_probabilities
         listed = ids.shape[-1] > 0 and len(ids) == len(tree)
         likeliest = []
         for node in result.selected_after if listed else []:
@@ -236,7 +237,8 @@ FORMAT = 1
 
 _PATH = "must be the path of the page, as in 'trace.html'"
 
-_MARK, _HEAD = b'<meta name="generator" content="lookahead trace">', 256
+_MARK = b'<meta name="generator" content="lookahead trace">'
+_HEAD = 256
 """Mark of a trace page, and the number of bytes at its start that contain the mark."""
 
 _PARTS = ("draft", "forward", "verify", "commit")
@@ -350,7 +352,8 @@ def pieces(steps: Sequence[Sequence[int]], tokenizer: Any, prompt: Sequence[int]
     """Text that each step added. A character with tokens in two steps belongs to the later one."""
     if tokenizer is None:
         return [decode(step, None) + " " for step in steps]
-    builder, parts = TextBuilder(tokenizer, prompt, dropped=()), []
+    builder = TextBuilder(tokenizer, prompt, dropped=())
+    parts = []
     for step in steps:
         for token in step:
             builder.add(token)

@@ -31,7 +31,10 @@ TOLERANCE = 0.25
 """Largest difference to the logits of plain decoding, in standard deviations of the logits. Rounding of 4-bit weights
 causes less than a tenth of this; a wrong attention mask causes about one."""
 
-_PROMPT, _LENGTH, _DEPTH, _DECOYS = 6, 19, 3, 1
+_PROMPT = 6
+_LENGTH = 19
+_DEPTH = 3
+_DECOYS = 1
 _LEAVES = _DEPTH * _DECOYS + 1
 
 
@@ -41,7 +44,8 @@ def check_model(model: LlamaModel) -> None:
     Raises:
         UnsupportedModelError: The logits differ, or the architecture is not supported.
     """
-    name, library = f"path={str(model.path)!r}: the model", binding()
+    name = f"path={str(model.path)!r}: the model"
+    library = binding()
     for applies, feature in (
         (library.llama_model_has_encoder, "has an encoder"),
         (library.llama_model_is_diffusion, "is a diffusion model"),

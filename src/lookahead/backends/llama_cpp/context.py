@@ -52,7 +52,8 @@ def error_lines() -> Iterator[list[str]]:
             lines.append(text.decode(errors="replace").strip())
 
     callback = llama_cpp.llama_log_callback(keep)
-    before, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    before = llama_cpp.llama_log_callback()
+    data = ctypes.c_void_p()
     with _log_lock:
         llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
         llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
@@ -66,7 +67,8 @@ MOST_SEQUENCES = 256
 """Largest number of sequence ids in llama.cpp (`LLAMA_MAX_SEQ`)."""
 
 _F32, _F16 = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16
-_FLASH_AUTO, _FLASH_OFF = -1, 0
+_FLASH_AUTO = -1
+_FLASH_OFF = 0
 _CELLS = 256
 """Cells that llama.cpp allocates and reads at a time."""
 
@@ -94,8 +96,10 @@ class TokenBatch:
         self.sequences = np.zeros(most, dtype=np.uint64)
         self.reads = np.zeros(most, dtype=np.int8)
         self.struct = binding().llama_batch()
-        self.struct.token, self.struct.pos = _pointer(self.tokens), _pointer(self.positions)
-        self.struct.n_seq_id, self.struct.logits = _pointer(self.counts), _pointer(self.reads, ctypes.c_int8)
+        self.struct.token = _pointer(self.tokens)
+        self.struct.pos = _pointer(self.positions)
+        self.struct.n_seq_id = _pointer(self.counts)
+        self.struct.logits = _pointer(self.reads, ctypes.c_int8)
         self.struct.seq_id = _pointer(self.sequences, ctypes.POINTER(ctypes.c_int32))
 
 

@@ -123,7 +123,10 @@ class LlamaModel:
     """
 
     def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
-        self.path, self.threads, self.fast_kv, self.gpu_layers = path, threads, fast_kv, n_gpu_layers
+        self.path = path
+        self.threads = threads
+        self.fast_kv = fast_kv
+        self.gpu_layers = n_gpu_layers
         self._free: LlamaContext | None = None
         self._lock = Lock()
         library = binding()
@@ -151,7 +154,9 @@ class LlamaModel:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token, in llama.cpp's serialised form."""
-        context, ids, sizes = self.acquire(2, 1), np.zeros(1, dtype=np.int32), []
+        context = self.acquire(2, 1)
+        ids = np.zeros(1, dtype=np.int32)
+        sizes = []
         batch = context.batch
         batch.tokens[0], batch.sequences[0], batch.counts[0], batch.reads[0] = 0, ids.ctypes.data, 1, 0
         for batch.positions[0] in range(2):
@@ -179,7 +184,8 @@ class LlamaModel:
             resumes: Keep the text that the context was released with. Otherwise the context is empty.
         """
         with self._lock:
-            context, self._free = self._free, None
+            context = self._free
+            self._free = None
         if context is not None and context.cells >= cells and context.sequences >= sequences:
             if context.text and not resumes:
                 context.clear()

@@ -44,7 +44,8 @@ def branches(tree: TokenTree, layout: Layout | None = None) -> Branches:
         return Branches(layout, only, only, 1)
     is_leaf = np.ones(len(tree), dtype=np.int64)
     is_leaf[layout.parent_slots[1:]] = 0
-    first, below = is_leaf.cumsum() - is_leaf, is_leaf.tolist()
+    first = is_leaf.cumsum() - is_leaf
+    below = is_leaf.tolist()
     parents = layout.parent_slots.tolist()
     for slot in range(len(tree) - 1, 0, -1):  # a node comes after its parent
         below[parents[slot]] += below[slot]
@@ -79,7 +80,8 @@ class LlamaRow(TextRow):
         If `other` was set apart, the tokens are loaded into new cells. Without enough cells, this row stays empty.
         """
         self._pool.give([self], [1])
-        context, sequence = self._pool.context, self.ids[0]
+        context = self._pool.context
+        sequence = self.ids[0]
         if other._apart is None:
             context.copy(other.ids[0], sequence, 0, tokens)
         elif context.load(other._apart, sequence):
@@ -137,7 +139,8 @@ class SequenceIds:
                 continue
             if len(self._spare) < missing:
                 self._reclaim(missing, dict(zip(rows, counts, strict=True)))
-            taken, self._spare = self._spare[:missing], self._spare[missing:]
+            taken = self._spare[:missing]
+            self._spare = self._spare[missing:]
             if row.length:
                 for sequence in taken:
                     self.context.copy(row.ids[0], sequence)

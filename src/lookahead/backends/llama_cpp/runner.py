@@ -104,7 +104,8 @@ class LlamaRunner(Runner):
 
     def _place(self, row: LlamaRow, below: Branches, start: int) -> None:
         """Write the nodes of a row's tree into the batch, from index `start`."""
-        batch, layout = self.llama_context.batch, below.layout
+        batch = self.llama_context.batch
+        layout = below.layout
         place = slice(start, start + len(layout.order))
         batch.tokens[place] = layout.tokens
         batch.positions[place] = row.length + layout.depths
@@ -116,8 +117,10 @@ class LlamaRunner(Runner):
         batch.counts[start : start + layout.pending] = len(row.ids)
 
     def _commit(self, row: LlamaRow, below: Branches, path: Sequence[int]) -> None:
-        start, pending = row.length, below.layout.pending
-        end, decided = start + len(path), start + min(pending, len(path))
+        start = row.length
+        pending = below.layout.pending
+        end = start + len(path)
+        decided = start + min(pending, len(path))
         row.length = end
         if len(path) == pending == len(below.layout.order):
             return
@@ -131,7 +134,8 @@ class LlamaRunner(Runner):
                     self.llama_context.copy(keep, sequence, decided, end)
 
 
-_TEXT, _SAVED = 0, 1
+_TEXT = 0
+_SAVED = 1
 """Sequence ids: the text, and the text as it was before a draft."""
 
 

@@ -31,7 +31,8 @@ class GGUFSession(Session):
     refuses_inputs = "a GGUF model reads token ids only; leave it out"
 
     def __init__(self, model: GGUFModel) -> None:
-        self._model, self.number_type = model, model.llama.number_type
+        self._model = model
+        self.number_type = model.llama.number_type
         # CPU time of the calling thread is exact only if all layers run on the CPU.
         self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
@@ -114,7 +115,8 @@ class GGUFCall(Call):
         self._model = llama = model.llama
         check_call(llama, prompts, config)
         self.clock = clock
-        rows, most = prompts.rows, most_nodes(model, config, prompts.rows)
+        rows = prompts.rows
+        most = most_nodes(model, config, prompts.rows)
         nodes = min(config.max_nodes, most)
         cells = rows * (generation_config.max_length - min(prompts.padding) + nodes)
         sequences = 2 if llama.has_states else min(MOST_SEQUENCES, rows * max(nodes - 1, 1))

@@ -188,7 +188,8 @@ class ChainRow(TextRow):
         self.name = cache_name(model)
         self.content: Any = empty_cache(model) if content is None else content
         self.length = 0 if content is None else content.get_seq_length()
-        self.before, self.shift = before, limits_of(model).first_position
+        self.before = before
+        self.shift = limits_of(model).first_position
         self.copied_bytes = 0
         self._source = source or {}
         self._whole = torch.empty(1, 0, dtype=torch.long, device=model.device) if reads_whole(model) else None
@@ -221,7 +222,8 @@ class ChainRow(TextRow):
         Raises:
             UnsupportedModelError: See `SavedState.restore`.
         """
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if kept == sent:
             self.length += sent
             if self._whole is not None:

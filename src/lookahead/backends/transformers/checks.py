@@ -51,7 +51,8 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, Uns
 Rules = tuple[tuple[Callable[[Any], object], str], ...]
 """What shows from the outside: what something is known by, and why it is refused. `{it}` and `{kind}` are filled in."""
 
-_CPU, _CUDA = "cpu", "cuda"
+_CPU = "cpu"
+_CUDA = "cuda"
 
 ADAPTERS: Rules = (
     (
@@ -177,7 +178,8 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
         UnsupportedModelError: It can be run on neither; the message says why.
     """
     _check_outside(model)
-    made, setting = state_of(model).trials.made, model_setting(model)
+    made = state_of(model).trials.made
+    setting = model_setting(model)
     if ("chains", *setting) in made:
         return True
     if ("trees", *setting) in made:
@@ -257,7 +259,8 @@ def _try_trees(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"{name} gives logits that are not finite, in {model.dtype}; {advice}")
         if are_close([drafted], [plain], model.dtype):
             return
-        found, allowed = difference([drafted], [plain]), tolerance([plain], model.dtype)
+        found = difference([drafted], [plain])
+        allowed = tolerance([plain], model.dtype)
         if not found <= allowed:
             break
     raise UnsupportedModelError(
@@ -268,7 +271,8 @@ def _try_trees(model: PreTrainedModel) -> None:
 
 def _check_chains(model: PreTrainedModel) -> None:
     """Refuse a model that reads chains otherwise than single tokens."""
-    kind, name = equivalence(model), f"model={type(model).__name__}"
+    kind = equivalence(model)
+    name = f"model={type(model).__name__}"
     state = "keeps a running state (Mamba-style or linear attention)"
     what = f"{name} {'is an encoder-decoder' if is_encoder_decoder(model) else state}"
     if not kind.holds("chains"):

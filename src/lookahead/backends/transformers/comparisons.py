@@ -28,7 +28,8 @@ TEXTS = 3
 _SMALL = 1e-3
 """Part of the largest logit that is no difference yet; the miniature shows finer ones."""
 _CHAIN_PROMPT = 6
-_BITS_TEXT, _BITS_PROMPT = 7, 3
+_BITS_TEXT = 7
+_BITS_PROMPT = 3
 """Tokens of the text that invariant passes are compared along, and of its prompt."""
 
 

@@ -191,7 +191,8 @@ class Composition:
             return False
 
     def _has_same_attributes(self, spaces: Sequence[Namespace], after_passes: bool) -> bool:
-        now, before = list(map(_tokens, spaces)), self._noted[0]
+        now = list(map(_tokens, spaces))
+        before = self._noted[0]
         changed = {
             (place, name)
             for place, (new, old) in enumerate(zip(now, before, strict=True))

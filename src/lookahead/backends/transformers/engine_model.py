@@ -84,7 +84,8 @@ def _attention_for_trees(model: PreTrainedModel) -> str | None:
     if model.device.type == "cuda":
         return TREE_ATTENTION if find_spec("triton") is not None else None
     sizes = vars(config)  # as a dict: some configurations refuse to name a size that differs between layers
-    heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    heads = sizes.get("num_attention_heads")
+    shared = sizes.get("num_key_value_heads")
     folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads
     return FOLDED_SDPA if folds else None
 
@@ -130,8 +131,10 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
         return packed
     if invariant:
         raise _unsupported(model, packed)
-    engine, kind = engine_model(model, pack_weights), equivalence(model)
-    ends, together = kind.holds("positions_end"), kind.holds("batches")
+    engine = engine_model(model, pack_weights)
+    kind = equivalence(model)
+    ends = kind.holds("positions_end")
+    together = kind.holds("batches")
     runner = ModelRunner(engine, most_nodes=MAX_NODES_PER_STEP, positions_end=ends, together=together)
 
     def check() -> None:

@@ -142,7 +142,8 @@ class _Comparison:
 
     def padded_caches(self) -> bool:
         """The first layer's keys of a text behind padding, and those that plain decoding leaves in its cache."""
-        text, padding = self._text[:_PROMPT], 3
+        text = self._text[:_PROMPT]
+        padding = 3
         runner = self._runner(padding=padding)
         tree = TokenTree(text)
         runner.forward([tree])

@@ -36,7 +36,8 @@ _DISPATCH = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")
 _KNOWN = {"torch", "transformers", "lookahead", "builtins"}
 """Where the classes of models come from whose code does not change while versions stay."""
 
-_SAMPLED, _VALUES = 16, 64
+_SAMPLED = 16
+_VALUES = 64
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """What a configuration says that is no part of which model it is."""
 

@@ -99,8 +99,11 @@ class FixedPasses:
     """
 
     def __init__(self, model: PreTrainedModel, cache: StaticTreeCache, clock: PausingClock, lists: int = 0) -> None:
-        self._model, self._device = weakref.ref(model), model.device
-        self._cache, self._clock, self._lists = cache, clock, lists
+        self._model = weakref.ref(model)
+        self._device = model.device
+        self._cache = cache
+        self._clock = clock
+        self._lists = lists
         self.recorded = Recorded()
         self._setting: object = self
         self.serve(None)
@@ -128,7 +131,9 @@ class FixedPasses:
             self.inputs[size] = make(size)
         self.inputs[size].stage(*contents)
         if not self.has(size, top_k):
-            start, free, lists = perf_counter(), self._free, max(top_k, self._lists)
+            start = perf_counter()
+            free = self._free
+            lists = max(top_k, self._lists)
             with self._clock.paused():
                 work = self._work(self.inputs[size], lists)
                 self._passes[size] = lists, work if self._recorder is None else self._recorder(work)
@@ -138,7 +143,8 @@ class FixedPasses:
         return self._passes[size][1]()
 
     def _work(self, inputs: Any, top_k: int) -> Pass:
-        reference, cache = self._model, self._cache
+        reference = self._model
+        cache = self._cache
 
         def work() -> Outputs:
             model = reference()
@@ -183,7 +189,8 @@ class StaticInputs:
         self.nodes = nodes
         self.tokens, self.positions, self.columns = self._staged.there[:3]
         self.packed_masks = tuple(self._staged.there[3:])
-        self._masks, self._slots = masks, passes * nodes
+        self._masks = masks
+        self._slots = passes * nodes
         self._tokens, self._positions, self._columns, *self._packed = self._staged.here
         self._offsets = np.arange(nodes, dtype=np.int32)
 
@@ -202,7 +209,8 @@ class StaticInputs:
             plan: The trees, of at most `nodes` nodes, or `most`. Rows that have none are padding.
             part: Which `nodes` slots of the trees.
         """
-        rows, start = len(self._tokens), part * self.nodes
+        rows = len(self._tokens)
+        start = part * self.nodes
         part_slots = slice(start, start + self.nodes)
         tokens, places, positions = padded(plan, rows, self._slots)
         lengths = np.zeros(rows, dtype=np.int64)
@@ -256,7 +264,8 @@ class StaticSteps:
         self.clock = PausingClock(model.device)
         self._passes = FixedPasses(model, self.cache, self.clock)
         self.recorded = self._passes.recorded
-        self._masks, self._device = MaskBuilder(model.config), model.device
+        self._masks = MaskBuilder(model.config)
+        self._device = model.device
 
     def make_room(self, needed: int) -> None:
         """Have room for so many tokens; grow by half at least, since graphs must be captured again."""

@@ -50,7 +50,8 @@ def _own_forward(kind: Any) -> Any:
 @torch.no_grad()
 def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
     """Which of `MANNERS` gives the bits of a norm of 16 bits, but for the order in which a mean is summed."""
-    weight, epsilon = module._parameters.get("weight"), _epsilon_of(module)
+    weight = module._parameters.get("weight")
+    epsilon = _epsilon_of(module)
     is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float) and len(module._parameters) == 1
     if not is_norm or weight is None or weight.is_meta or weight.dim() != 1 or weight.dtype.itemsize != 2:
         return None
@@ -118,7 +119,8 @@ def rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offse
     """`hidden` `[..., size]` over the root of its mean square, times `weight` `[size]` and `offset`; see `MANNERS`."""
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     dtype = torch.promote_types(hidden.dtype, weight.dtype) if rounds_first else hidden.dtype
-    output, size = torch.empty_like(rows, dtype=dtype), rows.shape[1]
+    output = torch.empty_like(rows, dtype=dtype)
+    size = rows.shape[1]
     block = triton.next_power_of_2(size)
     options = {"num_warps": min(max(block // 512, 1), 8), "enable_fp_fusion": False}
     with torch.cuda.device_of(rows):
@@ -161,13 +163,19 @@ def rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torc
 def _rotate_kernel(
     query, key, cos, sin, to_query, to_key, HEADS: constexpr, SIZE: constexpr, PART: constexpr, BLOCK: constexpr
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     if head < HEADS:
-        source, target, start = query, to_query, (row * HEADS + head) * SIZE
+        source = query
+        target = to_query
+        start = (row * HEADS + head) * SIZE
     else:
-        source, target, start = key, to_key, (row * (tl.num_programs(1) - HEADS) + head - HEADS) * SIZE
+        source = key
+        target = to_key
+        start = (row * (tl.num_programs(1) - HEADS) + head - HEADS) * SIZE
     place = tl.arange(0, BLOCK)
-    turns, is_first = place < PART, place < PART // 2
+    turns = place < PART
+    is_first = place < PART // 2
     partner = tl.where(is_first, place + PART // 2, place - PART // 2)
     states = tl.load(source + start + place, mask=place < SIZE, other=0.0)
     others = tl.load(source + start + partner, mask=turns, other=0.0).to(tl.float32)

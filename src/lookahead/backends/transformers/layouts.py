@@ -87,7 +87,8 @@ class Padded:
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
-        self._masks, self._device = masks, device
+        self._masks = masks
+        self._device = device
         self._dtype = model.dtype  # looking takes long
         attention = model.config._attn_implementation
         self.is_invariant = attention in (INVARIANT, BY_POSITION)
@@ -99,7 +100,8 @@ class Padded:
 
     def inputs(self, plan: PassPlan, cache: object = None) -> Inputs:
         """The arguments of a pass; they do not depend on the cache."""
-        forest, rows = plan.forest, plan.forest.rows
+        forest = plan.forest
+        rows = plan.forest.rows
         nodes = max(int(plan.counts.max()), -(-self._least_nodes // rows))
         if rows == 1:
             return self._bring(plan, *padded(plan, rows, nodes), forest.read_slots)
@@ -167,14 +169,16 @@ class Packed:
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
-        self._masks, self._device = masks, device
+        self._masks = masks
+        self._device = device
         self._dtype = model.dtype
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
     def inputs(self, plan: PassPlan, cache: PackedCache) -> Inputs:
         """Arguments of a pass; the attention function finds rows by the cache."""
-        forest, keep = plan.forest, plan.forest.read_slots
+        forest = plan.forest
+        keep = plan.forest.read_slots
         firsts = forest.firsts.tolist()
         sent = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)
         found = Inputs(sent[0], sent[1], keep)
@@ -189,7 +193,9 @@ class Packed:
     def _masks_of(self, kind: str, plan: PassPlan) -> list[torch.Tensor | None]:
         """Masks of layers of a kind, added to the scores of each row; see `PackedRows.masks`."""
         masks: list[torch.Tensor | None] = []
-        reach, forest, lengths = self._masks.reach(kind), plan.forest, plan.lengths.tolist()
+        reach = self._masks.reach(kind)
+        forest = plan.forest
+        lengths = plan.lengths.tolist()
         for row, (begin, end) in enumerate(pairwise(forest.firsts.tolist())):
             places = plan.places[begin:end]
             if not self.is_invariant and end - begin == 1 and not first_position(places, *reach)[0]:

@@ -88,7 +88,8 @@ class Limits:
         self.picks_after = _length(text_config, picks)
         # A text's last token is not read.
         self._chooses_after = _compresses_after(text_config) if self.picks_after is None else self.picks_after + 1
-        self._period, self._places_end = _scale_period(text_config), _mask_table_end(text_config)
+        self._period = _scale_period(text_config)
+        self._places_end = _mask_table_end(text_config)
         self.places_after = self._places_end if self._period is None else self._period - 1
 
     def deepest(self, root_position: int, shift: int = 0) -> int | None:

@@ -17,7 +17,9 @@ from lookahead.errors import UnsupportedModelError
 PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
 """Attention that reads packed masks, or what is made of them."""
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 INDEXED = "indexed_attention"
 """Of the keys that the mask shows, an indexer picks those with the largest scores; see `Limits`."""
 

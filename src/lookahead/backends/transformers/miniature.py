@@ -404,7 +404,8 @@ def _rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     half = int((SIZES["qk_rope_head_dim"] if fields.get("qk_rope_head_dim") else HEAD_DIM) * partial) // 2
     if "mrope_section" in rope:
-        sections, third = rope["mrope_section"], half // 3
+        sections = rope["mrope_section"]
+        third = half // 3
         # Some models put the two that are of one size first.
         parts = [half - 2 * third, third, third]
         rope["mrope_section"] = parts[::-1] if sections[0] == sections[1] != sections[2] else parts

@@ -157,7 +157,8 @@ def state_of(model: PreTrainedModel) -> ModelState:
 def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
     """What `make` makes of the configuration of `model`, or made when it had the same values: writing it out takes far
     longer than comparing two. By `what` it is told from other things that are made of configurations."""
-    kept, values = state_of(model).trials.of_config, vars(model.config)
+    kept = state_of(model).trials.of_config
+    values = vars(model.config)
     if what not in kept or not _are_same(kept[what][0], values):
         kept[what] = (_copied(values), make())
     made: T = kept[what][1]

@@ -33,7 +33,9 @@ class SamplingNoise:
     """
 
     def __init__(self, rows: int = 1, generator: torch.Generator | None = None, most_bytes: int = MOST_BYTES) -> None:
-        self._rows, self._generator, self._most_bytes = rows, generator, most_bytes
+        self._rows = rows
+        self._generator = generator
+        self._most_bytes = most_bytes
         self._places = [0] * rows  # the next one of each row
         self._passed = self._end = 0  # places that a row has come to; those that were drawn
         # A unit is the rows of a place that are drawn together. Units are numbered in the order of drawing.
@@ -52,7 +54,8 @@ class SamplingNoise:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
         if self._rows == 1 and not self._noise:
             return self._draw(probabilities)
-        place, used = self._places[row], range(row, row + 1)
+        place = self._places[row]
+        used = range(row, row + 1)
         if place == self._passed:
             self._draw_until(place + 1, probabilities)
             self._generator_of(probabilities.device).set_state(self._states[self._unit(0, place + 1)])
@@ -84,7 +87,8 @@ class SamplingNoise:
 
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""
-        first, self._places[row] = self._places[row], sys.maxsize
+        first = self._places[row]
+        self._places[row] = sys.maxsize
         for place in range(first, self._end):
             self._forget_used(range(row, row + 1), place)
 
@@ -94,7 +98,8 @@ class SamplingNoise:
     def _part(self, row: int, place: int, noise: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """The part of a row of the noise of its unit, which is drawn again if it was not kept."""
         if noise is None:
-            generator, unit = self._generator_of(like.device), self._unit(row, place)
+            generator = self._generator_of(like.device)
+            unit = self._unit(row, place)
             state = generator.get_state()
             generator.set_state(self._states[unit])
             noise = self._draw(like)
@@ -107,7 +112,8 @@ class SamplingNoise:
     def _draw_until(self, end: int, like: torch.Tensor) -> None:
         """Draw places before `end`: the one that the generator stands at, and others as far as there is room."""
         self._size = 1 if draws_row_by_row(like.device, like.dtype, like.shape[-1]) else self._rows
-        generator, here = self._generator_of(like.device), self._unit(0, self._passed)
+        generator = self._generator_of(like.device)
+        here = self._unit(0, self._passed)
         state = generator.get_state()
         if here not in self._states or not torch.equal(self._states[here], state) or like.dtype != self._type:
             # Somebody else has drawn since, or numbers of another type are wanted: what was drawn ahead does not come.
@@ -122,7 +128,8 @@ class SamplingNoise:
             if self._end > self._passed and self.kept_bytes + self._rows * like.nbytes > self._most_bytes:
                 break
             for row in range(0, self._rows, self._size):
-                unit, noise = self._unit(row, self._end), self._draw(like)
+                unit = self._unit(row, self._end)
+                noise = self._draw(like)
                 self._states[unit + 1] = generator.get_state()
                 if min(self._places[row : row + self._size]) <= self._end:  # others have left
                     self._keep(unit, noise)
@@ -139,7 +146,8 @@ class SamplingNoise:
     def _forget_used(self, rows: range, place: int) -> None:
         """Forget the units of these rows of a place that no row is to take any more."""
         for row in rows:
-            first, unit = row - row % self._size, self._unit(row, place)
+            first = row - row % self._size
+            unit = self._unit(row, place)
             if min(self._places[first : first + self._size]) > place:
                 self._noise.pop(unit, None)
                 if place < self._passed:
@@ -160,7 +168,8 @@ def draws_row_by_row(device: torch.device, dtype: torch.dtype, vocabulary: int) 
     drawn again without the others: on CPUs whose kernel draws in order. Tried, on a generator of its own."""
     if device.type != "cpu":
         return False
-    together, in_turn = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    together = torch.Generator().manual_seed(0)
+    in_turn = torch.Generator().manual_seed(0)
     both = torch.empty((2, vocabulary), dtype=dtype).exponential_(generator=together)
     rows = [torch.empty((1, vocabulary), dtype=dtype).exponential_(generator=in_turn) for _ in range(2)]
     return torch.equal(both, torch.cat(rows)) and torch.equal(together.get_state(), in_turn.get_state())

@@ -107,7 +107,8 @@ _TIMED_ROWS = (1, 2, 4, 8, 16)
 _MOST_BYTES = 1 << 24
 """Weights of a shape that are timed: few enough to take a fraction of a second."""
 
-_MOST_ROUNDS, _LEAST_ROUNDS = 6, 2
+_MOST_ROUNDS = 6
+_LEAST_ROUNDS = 2
 _LONG_ENOUGH = 0.05
 """CPU seconds after which no further round begins."""
 
@@ -134,7 +135,8 @@ def fastest_packing(model: PreTrainedModel) -> int:
     about = {"kind": "rows of packed products", "dtype": str(model.dtype), "layers": counts}
     least = recall(about)
     if least not in (0, *_TIMED_ROWS):
-        least, seconds = 0, product_seconds(layers)
+        least = 0
+        seconds = product_seconds(layers)
         _log.debug("seconds of plain and of packed products, by rows: %s", seconds)
         for rows, (plain, packed) in reversed(seconds.items()):
             if packed > _WORTH * plain:
@@ -164,7 +166,8 @@ def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
     for alike in layers.values():
         weights = _sample(alike)
         used = weights, [pack(weight) for weight in weights]
-        least, begin = np.full(seconds.shape, np.inf), process_clock()
+        least = np.full(seconds.shape, np.inf)
+        begin = process_clock()
         for finished in range(_MOST_ROUNDS):
             if finished >= _LEAST_ROUNDS and process_clock() - begin > _LONG_ENOUGH:
                 break

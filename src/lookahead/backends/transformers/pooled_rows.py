@@ -89,7 +89,8 @@ class RowPool(StaticTreeCache):
     def reserve(self, numbers: Integers, tokens: Integers) -> None:
         """Reserve pages for the given number of tokens of some texts."""
         for place in np.flatnonzero(tokens > self.page_counts[numbers] * self.block).tolist():
-            number, begin = int(numbers[place]), int(self.page_counts[numbers[place]])
+            number = int(numbers[place])
+            begin = int(self.page_counts[numbers[place]])
             end = whole_blocks(int(tokens[place]), self.block) // self.block
             if end > self.page_table.shape[1]:
                 self.page_table = np.pad(self.page_table, ((0, 0), (0, end)))
@@ -190,7 +191,9 @@ class PooledInputs:
         mask = (nodes, packed_width(nodes))
         shapes = [(1, nodes), (1, nodes), (nodes,), (texts + 2,), (texts + 1, width), *[mask] * len(masks.kinds)]
         self._staged = Staged(device, shapes)
-        self._masks, self.nodes, self._block = masks, nodes, block
+        self._masks = masks
+        self.nodes = nodes
+        self._block = block
         self.columns = self._staged.there[2]
         slots = np.arange(nodes)
         self._alone = np.zeros(mask, dtype=np.int32)  # what nodes of no text see
@@ -206,7 +209,8 @@ class PooledInputs:
     def stage(self, pool: RowPool, numbers: Integers, plan: PassPlan) -> None:
         """Bring one pass over some texts of a pool to the device."""
         tokens, positions, columns, starts, table, *packed = self._staged.here
-        forest, places = plan.forest, plan.places
+        forest = plan.forest
+        places = plan.places
         used = len(places)
         starts[:-1], starts[-1] = used, self.nodes
         starts[: len(numbers)] = forest.firsts[:-1]
@@ -242,7 +246,9 @@ class PooledRunner(ModelRunner):
         self, rows: ModelRunner, shapes: Sequence[LayerShape | None], records: bool, clock: PausingClock
     ) -> None:
         super().__init__(rows.model, positions_end=rows.positions_end)
-        self._shapes, self._records, self._clock = tuple(shapes), records, clock
+        self._shapes = tuple(shapes)
+        self._records = records
+        self._clock = clock
         self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
         self.engine = "static" if records else "dynamic"
         self._texts = self._width = 0
@@ -279,7 +285,8 @@ class PooledRunner(ModelRunner):
         return PassPlan(forest, lengths, lengths, np.array(shifts, dtype=np.int64) if any(shifts) else None)
 
     def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
-        plan, pool = self._plan(places, forest), self._pool
+        plan = self._plan(places, forest)
+        pool = self._pool
         pool.reserve(self._numbers, plan.lengths + forest.counts)
         self._make_room(int(pool.page_counts[self._numbers].max()))
         nodes = len(forest.tokens)
@@ -313,7 +320,9 @@ class PooledRunner(ModelRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        pool, numbers, kept = self._pool, self._numbers, Kept.of(self._forest, kept)
+        pool = self._pool
+        numbers = self._numbers
+        kept = Kept.of(self._forest, kept)
         rows, sources, targets = kept.misplaced()
         if len(rows):
             texts = numbers[rows]

@@ -57,9 +57,11 @@ class PromptPass(Backend):
         walk: Callable[..., Walks] = walk_trees,
     ) -> None:
         self.walk = walk
-        self._runner, self._model = runner, model
+        self._runner = runner
+        self._model = model
         self._reads = model if shell is None else shell
-        self._ids, self._mask = input_ids, mask
+        self._ids = input_ids
+        self._mask = mask
         self._arguments = dict(arguments)
         self._cache_name = cache_name(model)
 
@@ -118,7 +120,8 @@ class PromptPass(Backend):
 
         The cache that it was handed is left as it was, unless steps go on with that itself.
         """
-        arguments, cache = self._arguments, self._arguments.get(self._cache_name)
+        arguments = self._arguments
+        cache = self._arguments.get(self._cache_name)
         if "logits_to_keep" in forward_arguments(self._model):
             arguments["logits_to_keep"] = keep
         held = cache.get_seq_length() if cache is not None and knows_its_length(cache) else 0
@@ -142,7 +145,8 @@ class PromptPass(Backend):
         Raises:
             UnsupportedModelError: Steps of tokens alone are not what the model does.
         """
-        model, arguments = self._model, dict(self._arguments)
+        model = self._model
+        arguments = dict(self._arguments)
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 1
         arguments = self._reads._update_model_kwargs_for_generation(outputs, arguments)
@@ -151,7 +155,8 @@ class PromptPass(Backend):
             raise self._refusal("its cache has other columns than the prompt has tokens")
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
         kind = ("prompt", type(self._runner), len(self._mask) > 1, *self._names())
-        tried, made = (*kind, *model_setting(model)), state_of(model).trials.made
+        tried = (*kind, *model_setting(model))
+        made = state_of(model).trials.made
         tries = tried not in made
         trials = list(zip(*likely, strict=True))[: _TRIALS if tries else 1]
         steps = [self._step(arguments, tokens) for tokens in trials]

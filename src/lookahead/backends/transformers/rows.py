@@ -68,11 +68,14 @@ class StaticTreeCache(TreeCache):
         self.columns: torch.Tensor | None = None
         self.rows = rows or texts
         self.buffers: list[torch.Tensor] = []
-        self._shapes, self._device = tuple(shapes), device
+        self._shapes = tuple(shapes)
+        self._device = device
         for index, shape in enumerate(shapes):
             layer = self._layer(index)
             if shape is not None:
-                layer.dtype, layer.device, layer.is_initialized = shape.dtype, device, True
+                layer.dtype = shape.dtype
+                layer.device = device
+                layer.is_initialized = True
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
@@ -163,11 +166,14 @@ class PackedCache(RowsCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer; returns them as they are."""
-        states, start = [], 0
+        states = []
+        start = 0
         for row, count in self._rows:
-            keys, values = key_states, value_states
+            keys = key_states
+            values = value_states
             if len(self._rows) > 1:  # `narrow` does what a slice does, in a third of the time
-                keys, values = keys.narrow(2, start, count), values.narrow(2, start, count)
+                keys = keys.narrow(2, start, count)
+                values = values.narrow(2, start, count)
             states.append(row.cache.update(keys, values, layer_idx))
             start += count
         # Held with the tensor that stands for them, so that its identity stays its own.

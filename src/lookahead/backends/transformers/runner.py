@@ -73,18 +73,22 @@ class TransformersRunner(Runner):
     """
 
     _chunk: int | None = LONGEST_DRAFTED_PREFILL
-    _takes_positions, _tokens_name = True, "input_ids"
+    _takes_positions = True
+    _tokens_name = "input_ids"
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
-        self.model, self.positions_end = model, positions_end
+        self.model = model
+        self.positions_end = positions_end
         self.vocabulary = vocabulary_size(model)
         self._cache_name = cache_name(model)
         self._device = model.device
         if self._device.type == "meta":
             self._device = device or torch.device("cpu")
         self._limits = limits = limits_of(model, positions_end)
-        self.context, self.last_length, self.broken_after = limits.context, limits.last_length, limits.broken_after
+        self.context = limits.context
+        self.last_length = limits.last_length
+        self.broken_after = limits.broken_after
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
         self._forest = Forest(())
 
@@ -120,7 +124,9 @@ class TransformersRunner(Runner):
         """Slots of the nodes of each path. Pending tokens are sent first, in their order."""
         if self._forest.is_plain:
             return list(kept)
-        roots, firsts, slots = self._forest.roots.tolist(), self._forest.firsts.tolist(), self._forest.slots
+        roots = self._forest.roots.tolist()
+        firsts = self._forest.firsts.tolist()
+        slots = self._forest.slots
         rows = zip(kept, roots, firsts, strict=False)
         return [nodes if len(nodes) < root + 2 else slots[begin:].take(nodes).tolist() for nodes, root, begin in rows]
 
@@ -135,7 +141,8 @@ class TransformersRunner(Runner):
         shifts = np.array([row.shift for row in rows], dtype=np.int64)
         if self._idle in forest.objects:
             idle = [tree is self._idle for tree in forest]
-            starts, shifts = np.where(idle, 0, lengths), np.where(idle, 0, shifts)
+            starts = np.where(idle, 0, lengths)
+            shifts = np.where(idle, 0, shifts)
         return PassPlan(forest, lengths, starts, shifts if shifts.any() else None)
 
     def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
@@ -226,7 +233,9 @@ class ModelRunner(TransformersRunner):
         super().__init__(model, positions_end, device)
         attention = model.config._attn_implementation
         self._masks = MaskBuilder(model.config)
-        self._drafted, self._steps, self._together = most_nodes, steps, together
+        self._drafted = most_nodes
+        self._steps = steps
+        self._together = together
         self.packed = attention in (PACKED_ROWS, INVARIANT_ROWS)
         self._layout = (Packed if self.packed else Padded)(model, self._masks, self._device)
         self.is_invariant = self._layout.is_invariant
@@ -405,7 +414,8 @@ class ChainRunner(TransformersRunner):
         self.changes_after = shortest(self._limits.changes_after, self._limits.picks_after)
         self._takes_positions = "position_ids" in forward_arguments(model)
         if is_encoder_decoder(model):
-            self._takes_positions, self._tokens_name = False, "decoder_input_ids"
+            self._takes_positions = False
+            self._tokens_name = "decoder_input_ids"
             self._uncounted = model.config.get_text_config(decoder=True).pad_token_id
         elif reads_whole(model):
             self._takes_positions = False
@@ -419,7 +429,8 @@ class ChainRunner(TransformersRunner):
 
     def token_bytes(self) -> int:
         """See `Runner`; beside running states, found by running some."""
-        row, sizes = self.new_row(), []
+        row = self.new_row()
+        sizes = []
         with self.serving([row]):
             for count in (2, 1):
                 self._send([TokenTree([0] * count)], [True])
@@ -459,7 +470,8 @@ class ChainRunner(TransformersRunner):
         return super()._pass(places, forest, top_k)
 
     def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
-        inputs, row = self._layout.inputs(plan), self.rows[places[0]]
+        inputs = self._layout.inputs(plan)
+        row = self.rows[places[0]]
         count = inputs.tokens.shape[1]
         module = self._engine if count <= SHORT or (row.length and is_forgetful(self.model)) else self.model
         inputs.tokens = row.input(inputs.tokens)
@@ -498,4 +510,5 @@ class ChainRunner(TransformersRunner):
         alone = len(self.rows) == 1 and bool(mask.all())
         for place, (row, counted, shift) in enumerate(zip(self.rows, mask, shifts, strict=True)):
             row.content = cache if alone else row_of_batch(cache, place, counted)
-            row.length, row.shift = int(counted.sum()), shift
+            row.length = int(counted.sum())
+            row.shift = shift

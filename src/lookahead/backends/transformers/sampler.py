@@ -149,7 +149,8 @@ class TextSampler:
         self.alike = repr(_setting(self._processors)) if self._ignores_text else ""
         warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
-        self._noise, self._row = noise, row
+        self._noise = noise
+        self._row = row
         self._like: torch.Tensor | None = None  # the probabilities that were sampled from last
         self._foreseen: _Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
@@ -185,7 +186,8 @@ class TextSampler:
         """
         groups: dict[object, tuple[torch.Tensor, list[_Ahead]]] = {}
         for sequence, tree, outputs in rows:
-            sampler, logits = sequence.sampler, outputs.logits
+            sampler = sequence.sampler
+            logits = outputs.logits
             sampler._foreseen = None
             if sampler._noise is None or not sampler._ignores_text or logits.device != sequence.device:
                 continue
@@ -206,8 +208,10 @@ class TextSampler:
     def _all_nodes(self, tree: TokenTree, outputs: Any) -> _Ahead | None:
         """All nodes that the walk may reach, as memory allows. The walk selects the tokens after other nodes."""
         assert self._noise is not None
-        top, logits = tree.depths[tree.root], outputs.logits
-        below, logit_rows = range(tree.root, len(tree)), outputs.logit_rows.tolist()
+        top = tree.depths[tree.root]
+        logits = outputs.logits
+        below = range(tree.root, len(tree))
+        logit_rows = outputs.logit_rows.tolist()
         nodes = [node for node in below if logit_rows[node] >= 0 and tree.kinds[node] is not NodeKind.WINDOW]
         nodes = nodes[: max(MOST_BYTES // (4 * logits.shape[-1]), 1)]
         like = logits.new_empty((1, logits.shape[-1]), dtype=torch.float32)
@@ -293,15 +297,19 @@ _MOST_TRIED = 256
 def _sample_ahead(group: Sequence[_Ahead], logits: torch.Tensor) -> None:
     """Compute the distributions after nodes of several texts with equal processors, and select tokens if the noise is
     known."""
-    rows, levels, begin = list[int](), list[int](), 0
+    rows = list[int]()
+    levels = list[int]()
+    begin = 0
     for ahead in group:
         rows += ahead.logit_rows
         levels += [begin + level for level in ahead.levels]
         begin += len(ahead.noise)
-    sampler, noise = group[0].sampler, [drawn for ahead in group for drawn in ahead.noise]
+    sampler = group[0].sampler
+    noise = [drawn for ahead in group for drawn in ahead.noise]
     places = upload(logits.device, np.array([rows, levels] if noise else [rows]))[0]
     scores = sampler._process(None, logits.index_select(0, places[0]).float())
-    probabilities, read = torch.nn.functional.softmax(scores, dim=-1), None
+    probabilities = torch.nn.functional.softmax(scores, dim=-1)
+    read = None
     if noise:  # `_sample` refuses NaN
         tokens = _selected(probabilities, torch.cat(noise).index_select(0, places[1]))
         read = group[0].downloads.add(tokens.int())

@@ -46,7 +46,8 @@ class TransformersSession(Session):
     """A model of transformers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.number_type = model, str(model.dtype).removeprefix("torch.")
+        self._model = model
+        self.number_type = str(model.dtype).removeprefix("torch.")
         self.clock = self._clock = PausingClock(model.device)
 
     def check(self) -> None:
@@ -131,8 +132,10 @@ class TreeCall(Call):
         if steps is not None:
             runner.engine = "static"
         for row, before, padding in zip(self.rows or runner.rows, prompts.before, prompts.padding, strict=True):
-            row.before, row.padding = before, padding
-        self._model, self._engine = model, engine
+            row.before = before
+            row.padding = padding
+        self._model = model
+        self._engine = engine
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, runner, prompts, generation_config)

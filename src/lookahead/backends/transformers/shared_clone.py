@@ -154,7 +154,8 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
     trial, which leaves no trace in the model, the reason. Weights are packed by `chosen_packing`."""
     state = state_of(model)
     with state.lock:
-        trials, modules = state.trials, all_modules(model)
+        trials = state.trials
+        modules = all_modules(model)
         packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
         packable = tuple(map(can_pack, modules)) if packing else ()
         setting = (attention, trial.__name__, *model_setting(model), packable, packing)

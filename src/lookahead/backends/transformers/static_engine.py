@@ -51,22 +51,26 @@ def acquire_steps(
     shapes = _static_shapes(model)
     if isinstance(shapes, str):
         return shapes
-    sizes, most = pass_sizes(config.max_nodes), None
+    sizes = pass_sizes(config.max_nodes)
+    most = None
     if config.invariant:
         sizes = fixed_sizes(batch)
         most = sizes[0] + config.max_nodes  # a part of a prompt, and what is drafted
     patient = config.engine == "auto" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
     capacity = rounded(text + (most or 0) + sizes[-1])
-    first, picked = limits_of(model).places_after, limits_of(model).picks_after
+    first = limits_of(model).places_after
+    picked = limits_of(model).picks_after
     if picked is not None and longest > picked:
         return f"it does not attend to all keys of a text of more than {picked} tokens"
     if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
         return f"it would take memory beyond {first} tokens for text"
-    made_for, state = (_wiring(model), batch, sizes, most), state_of(model)
+    made_for = (_wiring(model), batch, sizes, most)
+    state = state_of(model)
     steps: StaticSteps | None
     with state.lock:
-        steps, state.trials.static_steps = state.trials.static_steps, None
+        steps = state.trials.static_steps
+        state.trials.static_steps = None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # before new memory is taken
         steps = StaticSteps(model, shapes, batch, capacity, sizes, most)
@@ -98,7 +102,8 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
     shapes = _static_shapes(model)
     if isinstance(shapes, str):
         raise UnsupportedModelError(shapes)
-    sizes, capacity = fixed_sizes(batch), 2 * FIXED_ROWS + CHECK_LENGTH
+    sizes = fixed_sizes(batch)
+    capacity = 2 * FIXED_ROWS + CHECK_LENGTH
     steps = StaticSteps(model, shapes, batch, capacity, sizes, most=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
 
@@ -126,7 +131,8 @@ def pooled_runner(
     obstacle = _obstacle(model) if records else "engine='dynamic'"
     shapes = obstacle or _pool_shapes(rows, alone, records=True)
     if isinstance(shapes, str):
-        obstacle, shapes = shapes, _pool_shapes(rows, alone, records=False)
+        obstacle = shapes
+        shapes = _pool_shapes(rows, alone, records=False)
     if isinstance(shapes, str):
         return rows, obstacle
     return PooledRunner(rows, shapes, not obstacle, clock), obstacle
@@ -174,9 +180,13 @@ def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
     dynamic = ModelRunner(model, 1)
     expected = check_logits(dynamic)
     shapes = layer_shapes(dynamic.rows[0].cache)
-    sizes, most, capacity = pass_sizes(SMALLEST_TREE), None, CHECK_LENGTH
+    sizes = pass_sizes(SMALLEST_TREE)
+    most = None
+    capacity = CHECK_LENGTH
     if dynamic.is_invariant:
-        sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
+        sizes = fixed_sizes(1)
+        most = FIXED_ROWS
+        capacity = CHECK_LENGTH + FIXED_ROWS
     steps = StaticSteps(model, shapes, 1, capacity, sizes, most)
     return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 

@@ -58,7 +58,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, window: int | None = None, block: int | None = None) -> None:
         super().__init__()
         self.length = self.dropped = 0
-        self.window, self.block = window, block
+        self.window = window
+        self.block = block
         self.is_sliding = window is not None  # whether columns are forgotten; transformers asks each layer
         self.indexer: TreeLayer | None = None
 
@@ -68,13 +69,16 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         is written into these tensors."""
         layer = cls(window)
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        layer.length, layer.dropped = length, length - keys.shape[2]
+        layer.keys = keys
+        layer.values = values
+        layer.length = length
+        layer.dropped = length - keys.shape[2]
         return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take texts, heads, head sizes, dtype and device from the first states that come."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
         self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
         self.is_initialized = True
@@ -88,7 +92,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         if key_states.dtype is not self.keys.dtype:  # the caller's cache was filled in another type
             self.keys = self.keys.to(torch.promote_types(key_states.dtype, self.keys.dtype))
             self.values = self.values.to(torch.promote_types(value_states.dtype, self.values.dtype))
-        start, count = self.length - self.dropped, key_states.shape[2]
+        start = self.length - self.dropped
+        count = key_states.shape[2]
         end = start + count
         if end > self.keys.shape[2]:
             if self._stays_full(start, key_states):
@@ -96,7 +101,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.values = torch.cat([self.values, value_states], 2)
                 return self.keys, self.values
             self._grow(end, start)
-        keys, values = self.keys, self.values
+        keys = self.keys
+        values = self.values
         # `narrow` does what a slice does, in a third of the time
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
@@ -316,7 +322,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         )
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths, longest = lengths, max(lengths)
+        self.lengths = lengths
+        longest = max(lengths)
         for layer in self._filled:
             layer.length, layer.dropped = longest, min(layer.dropped, longest)
 
@@ -421,7 +428,9 @@ def _adopt_layer(layer: CacheLayerMixin, row: int, counted: torch.Tensor) -> Tre
     """The tokens of a row that count, `[columns]` bool says which; without a copy if all do."""
     if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
         return TreeLayer(_window(layer))
-    length, columns, place = int(counted.sum()), layer.keys.shape[2], slice(row, row + 1)
+    length = int(counted.sum())
+    columns = layer.keys.shape[2]
+    place = slice(row, row + 1)
     # Of a sliding layer the last columns are left.
     picked = slice(None) if bool(counted.all()) else counted[-columns:].to(layer.keys.device).nonzero()[:, 0]
     adopted = TreeLayer.holding(

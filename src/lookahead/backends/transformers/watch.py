@@ -55,7 +55,9 @@ class ModelWatch:
         state: ModelState,
         is_recorded: bool,
     ) -> None:
-        self._model, self._composition, self._state = model, composition, state
+        self._model = model
+        self._composition = composition
+        self._state = state
         self._is_recorded = is_recorded
         self._settled = 0  # passes that wrote nothing
         self._runs = {id(module) for module in all_modules(engine)}

@@ -85,7 +85,8 @@ class DraftBatch:
             np.zeros(memory.orders, dtype=np.int64),
         )
         self.sent = np.zeros(places, dtype=np.int64)
-        self._find, self._learn = TypedLoop(find), TypedLoop(learn)
+        self._find = TypedLoop(find)
+        self._learn = TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
         self._free = 0  # tokens that fit into every text before capacity must be checked
 
@@ -96,7 +97,8 @@ class DraftBatch:
                 if reference is None or reference() is None:
                     self._owners[place] = weakref.ref(owner)
                     return place
-            places, state = 2 * len(self._owners), self.state
+            places = 2 * len(self._owners)
+            state = self.state
             self.state = state._replace(
                 texts=with_room(state.texts, places, state.texts.tokens.shape[1]),
                 heard=_doubled(state.heard),
@@ -112,7 +114,8 @@ class DraftBatch:
         """Begin a text in a slot; the tokens `before` are searched as if they preceded it."""
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
-            of_text, recent = self.state.heard[place], self.state.recent[place]
+            of_text = self.state.heard[place]
+            recent = self.state.recent[place]
             self.sent[place] = 0
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
             of_text["recalled"] = 0
@@ -135,7 +138,8 @@ class DraftBatch:
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Extend a text by tokens without predictions."""
-        new, texts = np.array(tokens, dtype=np.int64), self.state.texts
+        new = np.array(tokens, dtype=np.int64)
+        texts = self.state.texts
         with self.memory.lock:
             if len(new) > 2 * texts.reach:
                 self._begin(place, new, int(texts.dropped[place] + texts.lengths[place]))
@@ -259,9 +263,12 @@ class DraftBatch:
 
     def observe_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
         """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""
-        outputs, walks, forest = step.outputs, step.walks, step.forest
+        outputs = step.outputs
+        walks = step.walks
+        forest = step.forest
         listed = outputs.top_ids.shape[1]
-        places, of_rows = _places(drafters), np.array(rows)
+        places = _places(drafters)
+        of_rows = np.array(rows)
         learns = np.full(len(rows), drafters[0].learns and not drafters[0].budget.backs_off)
         learns &= places >= 0
         if not (listed or self.memory.observed):
@@ -270,7 +277,8 @@ class DraftBatch:
             for index in np.flatnonzero(~learns).tolist():
                 drafters[index].defer(walks.tokens_of(rows[index]))
             drafters = [drafters[index] for index in np.flatnonzero(learns).tolist()]
-            places, of_rows = places[learns], of_rows[learns]
+            places = places[learns]
+            of_rows = of_rows[learns]
         if not drafters:
             return
         with self.memory.lock:
@@ -292,7 +300,8 @@ class DraftBatch:
 
     def learn_row(self, drafter: Member, result: StepResult) -> None:
         """Learn the outcome of a step for one text."""
-        root, place = result.tree.root, drafter.place
+        root = result.tree.root
+        place = drafter.place
         with self.memory.lock:
             drafter.catch_up(self)
             count = root + 1 + int(self.sent[place])
@@ -303,7 +312,8 @@ class DraftBatch:
                 predicted = result.predictions[:count, None] if self.reads else np.full((count, 1), -1, dtype=np.int64)
                 predictions = predicted.copy(), np.ones((count, 1), dtype=np.float32)
             row = np.array([(place, root, count, len(result.tokens))], dtype=SHOWN)
-            tokens, scratch = np.array(result.tokens, dtype=np.int64), np.empty(count, dtype=np.int64)
+            tokens = np.array(result.tokens, dtype=np.int64)
+            scratch = np.empty(count, dtype=np.int64)
             self.learn(Step(row, tokens, *predictions, scratch))
 
     def learn(self, step: Step) -> int:
@@ -329,7 +339,8 @@ class DraftBatch:
         if self._free >= 0:
             return
         texts = self.state.texts
-        longest, reach = int(texts.lengths.max()) + len(step.tokens), texts.reach
+        longest = int(texts.lengths.max()) + len(step.tokens)
+        reach = texts.reach
         if min(longest, 2 * reach) >= texts.tokens.shape[1]:
             texts = with_room(texts, len(texts.lengths), 1 + min(max(2 * longest, LEAST_ROOM), 2 * reach))
             self.state = self.state._replace(texts=texts)

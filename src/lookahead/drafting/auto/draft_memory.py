@@ -54,11 +54,14 @@ class DraftMemory:
         requirement = "is out of range; it must be at least 0 and below 1"
         old_share = finite_number("old_share", old_share, requirement)
         require(0 <= old_share < 1, "old_share", old_share, requirement)
-        orders, top_k = whole_number("orders", orders, 1), whole_number("top_k", top_k, 1)
+        orders = whole_number("orders", orders, 1)
+        top_k = whole_number("top_k", top_k, 1)
         capacity = whole_number("capacity", capacity, 1)
         yes_or_no("observed", observed)
-        self.orders, self.top_k = orders, top_k
-        self.old_share, self.observed = old_share, observed
+        self.orders = orders
+        self.top_k = top_k
+        self.old_share = old_share
+        self.observed = observed
         #: Contexts kept for each context length.
         self.capacity = WAYS << max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
         self.entries = Entries(
@@ -71,7 +74,8 @@ class DraftMemory:
         self.lock = RLock()
         self.batches: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
-        room, places = np.zeros(2 * top_k, dtype=WRITTEN), np.zeros((3, orders), dtype=np.int64)
+        room = np.zeros(2 * top_k, dtype=WRITTEN)
+        places = np.zeros((3, orders), dtype=np.int64)
         self.writing = Writing(float(old_share), blended, first_log, room, *places)
 
     @classmethod

@@ -78,7 +78,8 @@ class AutoDrafter:
         self.learns = memory is not None
         self._most = most - 1
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
-        self._before, self._chains = [] if predicted is None else predicted.tokens, chains
+        self._before = [] if predicted is None else predicted.tokens
+        self._chains = chains
         self._knowing: list[Any] = [source for source in self._sources if getattr(source, "certain", None) is not None]
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
@@ -157,7 +158,8 @@ class AutoDrafter:
 
     def _begin(self, batch: DraftBatch) -> None:
         """Begin the text in its slot of the batch."""
-        text, self._late = self._late, []
+        text = self._late
+        self._late = []
         batch.begin(self.place, text, self._before)
 
     def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
@@ -186,9 +188,11 @@ class AutoDrafter:
         """Remove nodes that sources do not permit; search for more nodes if too few are left."""
         if not self._permitting:
             return
-        most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
+        most = min(self.budget.most, self._most - self._certain)
+        limit = min(self.budget.most, self._settings[0])
         while True:
-            count, nodes = int(batch.state.counts[self.place]), batch.state.trees[self.place]
+            count = int(batch.state.counts[self.place])
+            nodes = batch.state.trees[self.place]
             rows = permitted(self._permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
@@ -226,7 +230,8 @@ class AutoDrafter:
             entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self.learns else None
             found: list[Origin] = []
             if self._batch is not None:
-                names, sent = [source.name for source in self._sources], int(self._batch.sent[self.place])
+                names = [source.name for source in self._sources]
+                sent = int(self._batch.sent[self.place])
                 found = [_origin_of(node, names) for node in self._batch.state.trees[self.place, 1 : sent + 1]]
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
@@ -234,7 +239,8 @@ class AutoDrafter:
         """Learn from the predictions after every node, and add the new tokens to the text."""
         for source in self._sources:
             source.observe(result)
-        certain, batch = result.tree.certain, self._batch
+        certain = result.tree.certain
+        batch = self._batch
         # Defer all work during a rest and before the first draft, which many short texts never have.
         is_searched = batch is not None and not self.budget.backs_off and certain <= self._certain
         is_read = result.top_ids.shape[1] > 0 or self.memory.observed or self._is_lost
@@ -266,7 +272,9 @@ def _origin_of(node: np.void, names: Sequence[str]) -> Origin:
         node: The node.
         names: Names of the sources that list paths.
     """
-    order, match, source = int(node["order"]), int(node["match"]), int(node["source"])
+    order = int(node["order"])
+    match = int(node["match"])
+    source = int(node["source"])
     found: list[tuple[float, str]] = []
     if order:
         found.append((order + 0.5, f"n-gram memory, {order} token{'s' if order > 1 else ''}"))

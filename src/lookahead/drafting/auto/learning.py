@@ -114,7 +114,8 @@ class Step(NamedTuple):
         """
         taught = len(selected)
         rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=SHOWN)
-        ids, probabilities = np.full((taught, 1), -1, dtype=np.int64), np.zeros((taught, 1), dtype=np.float32)
+        ids = np.full((taught, 1), -1, dtype=np.int64)
+        probabilities = np.zeros((taught, 1), dtype=np.float32)
         return cls(rows, tokens, ids, probabilities, selected)
 
 
@@ -136,10 +137,17 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
     accepted = lost = begin = first = FIRST
     for row in range(len(step.rows)):
         shown = step.rows[row]
-        place, root, end, last = shown["place"], shown["root"], begin + shown["nodes"], first + shown["added"]
+        place = shown["place"]
+        root = shown["root"]
+        end = begin + shown["nodes"]
+        last = first + shown["added"]
         if place >= 0:
-            nodes, of_text, tokens = trees[place], heard[place], step.tokens[first:last]
-            said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], step.selected[begin:end]
+            nodes = trees[place]
+            of_text = heard[place]
+            tokens = step.tokens[first:last]
+            said = step.ids[begin:end]
+            likely = step.probabilities[begin:end]
+            selected = step.selected[begin:end]
             if last > first and end > begin:
                 accepted += _follow(root, tokens, nodes, said, selected)
                 _weigh_evidence(root, nodes, selected, entries.evidence)
@@ -160,7 +168,8 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
             append(place, tokens, texts)
             counts[place] = -1
             lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0
-        begin, first = end, last
+        begin = end
+        first = last
     return accepted, lost
 
 
@@ -173,7 +182,8 @@ def _follow(
     Returns:
         Number of selected tokens that were drafted; 0 if the path leaves the draft early, and then nothing is learned.
     """
-    at, count = root, FIRST
+    at = root
+    count = FIRST
     for index in range(len(selected)):
         selected[index] = -1
     for token in tokens:
@@ -182,7 +192,8 @@ def _follow(
                 selected[index] = said[index, 0] = -1
             return 0
         selected[at] = token
-        before, at = at, -1
+        before = at
+        at = -1
         for other in range(before + 1, len(selected)):
             node = nodes[other - root]
             if node["parent"] == before - root and node["token"] == token:
@@ -213,9 +224,12 @@ def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64],
 def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
     """Follow the selected tokens along the paths of each source, and update its record of hits."""
     for source in range(len(listed.record)):
-        at, accepted, expected = source, 0.0, 0.0
+        at = source
+        accepted = 0.0
+        expected = 0.0
         for token in tokens:
-            before, at = at, FIRST - 1
+            before = at
+            at = FIRST - 1
             for number in range(before + 1, len(listed.tokens) if before >= 0 else 0):
                 one = listed.tokens[number]
                 if one["parent"] == before:
@@ -232,11 +246,14 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
 @inner
 def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
     """Update the share of selected tokens that are among the listed predictions."""
-    seen, agreed = of_text["seen"], of_text["agreed"]
+    seen = of_text["seen"]
+    agreed = of_text["agreed"]
     for at in range(len(selected)):
-        token, listed = selected[at], said[at]
+        token = selected[at]
+        listed = said[at]
         if token >= 0 and listed[0] >= 0:
-            seen, agreed = KEPT * seen + 1.0, KEPT * agreed
+            seen = KEPT * seen + 1.0
+            agreed = KEPT * agreed
             for other in listed:
                 if other == token:
                     agreed += 1.0
@@ -269,7 +286,8 @@ def _keep_guesses(
 
     The model often predicts the same tokens after the selected one.
     """
-    last, of_text["guessed"] = root, 0
+    last = root
+    of_text["guessed"] = 0
     for at in range(root, len(selected)):
         last = at if selected[at] >= 0 else last
     for at in range(last + 1, len(selected)):

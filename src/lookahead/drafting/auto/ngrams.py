@@ -29,8 +29,10 @@ OLD_SHARE = 0.7
 EVIDENCE_PRIOR = 20.0
 """Prior count of each kind of evidence, in tokens; the prior has no correction of probabilities."""
 
-FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
-FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
+FIRST_PRIME = 2147483647
+SECOND_PRIME = 2147483629
+FIRST_FACTOR = 1103515245
+SECOND_FACTOR = 1664525
 """Moduli and factors of two 31-bit polynomial hashes; products below 2^62 are equal in compiled and plain code."""
 
 ENTRY = np.dtype(
@@ -98,11 +100,14 @@ def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDAr
     Returns:
         Number of contexts found.
     """
-    sets, first, second = entries.heads.shape[1] // WAYS, FIRST + 1, FIRST + 1
+    sets = entries.heads.shape[1] // WAYS
+    first = FIRST + 1
+    second = FIRST + 1
     for order in range(min(len(slots), size)):
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
-        tag, slot = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS
+        tag = (first << 31 | second) + 1
+        slot = (first & (sets - 1)) * WAYS
         slots[order] = -1
         for place in range(slot, slot + WAYS):
             if entries.heads[order, place]["tag"] == tag:
@@ -118,7 +123,8 @@ def _blend(
     head: Any, followers: NDArray[Any], wide: int, ids: NDArray[np.int64], floor: np.float32, writing: Writing
 ) -> None:
     """Update a stored prediction as a moving average with weight `old_share` on the old one."""
-    old_share, room = writing.old_share, writing.room
+    old_share = writing.old_share
+    room = writing.room
     count = wide
     for rank in range(wide):
         new = room[rank]
@@ -165,8 +171,11 @@ def write_entry(
         entries: The memory.
         writing: Options and buffers.
     """
-    sets, top_k = entries.heads.shape[1] // WAYS, entries.followers.shape[2]
-    wide, last, total = FIRST, 0.0, 0.0
+    sets = entries.heads.shape[1] // WAYS
+    top_k = entries.followers.shape[2]
+    wide = FIRST
+    last = 0.0
+    total = 0.0
     while wide < min(top_k, len(ids)) and ids[wide] >= 0:
         last = np.float64(probabilities[wide])
         total += last
@@ -179,17 +188,22 @@ def write_entry(
     for order in range(len(context)):  # find all slots first, so that the processor waits for memory once
         first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
-        tag, begin = (first << 31 | second) + 1, (first & (sets - 1)) * WAYS
-        slot, oldest = begin, FIRST + (1 << 32)
+        tag = (first << 31 | second) + 1
+        begin = (first & (sets - 1)) * WAYS
+        slot = begin
+        oldest = FIRST + (1 << 32)
         for place in range(begin, begin + WAYS):  # the slot of this context, else an empty one, else the oldest
             head = entries.heads[order, place]
             stamp = -2 if head["tag"] == tag else -1 if head["tag"] == 0 else np.int64(head["stamp"])
             if stamp < oldest:
-                slot, oldest = place, stamp
+                slot = place
+                oldest = stamp
         writing.tags[order], writing.slots[order] = tag, slot
     for order in range(len(context)):
-        tag, slot = writing.tags[order], writing.slots[order]
-        head, followers = entries.heads[order, slot], entries.followers[order, slot]
+        tag = writing.tags[order]
+        slot = writing.slots[order]
+        head = entries.heads[order, slot]
+        followers = entries.followers[order, slot]
         head["stamp"] = clock
         if order < writing.blended and writing.old_share > 0 and head["tag"] == tag:
             _blend(head, followers, wide, ids, floor, writing)

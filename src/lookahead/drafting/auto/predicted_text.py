@@ -39,7 +39,9 @@ class PredictedText:
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence at the start of the predicted text."""
-        self._places, self._changed, self.accepted = [0], 0, 0
+        self._places = [0]
+        self._changed = 0
+        self.accepted = 0
 
     def propose(self) -> TokenPaths:
         """Return the continuations at each index where the text may continue."""
@@ -64,7 +66,8 @@ class PredictedText:
     def _follow(self, token: int) -> None:
         for place in self._places:
             if place < len(self.tokens) and self.tokens[place] == token:
-                self._places, self._changed = [place + 1], 0
+                self._places = [place + 1]
+                self._changed = 0
                 self.accepted += 1
                 return
         self._changed += 1

@@ -98,10 +98,12 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
         state: Texts and evidence; receives the trees and their numbers of nodes below the root.
         room: Buffers.
     """
-    chains, explores = state.settings["chains"], state.settings["explores"]
+    chains = state.settings["chains"]
+    explores = state.settings["explores"]
     for row in range(len(wanted)):
         asked = wanted[row]
-        place, most = asked["place"], asked["nodes"]
+        place = asked["place"]
+        most = asked["nodes"]
         if place < 0:
             continue
         nodes = state.trees[place]
@@ -135,7 +137,8 @@ def _propose(
     """
     entries, texts, heard, _, listed, _, _, weights, settings = state
     candidates, _, followed, context, slots = room
-    of_text, end = heard[place], begin
+    of_text = heard[place]
+    end = begin
     size = read_context(place, node, nodes, texts, context)
     longest = look_up(context, size, entries, slots)
     coefficients = weights[1 if settings["observes"] or of_text["share"] < UNTRUSTED else 0, longest]
@@ -143,7 +146,8 @@ def _propose(
     for order in range(longest):
         floors += coefficients[1 + order] * float(entries.heads[order, slots[order]]["floor"])
     for order in range(longest):
-        slot, weight = slots[order], coefficients[1 + order]
+        slot = slots[order]
+        weight = coefficients[1 + order]
         floor = float(entries.heads[order, slot]["floor"])
         for follower in entries.followers[order, slot]:
             if follower["token"] < 0:
@@ -158,7 +162,8 @@ def _propose(
         occurrence = followed[node, match]
         row = _candidate_of(texts.tokens[place, occurrence["place"]], begin, end, floors, candidates)
         end += row == end
-        candidate, known = candidates[row], occurrence["length"]
+        candidate = candidates[row]
+        known = occurrence["length"]
         while candidate["match"] + 1 < len(MATCH_CLASSES) and known >= MATCH_CLASSES[candidate["match"] + 1]:
             candidate["match"] += 1
     for rank in range(of_text["guessed"] if node == 0 else 0):
@@ -166,14 +171,17 @@ def _propose(
         end += row == end
         candidates[row]["listed"] = _GUESSES_COUNT * of_text["likely"][rank]
     for source in range(len(listed.record)):
-        at, count, record = follow_listed(source, node, nodes, listed), FIRST, listed.record[source]
+        at = follow_listed(source, node, nodes, listed)
+        count = FIRST
+        record = listed.record[source]
         for number in range(at + 1, len(listed.tokens) if at >= 0 else 0):
             new = listed.tokens[number]
             if new["parent"] == at and count < MOST_LISTED:
                 row = _candidate_of(new["token"], begin, end, floors, candidates)
                 count += 1
                 end += row == end
-                candidate, likely = candidates[row], min(new["probability"] * record[0] / record[1], 1.0)
+                candidate = candidates[row]
+                likely = min(new["probability"] * record[0] / record[1], 1.0)
                 if likely > candidate["listed"]:
                     candidate["listed"], candidate["source"] = likely, source
     _weigh(node, nodes, noise, coefficients, entries.evidence, candidates[begin:end])
@@ -206,7 +214,8 @@ def _weigh(
     Candidates from neither memory nor matches have no score: their probability is `listed`, which is also the minimum
     of others. `evidence` corrects the probabilities from scores; see `Entries`.
     """
-    mass, parent = exp(weights[0]), nodes[node]
+    mass = exp(weights[0])
+    parent = nodes[node]
     classes = evidence.shape[1]  # the weights of matches follow the weights of contexts
     for row in range(len(candidates)):
         candidate = candidates[row]
@@ -239,8 +248,10 @@ def _foreseen(token: int, level: int, noise: Noise) -> float:
 @inner
 def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
     """Queue a candidate if it is likely enough and among the likeliest `most`; return the length of the queue."""
-    candidates, queue = room.candidates, room.queue
-    probability, at = candidates[row]["probability"], min(waiting, most - 1)
+    candidates = room.candidates
+    queue = room.queue
+    probability = candidates[row]["probability"]
+    at = min(waiting, most - 1)
     if probability < least or (at < waiting and probability <= candidates[queue[at]]["probability"]):
         return waiting
     while at > 0 and probability > candidates[queue[at - 1]]["probability"]:
@@ -259,7 +270,9 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
     Returns:
         End of the candidates, and length of the queue.
     """
-    place, record, rest = wanted["place"], state.entries.evidence[0, 0], 1.0
+    place = wanted["place"]
+    record = state.entries.evidence[0, 0]
+    rest = 1.0
     for row in range(end):
         rest -= room.candidates[row]["probability"]
     share = max(rest, 0.0) * _RECENT_SHARE * record[0] / record[1] if noise.temperature == 0.0 else 0.0
@@ -271,7 +284,8 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
             new = room.candidates[at]
             new["parent"], new["depth"], new["listed"] = 0, 1, share / (4.0 + index)
             new["weighed"] = 1 if share > 0.0 else 0
-            before, end = waiting, end + 1
+            before = waiting
+            end = end + 1
             waiting = _wait(at, wanted["least"], waiting, wanted["nodes"], room)
             if waiting == before and noise.temperature == 0.0:
                 break  # the queue is full of better ones

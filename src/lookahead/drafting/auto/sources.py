@@ -132,7 +132,8 @@ def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArray
     """Return the arrays with new paths of each source."""
     roots = np.zeros(len(paths), dtype=LISTED)
     roots["parent"] = -1  # roots have no parent
-    parts, begin = [roots], len(paths)
+    parts = [roots]
+    begin = len(paths)
     for source, one in enumerate(paths):
         parents = np.asarray(one.parents)
         part = np.zeros(len(parents), dtype=LISTED)
@@ -150,7 +151,8 @@ def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArr
     place = source
     if node > 0:
         one = nodes[node]
-        before, place = reached[source, one["parent"]], -1
+        before = reached[source, one["parent"]]
+        place = -1
         for number in range(before + 1, len(tokens) if before >= 0 else 0):
             other = tokens[number]
             if other["parent"] == before and other["token"] == one["token"]:

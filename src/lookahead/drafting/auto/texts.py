@@ -79,12 +79,14 @@ def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, 
         context: Output; its length is the maximum number of tokens.
     """
     tokens, lengths, dropped, _, _, _ = texts
-    size, most = FIRST, len(context)
+    size = FIRST
+    most = len(context)
     while node > 0 and size < most:
         one = nodes[node]
         context[size], node = one["token"], one["parent"]
         size += 1
-    at, first = lengths[place] - 1 + node, max(-dropped[place], 0)
+    at = lengths[place] - 1 + node
+    first = max(-dropped[place], 0)
     while at >= first and size < most:
         context[size] = tokens[place, at]
         at -= 1
@@ -117,12 +119,16 @@ def find_matches(
         Number of occurrences.
     """
     tokens, lengths, _, newest, earlier, _ = texts
-    text, length, one, found = tokens[place], lengths[place], nodes[node], followed[node]
+    text = tokens[place]
+    length = lengths[place]
+    one = nodes[node]
+    found = followed[node]
     count = FIRST
     if node > 0:
         before = followed[one["parent"]]
         for match in range(nodes[one["parent"]]["matches"]):
-            old, new = before[match], found[count]
+            old = before[match]
+            new = found[count]
             end = old["place"]
             if text[end] == one["token"] and end + 1 < length:
                 new["place"], new["length"] = end + 1, min(old["length"] + 1, LONGEST)
@@ -151,7 +157,9 @@ def find_matches(
 @inner
 def append(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
     """Extend a text by tokens, and add their indices to the hash chains. There must be enough capacity."""
-    text, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
+    text = texts.tokens[place]
+    newest = texts.newest[place]
+    earlier = texts.earlier[place]
     end = texts.lengths[place]
     for token in tokens:
         text[end] = token
@@ -170,13 +178,15 @@ def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
     """Allocate arrays for `places` texts of `room` tokens; long texts keep `reach` (>= 16) to `2 * reach` tokens."""
     newest = np.empty((places, len(RUNS), BUCKETS), dtype=np.int32)
     lengths, dropped = np.zeros((2, places), dtype=np.int64)
-    tokens, earlier = np.empty((places, room), dtype=np.int64), np.empty((places, len(RUNS), room), dtype=np.int32)
+    tokens = np.empty((places, room), dtype=np.int64)
+    earlier = np.empty((places, len(RUNS), room), dtype=np.int32)
     return TextArrays(tokens, lengths, dropped, newest, earlier, reach)
 
 
 def with_room(old: TextArrays, places: int, room: int) -> TextArrays:
     """Return copies of the texts with new capacities, which must not be smaller."""
-    new, count = allocate_texts(places, room, old.reach), len(old.lengths)
+    new = allocate_texts(places, room, old.reach)
+    count = len(old.lengths)
     new.newest[:count], new.lengths[:count], new.dropped[:count] = old.newest, old.lengths, old.dropped
     for place in np.flatnonzero(old.lengths).tolist():
         end = old.lengths[place] + 1

@@ -74,7 +74,8 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
         b in column 0, then w for contexts of 1, 2, ... tokens, and the classes of matches, for each length of the
         longest known context, 0 included, `[orders + 1, columns]`.
     """
-    names, longest = feature_names(orders), len(table[NOTHING]) - 1
+    names = feature_names(orders)
+    longest = len(table[NOTHING]) - 1
     rows = np.minimum(np.arange(orders + 1), longest)
     unknown = (0.0,) * (longest + 1)
     values = np.stack([np.array(table.get(name, unknown))[rows] for name in names], axis=1)

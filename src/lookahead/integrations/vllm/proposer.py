@@ -259,7 +259,8 @@ class LookaheadProposer:
         """Record the time of the step if it had the same requests as the step before, and no prompt."""
         if self._pace is None or self._began is None or not len(added) or not rows.verified.all():
             return
-        nodes, tokens = int(rows.counts.sum()), int(added.sum())
+        nodes = int(rows.counts.sum())
+        tokens = int(added.sum())
         context = int((lengths - added).max())
         self._pace.book(StepTime(nodes, context, now - self._began, tokens, len(added), not self._rests))
 
@@ -267,9 +268,11 @@ class LookaheadProposer:
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
         """Extend the texts, and learn from the selected tokens and the predictions of the step."""
-        batch, counts = self._batch, rows.counts
+        batch = self._batch
+        counts = rows.counts
         for row in np.flatnonzero((rows.places >= 0) & (rows.verified == 0)).tolist():  # new or resumed requests
-            place, before = int(rows.places[row]), int(lengths[row] - added[row])
+            place = int(rows.places[row])
+            before = int(lengths[row] - added[row])
             if rows.begun[row]:
                 batch.begin(place, tokens[row, :before])
             else:
@@ -295,7 +298,9 @@ class LookaheadProposer:
 
     def _draft(self, rows: Rows) -> NDArray[np.int64]:
         """Find a draft for each request; return the slot of each, -1 for a request without a draft."""
-        batch, pace, drafting = self._batch, self._pace, np.flatnonzero(rows.places >= 0)
+        batch = self._batch
+        pace = self._pace
+        drafting = np.flatnonzero(rows.places >= 0)
         if pace is not None and len(drafting):
             pace.begin_step(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places

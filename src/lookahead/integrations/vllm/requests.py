@@ -74,8 +74,10 @@ class Requests:
 
     def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
         """Find requests that moved or returned: a row belongs to the longest known text that it begins with."""
-        texts, drafted = self._batch.state.texts, self._batch.state.counts
-        present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
+        texts = self._batch.state.texts
+        drafted = self._batch.state.counts
+        present = {*rows.places.tolist()}
+        of_last_step = {*self._rows.tolist()}
         gone = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
         gone.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
@@ -95,7 +97,8 @@ class Requests:
 @inner
 def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextArrays) -> bool:
     """Whether `tokens` begin with the text in slot `place`; only the last `most` tokens of the text are compared."""
-    length, dropped = texts.lengths[place], texts.dropped[place]
+    length = texts.lengths[place]
+    dropped = texts.dropped[place]
     if length == 0 or dropped + length > len(tokens):
         return False
     at = max(length - most, 0)

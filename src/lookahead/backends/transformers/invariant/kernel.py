@@ -60,12 +60,20 @@ def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 fma, get, put = map(intrinsic, (_fma, _get, _put))
 
 _INFINITY = np.float32(np.inf)
-_F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
-_LOWEST, _LOG2_E = np.float32(-86), np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_F0 = np.float32(0)
+_F1 = np.float32(1)
+_F2 = np.float32(2)
+_LOWEST = np.float32(-86)
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
 _ROUNDER = np.float32(12582912)  # 1.5 * 2^23: adding and subtracting it rounds to a whole number
-_C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
-_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_C2 = np.float32(0.5)
+_C3 = np.float32(1.6666665459e-1)
+_C4 = np.float32(4.1665795894e-2)
+_C5 = np.float32(8.3334519073e-3)
+_C6 = np.float32(1.3981999507e-3)
+_C7 = np.float32(1.9875691500e-4)
 
 
 @compiled
@@ -109,15 +117,20 @@ def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: 
     (of_factors, at), (of_rows, first, width), (of_sums, to) = factors, rows, sums
     whole = count - count % 4
     for i in range(0, whole, 4):
-        a0, a1 = get(of_factors, at + i), get(of_factors, at + i + 1)
-        a2, a3 = get(of_factors, at + i + 2), get(of_factors, at + i + 3)
-        r0, r1 = first + _number(which, i) * width, first + _number(which, i + 1) * width
-        r2, r3 = first + _number(which, i + 2) * width, first + _number(which, i + 3) * width
+        a0 = get(of_factors, at + i)
+        a1 = get(of_factors, at + i + 1)
+        a2 = get(of_factors, at + i + 2)
+        a3 = get(of_factors, at + i + 3)
+        r0 = first + _number(which, i) * width
+        r1 = first + _number(which, i + 1) * width
+        r2 = first + _number(which, i + 2) * width
+        r3 = first + _number(which, i + 3) * width
         for j in range(many):
             total = fma(a1, get(of_rows, r1 + j), fma(a0, get(of_rows, r0 + j), get(of_sums, to + j)))
             put(of_sums, to + j, fma(a3, get(of_rows, r3 + j), fma(a2, get(of_rows, r2 + j), total)))
     for i in range(whole, count):
-        a0, r0 = get(of_factors, at + i), first + _number(which, i) * width
+        a0 = get(of_factors, at + i)
+        r0 = first + _number(which, i) * width
         for j in range(many):
             put(of_sums, to + j, fma(a0, get(of_rows, r0 + j), get(of_sums, to + j)))
 
@@ -160,7 +173,8 @@ def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any)
             score = score if start + lane < at + count else -_INFINITY
             put(weights, start + lane, score)
             put(lanes, lane, max(get(lanes, lane), score))
-    highest, total = -_INFINITY, _F0
+    highest = -_INFINITY
+    total = _F0
     for lane in range(BLOCK):
         highest = max(highest, get(lanes, lane))
         put(lanes, lane, _F0)
@@ -193,25 +207,32 @@ def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> An
     room = -(-count // BLOCK) * BLOCK
     turned = np.zeros(room * size, dtype=np.float32)
     weights = np.empty(TILE * room, dtype=np.float32)
-    sums, lanes = np.empty(TILE * width, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
-    seen, many_seen, totals = np.empty((TILE, room), np.intp), np.empty(TILE, np.intp), np.empty(TILE, np.float32)
+    sums = np.empty(TILE * width, dtype=np.float32)
+    lanes = np.empty(BLOCK, dtype=np.float32)
+    seen = np.empty((TILE, room), np.intp)
+    many_seen = np.empty(TILE, np.intp)
+    totals = np.empty(TILE, np.float32)
     for unit in range(units[0], units[1]):
         _turn(keys, unit * count * size, count, size, turned)
         for tile in range(0, nodes * group, TILE):
-            many, start = min(TILE, nodes * group - tile), unit * nodes * group + tile
+            many = min(TILE, nodes * group - tile)
+            start = unit * nodes * group + tile
             weights[:] = _F0
             sums[:] = _F0
-            low, high = count, 0
+            low = count
+            high = 0
             for row in range(many):
                 if row and (tile + row) % group:  # another head of the same node
                     many_seen[row] = many_seen[row - 1]
                     seen[row, : many_seen[row]] = seen[row - 1, : many_seen[row]]
                 else:
                     many_seen[row] = _find_keys(packed[unit // shared, (tile + row) // group], seen[row])
-                low, high = min(low, seen[row, 0]), max(high, seen[row, many_seen[row] - 1] + 1)
+                low = min(low, seen[row, 0])
+                high = max(high, seen[row, many_seen[row] - 1] + 1)
             for at in range(low // BLOCK * BLOCK, high, BLOCK):
                 for row in range(many):
-                    query, block = (queries, (start + row) * size), (turned, at * size, BLOCK)
+                    query = (queries, (start + row) * size)
+                    block = (turned, at * size, BLOCK)
                     _add_rows(query, block, None, size, (weights, row * room + at), BLOCK)
             for row in range(many):
                 for place in range(many_seen[row]):
@@ -219,7 +240,8 @@ def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> An
                 totals[row] = _soften(weights, row * room, many_seen[row], numbers[0], numbers[1], lanes)
             for at in range(0, high - low, BLOCK):
                 for row in range(many):
-                    factors, rows = (weights, row * room + at), (values, unit * count * width, width)
+                    factors = (weights, row * room + at)
+                    rows = (values, unit * count * width, width)
                     some = max(min(BLOCK, many_seen[row] - at), 0)
                     _add_rows(factors, rows, seen[row, at:], some, (sums, row * width), width)
             for row in range(many):

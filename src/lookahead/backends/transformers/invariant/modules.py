@@ -28,7 +28,8 @@ _FIXED = 16
 _OUTCOMES = 1 << 17
 """Results that are compared for each number of rows, as few as one in ten thousand may differ; but of no fewer and no
 more rows than `_FEWEST` and `_ROWS`."""
-_FEWEST, _ROWS = 8, 8192
+_FEWEST = 8
+_ROWS = 8192
 _TRIED = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, MOST)
 
 
@@ -232,7 +233,8 @@ def _is_the_same_everywhere(function: Product, dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    inside, alone = function(numbers), torch.cat([function(part) for part in torch.split(numbers, _NO_VECTOR)])
+    inside = function(numbers)
+    alone = torch.cat([function(part) for part in torch.split(numbers, _NO_VECTOR)])
     return bool(((inside == alone) | inside.isnan()).all())
 
 
@@ -271,7 +273,8 @@ def _route_in_parts(module: Any, router: Product, hidden: torch.Tensor) -> tuple
 
     Its scores come from functions in float32, some of which torch computes in another way behind the last whole vector.
     """
-    findings, setting = vars(module)[FINDINGS], (hidden.dtype, torch.get_num_threads())
+    findings = vars(module)[FINDINGS]
+    setting = (hidden.dtype, torch.get_num_threads())
     width = hidden.shape[-1]
 
     def side_by_side(rows: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,12 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
 from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 # Triton's language sees globals only as constants of its own.
-_VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)
-_BITS, _WORD, _END = tl.constexpr(BITS), tl.constexpr(WORD), tl.constexpr(END)
+_VISIBLE = tl.constexpr(VISIBLE)
+_FIRST = tl.constexpr(FIRST)
+_SCRATCH = tl.constexpr(SCRATCH)
+_BITS = tl.constexpr(BITS)
+_WORD = tl.constexpr(WORD)
+_END = tl.constexpr(END)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 _ROWS_OF_A_TEXT = 16
@@ -81,15 +85,23 @@ def tree_attention(
         `[batch, nodes, heads, value_dim]` in the number type of `query`.
     """
     texts, kv_heads, keys, head_dim = key.shape
-    nodes, group = query.shape[2], query.shape[1] // kv_heads
-    table, starts, size = packed_mask, packed_mask, 0
-    rows, heads = nodes * group, texts * kv_heads
+    nodes = query.shape[2]
+    group = query.shape[1] // kv_heads
+    table = packed_mask
+    starts = packed_mask
+    size = 0
+    rows = nodes * group
+    heads = texts * kv_heads
     if pages is not None:
-        table, starts, size = pages.table, pages.starts, pages.size
+        table = pages.table
+        starts = pages.starts
+        size = pages.size
         texts, width = table.shape
-        keys, served = width * size, min(nodes, texts)
+        keys = width * size
+        served = min(nodes, texts)
         usual = -(-rows // (served * _ROWS_OF_A_TEXT))  # blocks of a text, if all have as many nodes
-        rows, heads = min(rows, _ROWS_OF_A_TEXT), served * usual * kv_heads
+        rows = min(rows, _ROWS_OF_A_TEXT)
+        heads = served * usual * kv_heads
     if tiling is None:
         tiling = choose_tiling(rows, heads, keys, max(head_dim, value.shape[3]), key.dtype)
         if pages is not None:  # where keys lie takes registers, too, of which sm_80 has no more
@@ -121,14 +133,16 @@ def _attention_kernel(
     split = tl.program_id(1)
     # Offsets of whole sequences, heads and blocks may exceed 32 bits; those inside of a block do not.
     head = tl.program_id(2).to(tl.int64)
-    batch, kv_head = head // KV_HEADS, head % KV_HEADS
+    batch = head // KV_HEADS
+    kv_head = head % KV_HEADS
     rows = nodes * GROUP
     before = tl.zeros([], tl.int32)  # nodes of other texts in the same row
     if PAGE > 0:
         table += batch * table_stride
         before = tl.load(starts + batch)
         nodes = tl.load(starts + batch + 1) - before
-        batch, head = batch * 0, kv_head
+        batch = batch * 0
+        head = kv_head
     first_node = batch * (rows // GROUP) + before
     mask += first_node * mask_stride
     query += (first_node * KV_HEADS + kv_head) * GROUP * KEY_SIZE
@@ -145,7 +159,8 @@ def _attention_kernel(
         row_block = tl.program_id(0) + turn * tl.num_programs(0)
         row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         is_row = row < nodes * GROUP
-        node, member = row // GROUP, row % GROUP
+        node = row // GROUP
+        member = row % GROUP
         own_mask = mask + node * mask_stride
         visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
         first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
@@ -247,9 +262,11 @@ def _by_position_kernel(
 
     `shares` and `sums` are as those of `_attention_kernel`.
     """
-    part, split = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
+    split = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
-    batch, kv_head = head // KV_HEADS, head % KV_HEADS
+    batch = head // KV_HEADS
+    kv_head = head % KV_HEADS
     mask += batch * nodes * mask_stride
     length = tl.load(mask + _VISIBLE)  # of the text; the first node is padding only where all are
     begin = split * SPAN
@@ -260,7 +277,8 @@ def _by_position_kernel(
     rows = nodes * GROUP
     row = tl.where(in_cache, part * BLOCK_M, one * GROUP + part % parts * BLOCK_M) + tl.arange(0, BLOCK_M)
     is_row = row < tl.where(in_cache, rows, (one + 1) * GROUP)
-    node, member = row // GROUP, row % GROUP
+    node = row // GROUP
+    member = row % GROUP
     own_mask = mask + node * mask_stride
     visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
     first = tl.load(own_mask + _FIRST, mask=is_row, other=0)

@@ -80,7 +80,8 @@ class Sight:
         """What is added to the scores of all keys but the first `dropped` ones, `[batch, 1, nodes, keys]`: the lowest
         number of `dtype` for those that are hidden, 0 for the others."""
         (batch, nodes), behind = self.ends.shape, self.longest - dropped
-        lowest, ends = torch.finfo(dtype).min, self.ends[:, :, None]
+        lowest = torch.finfo(dtype).min
+        ends = self.ends[:, :, None]
         mask = torch.zeros((batch, 1, nodes, behind + nodes), dtype=dtype)
         mask[:, 0, :, behind:].masked_fill_(torch.from_numpy(~self.slots), lowest)
         if self.first is not None or (ends < self.longest).any():
@@ -110,7 +111,9 @@ def sight(
         chunk: Of a chunked layer: it sees a token of the same chunk of this many positions.
     """
     batch, nodes = positions.shape
-    first, slots, is_real = None, ancestors.copy(), ancestors.any(axis=2)
+    first = None
+    slots = ancestors.copy()
+    is_real = ancestors.any(axis=2)
     if window is not None or chunk is not None:
         first = is_real * first_position(positions, window, chunk)
         # A node and its ancestors are as far apart as their positions say.

@@ -52,9 +52,11 @@ def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.
     full = dtype == torch.float32
     if full:
         # Full precision has no tensor cores: every product passes through registers of its own.
-        most, block_keys = (32 if head_dim <= 64 else 16), 16
+        most = 32 if head_dim <= 64 else 16
+        block_keys = 16
     else:
-        most, block_keys = 64, (64 if head_dim <= 128 else 32)
+        most = 64
+        block_keys = 64 if head_dim <= 128 else 32
     block_rows = min(max(triton.next_power_of_2(rows), 16), most)
     if block_rows == 64 and head_dim > 64:
         block_keys = 32
@@ -94,7 +96,9 @@ def attend(
     # Where their innermost dimension has gaps, they are copied; any other buffer is read as it lies.
     key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (key, value))
     batch, nodes, heads, key_size = query.shape
-    kv_heads, value_size, splits = value.shape[1], value.shape[3], tiling.splits
+    kv_heads = value.shape[1]
+    value_size = value.shape[3]
+    splits = tiling.splits
     rows = nodes * heads // kv_heads
     shares = query.new_empty((batch * kv_heads, splits, rows, value_size), dtype=torch.float32)
     sums = query.new_empty(shares.shape[:3], dtype=torch.float32)
@@ -169,7 +173,8 @@ def combine_kernel(
     """
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    batch, kv_head = head // KV_HEADS, head % KV_HEADS
+    batch = head // KV_HEADS
+    kv_head = head % KV_HEADS
     rows = nodes * GROUP
     dim = tl.arange(0, BLOCK_V)
     sums += head * splits * rows + row
