@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
@@ -189,8 +189,11 @@ def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: T
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model in other module objects, which share all else: what code of the model sets on its modules meanwhile,
-    such as the positions behind an image, it sets on these alone. Torch's own layers, which set nothing, are shared."""
-    modules = [m for m in all_modules(model) if m._modules or not type(m).__module__.startswith("torch.nn.")]
+    such as the positions behind an image, it sets on these alone. Torch's own layers, which set nothing, are shared; so
+    are all inner modules of a model of text if the preparation of `generate` is transformers' own."""
+    modules = [model]
+    if not _prepares_as_transformers(model):
+        modules = [m for m in all_modules(model) if m._modules or not type(m).__module__.startswith("torch.nn.")]
     shells: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
     for module in modules:
         attributes = vars(shells[id(module)])
@@ -199,6 +202,17 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
         attributes["_modules"] = {name: shells.get(id(child), child) for name, child in module._modules.items()}
     shell: PreTrainedModel = shells[id(model)]
     return shell
+
+
+def _prepares_as_transformers(model: PreTrainedModel) -> bool:
+    """Whether a model reads nothing but tokens, and has no methods of its own that `generate` calls before it decodes."""
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return False
+    kind = type(model)
+    names = {name for name, value in vars(GenerationMixin).items() if callable(value)} - _OF_DECODING
+    return names.isdisjoint(vars(model)) and all(
+        getattr(kind, name) is getattr(GenerationMixin, name) for name in names
+    )
 
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
@@ -215,6 +229,9 @@ def _attributes(module: torch.nn.Module) -> dict[str, int]:
     """What is set on a module, by identity."""
     return {name: id(value) for name, value in vars(module).items() if name not in _ITS_OWN}
 
+
+_OF_DECODING = {"prepare_inputs_for_generation", "_reorder_cache"}
+"""Methods of transformers' `GenerationMixin` that are called by steps, and not before them."""
 
 _CHUNK = 16
 """Tokens of a chunk; a draft and its pending tokens are one or two of them."""
