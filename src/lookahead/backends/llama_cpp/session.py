@@ -95,8 +95,13 @@ class GGUFWatch:
         """Whether the model has hooks or a replaced forward pass."""
         return replaced_code(self._model) is not None
 
-    def settle(self) -> None:
-        """Do nothing: passes of llama.cpp change nothing in the model."""
+    def changed_before_pass(self) -> bool:
+        """See `has_changed`."""
+        return replaced_code(self._model) is not None
+
+    def changed_by_pass(self) -> bool:
+        """Return `False`: passes of llama.cpp change nothing in the model."""
+        return False
 
 
 class GGUFCall(Call):
