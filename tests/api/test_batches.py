@@ -97,14 +97,14 @@ def ends(*tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("eos", [(), STOPS])
 @pytest.mark.parametrize("kept", [{}, KEPT])
-def test_streamed_columns_are_those_of_transformers(eos: tuple[int, ...], kept: dict[str, Any]) -> None:
+def test_streamed_columns_equal_transformers(eos: tuple[int, ...], kept: dict[str, Any]) -> None:
     check(ragged(**ends(*eos), **kept, streamer=True))
     check(ragged(**ends(*eos), streamer=True, return_dict_in_generate=False))
 
 
 @pytest.mark.parametrize("eos", [(), STOPS])
 @pytest.mark.parametrize("name", quickly(["llama", "gemma2", "opt", "mixtral"], ["gemma2"]))
-def test_scores_and_logits_are_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
+def test_scores_and_logits_equal_transformers(name: str, eos: tuple[int, ...]) -> None:
     check(ragged(name, **ends(*eos), **KEPT, no_repeat_ngram_size=2))
 
 
@@ -163,7 +163,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_k": 0}
 
 @pytest.mark.parametrize("eos", [(), STOPS])
 @pytest.mark.parametrize("name", quickly(["llama", "gpt2", "gemma3"], ["gpt2"]))
-def test_sampled_rows_are_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
+def test_sampled_rows_equal_transformers(name: str, eos: tuple[int, ...]) -> None:
     options = {**SAMPLING, "num_return_sequences": 3, **ends(*eos)}
     assert max(check(ragged(name, **options, **SEEN)).accepted) > 1
     settings = {"repetition_penalty": 1.3, "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2}

@@ -265,7 +265,7 @@ def test_a_live_engine_tries_a_changed_model_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hook on single tokens", "global hook", "class", "dropout"])
-def test_a_changed_model_is_decoded_plainly_where_that_is_asked_for(name: str) -> None:
+def test_fallback_plain_decodes_a_changed_model(name: str) -> None:
     model = fresh()
     by_generate(model)
     config = LookaheadConfig(step_budget=16, fallback="plain")
@@ -313,7 +313,7 @@ def test_a_hook_that_comes_and_goes_is_tried_once() -> None:
     assert call(True) < tried, "the same hook was tried before"
 
 
-def test_a_changed_model_is_not_kept_alive_by_what_was_tried() -> None:
+def test_trials_do_not_keep_a_changed_model_alive() -> None:
     model = copy.deepcopy(build("llama", attention="eager"))
     by_generate(model)
     model.model.layers[0].register_forward_hook(lambda module, inputs, output, kept=model: None)

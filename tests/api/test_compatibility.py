@@ -347,7 +347,7 @@ def cases_of(kind: type[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), cases_of(Exact))
-def test_an_exact_argument_gives_what_generate_gives(name: str, case: Exact) -> None:
+def test_an_exact_argument_has_the_effect_of_generate(name: str, case: Exact) -> None:
     model = build(case.model, attention=ARCHITECTURES[case.model].attention[0])
     plain = call(model.generate, name, case)
     assert agree(call(ours(model), name, case), plain)
@@ -392,7 +392,7 @@ def test_stop_strings_end_the_text_where_generate_ends_it(demo: Demo) -> None:
     assert torch.equal(ours_with(model, input_ids=ids, **options), expected)
 
 
-def test_a_tokenizer_is_needed_for_stop_strings_alone(demo: Demo) -> None:
+def test_a_tokenizer_is_only_needed_for_stop_strings(demo: Demo) -> None:
     """The tokenizer is ignored without stop strings, and required with them."""
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
@@ -456,7 +456,7 @@ def test_num_return_sequences(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
-def test_collected_scores_and_logits_are_those_of_generate(name: str, llama: PreTrainedModel) -> None:
+def test_collected_scores_and_logits_equal_generate(name: str, llama: PreTrainedModel) -> None:
     case = Case(True, {**GREEDY, "return_dict_in_generate": True, "repetition_penalty": 1.3})
     plain, output = call(llama.generate, name, case), call(ours(llama), name, case)
     assert agree(output, plain)
@@ -512,14 +512,14 @@ def test_past_key_values(llama: PreTrainedModel) -> None:
 
 FUNCTIONS: dict[str, list[Callable[..., None]]] = {
     "stop_strings": [test_stop_strings_end_the_text_where_generate_ends_it],
-    "tokenizer": [test_a_tokenizer_is_needed_for_stop_strings_alone],
+    "tokenizer": [test_a_tokenizer_is_only_needed_for_stop_strings],
     "streamer": [test_a_streamer_gets_the_calls_of_generate],
     "max_time": [test_time_that_is_up_ends_the_text_with_its_first_token],
     "use_cache": [test_without_use_cache_no_cache_is_returned, test_contradicting_use_cache_is_refused],
     "return_dict_in_generate": [test_return_dict_in_generate],
     "num_return_sequences": [test_num_return_sequences],
-    "output_scores": [test_collected_scores_and_logits_are_those_of_generate],
-    "output_logits": [test_collected_scores_and_logits_are_those_of_generate],
+    "output_scores": [test_collected_scores_and_logits_equal_generate],
+    "output_logits": [test_collected_scores_and_logits_equal_generate],
     "attention_mask": [test_padding_and_holes_are_hidden_as_in_generate, test_attention_mask_that_hides_the_last_token],
     "cache": [test_past_key_values],
     "past_key_values": [test_past_key_values],
@@ -666,7 +666,7 @@ def test_the_default_of_an_input_asks_for_nothing(nothing: dict[str, Any], llama
             lookahead.generate(model, PROMPT, **something, **GREEDY)
 
 
-def test_an_output_that_is_not_asked_for_asks_for_nothing() -> None:
+def test_an_output_set_to_false_is_accepted() -> None:
     model = build("mixtral")
     text = lookahead.generate(model, PROMPT, output_router_logits=False, **GREEDY)
     assert torch.equal(text, model.generate(PROMPT, output_router_logits=False, **GREEDY))
@@ -706,7 +706,7 @@ IN_BATCHES = {
 
 
 @pytest.mark.parametrize("name", IN_BATCHES)
-def test_rows_of_a_padded_batch_are_those_of_generate(name: str, llama: PreTrainedModel) -> None:
+def test_rows_of_a_padded_batch_equal_generate(name: str, llama: PreTrainedModel) -> None:
     ids, mask = padded(12, 7, 10)
     options = {**GREEDY, **IN_BATCHES[name], "attention_mask": mask}
     assert torch.equal(ours_with(llama, input_ids=ids, **options), llama.generate(ids, **options))
@@ -838,7 +838,7 @@ def test_a_bad_value_is_named_and_changes_nothing(values: dict[str, Any], named:
     ],
     ids=lambda values: next(iter(values)),
 )
-def test_unusual_values_give_what_generate_gives(values: dict[str, Any], llama: PreTrainedModel) -> None:
+def test_unusual_values_have_the_effect_of_generate(values: dict[str, Any], llama: PreTrainedModel) -> None:
     texts = []
     for generate in (llama.generate, ours(llama)):
         torch.manual_seed(2)

@@ -240,7 +240,7 @@ def test_generate_methods_with_logits_to_keep(llama: PreTrainedModel) -> None:
 
 @each_model
 @pytest.mark.parametrize("size", [1, 5, 12, 40])
-def test_a_prompt_in_chunks_gives_the_same_text_in_as_many_passes(name: str, size: int) -> None:
+def test_a_prompt_in_chunks_gives_the_same_text_with_a_pass_per_chunk(name: str, size: int) -> None:
     model = build(name)
     options = {**GREEDY, "prefill_chunk_size": size, "return_dict_in_generate": True}
     output = ours(model, PROMPT, **options)
@@ -512,7 +512,7 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
 
 @pytest.mark.parametrize("count", [2, 40], ids=["short", "longer than what is cached"])
 @pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
-def test_a_cache_takes_the_new_tokens_alone(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
+def test_a_cache_takes_only_the_new_tokens(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
     """The prompt may omit the cached tokens, if the attention mask includes them."""
     started = filled_by(llama, PROMPT, **CACHED)
     new = torch.cat([started.sequences[:, -1:], torch.arange(count)[None] % VOCAB_SIZE], dim=1)
@@ -523,7 +523,7 @@ def test_a_cache_takes_the_new_tokens_alone(filled_by: Callable[..., Any], count
     assert torch.equal(output[:, new.shape[1] :], expected)
 
 
-def test_a_cache_of_a_padded_prompt_takes_the_new_tokens_alone(llama: PreTrainedModel) -> None:
+def test_a_cache_of_a_padded_prompt_takes_only_the_new_tokens(llama: PreTrainedModel) -> None:
     """A mask with hidden tokens reaches us, and gives the same text."""
     ids, mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1), torch.ones(1, 15, dtype=torch.long)
     mask[:, :3] = 0
@@ -578,7 +578,7 @@ def test_the_cache_of_a_padded_prompt_can_be_continued(name: str, filled_by: Cal
         assert torch.equal(turn.sequences, expected)
 
 
-def test_a_mask_that_shows_what_the_cache_was_made_without(llama: PreTrainedModel) -> None:
+def test_a_mask_that_shows_tokens_hidden_from_the_cache(llama: PreTrainedModel) -> None:
     mask = torch.ones_like(PROMPT)
     mask[:, :3] = 0
     started = ours(llama, PROMPT, attention_mask=mask, **CACHED)

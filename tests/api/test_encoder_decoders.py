@@ -35,7 +35,7 @@ def source(model: PreTrainedModel, rows: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_texts_are_those_of_generate(family: str, sampled: bool) -> None:
+def test_texts_equal_generate(family: str, sampled: bool) -> None:
     model = tiny(family)
     options: dict[str, Any] = {**source(model), "max_new_tokens": 30, "do_sample": sampled, "output_scores": True}
     torch.manual_seed(3)
@@ -61,7 +61,7 @@ def test_several_texts_of_one_source() -> None:
     assert torch.equal(lookahead.generate(model, **options), model.generate(**options))
 
 
-def test_chunks_go_with_a_source_of_which_all_is_seen() -> None:
+def test_chunks_need_a_source_without_hidden_tokens() -> None:
     """`generate` crops the source's mask to the decoder's chunks: the text is unaffected only if nothing is hidden."""
     model, chunks = tiny("bart/encoder"), {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 8}
     seen, hiding = source(model), source(model, rows=2)

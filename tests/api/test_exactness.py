@@ -57,7 +57,7 @@ def test_random_cases_match(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[::2]))
-def test_logits_of_trees_are_those_of_plain_decoding(name: str) -> None:
+def test_logits_of_trees_equal_plain_decoding(name: str) -> None:
     """A stricter check than equal tokens: a wrong mask may change logits without changing a token."""
     for attention in ARCHITECTURES[name].attention:
         case = zoo_case(name, (5, 8, 2, 5, 8, 2, 5), attention=attention, drafting=FROM_PROMPT, output_logits=True)
@@ -239,7 +239,7 @@ def test_the_comparison_detects_a_wrong_token(fault: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", quickly(NAMES))
-def test_zoo_text_is_varied_and_depends_on_what_lies_far_back(name: str) -> None:
+def test_zoo_text_is_varied_and_depends_on_distant_tokens(name: str) -> None:
     model = build(name, 0, ARCHITECTURES[name].attention[0])
     random = Random(name)
     prompts = [tuple(random.choices(range(VOCAB_SIZE), k=SLIDING_WINDOW + 2)) for _ in range(4)]

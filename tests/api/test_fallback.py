@@ -42,7 +42,7 @@ def refused() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_texts_are_those_of_generate(family: str) -> None:
+def test_texts_equal_generate(family: str) -> None:
     model = refused_kind(family)
     with pytest.raises(UnsupportedModelError):
         lookahead.generate(model, ids(), max_new_tokens=4)

@@ -50,7 +50,7 @@ def test_number_is_all_that_a_case_depends_on() -> None:
     assert chosen.family == "qwen3"
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_only_depend_on_the_seed() -> None:
     first = build("mixtral", Variant(seed=5), "eager").state_dict()
     second = build("mixtral", Variant(seed=5), "eager").state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -58,7 +58,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_families_are_those_of_transformers() -> None:
+def test_families_equal_transformers() -> None:
     names = family_names()
     assert len(names) > 200
     assert {"llama", "gpt2", "qwen3", "gemma3", "qwen2_5_vl/multimodal"} <= set(names)

@@ -50,7 +50,7 @@ def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 1.3, "top_k": 20}], ids=["greedy", "sampled"]
 )
-def test_texts_are_those_of_transformers(
+def test_texts_equal_transformers(
     model: Any, prompt: torch.Tensor, config: LookaheadConfig, sampling: dict[str, Any]
 ) -> None:
     options = {"max_new_tokens": 60, "do_sample": False} | sampling

@@ -58,7 +58,7 @@ def all_equal(model: PreTrainedModel, inputs: dict[str, Any], configs: list[Look
 
 
 @pytest.mark.parametrize("family", quickly([*TREES, *CHAINS], ["gemma3", "qwen2_5_vl/multimodal", *CHAINS]))
-def test_texts_are_those_of_generate(family: str) -> None:
+def test_texts_equal_generate(family: str) -> None:
     model = tiny(family)
     inputs = image_prompt(model, [TEXT], 0)
     presets = [LookaheadConfig(), LookaheadConfig(step_budget=16)]
@@ -168,7 +168,7 @@ def test_caches_of_image_prompts_can_be_continued(family: str, makers: tuple[boo
 
 
 @pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
-def test_caches_of_texts_whose_positions_count_from_one(makers: tuple[bool, bool]) -> None:
+def test_caches_of_texts_with_positions_from_one(makers: tuple[bool, bool]) -> None:
     model = tiny("paligemma/multimodal")
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     texts, keys = [], []
@@ -213,7 +213,7 @@ def processor(model: PreTrainedModel) -> LlavaProcessor:
     )
 
 
-def test_rows_whose_layers_pick_blocks_of_keys_are_refused() -> None:
+def test_rows_of_layers_that_select_blocks_of_keys_are_refused() -> None:
     model = tiny("qwen4_exp/multimodal")
     with pytest.raises(UnsupportedArgumentError, match="2 rows with more than tokens"):
         lookahead.generate(model, **image_prompt(model, [TEXT, TEXT], 0), max_new_tokens=4)

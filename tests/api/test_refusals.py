@@ -154,13 +154,13 @@ def test_a_model_without_weights_is_refused(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
-def test_detach_refuses_what_is_no_model(model: Any) -> None:
+def test_detach_refuses_other_objects_than_models(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"model={type(model).__name__} is no"):
         lookahead.detach(model)
 
 
 @pytest.mark.parametrize("path", [None, 3, b"model.gguf"])
-def test_load_gguf_refuses_what_is_no_path(path: Any) -> None:
+def test_load_gguf_refuses_other_objects_than_paths(path: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"path={path!r} must be the path of a GGUF file"):
         lookahead.load_gguf(path)
 

@@ -60,7 +60,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("family", "config"), PAIRS, ids=lambda one: getattr(one, "preset", one))
-def test_texts_are_those_of_generate(family: str, config: LookaheadConfig) -> None:
+def test_texts_equal_generate(family: str, config: LookaheadConfig) -> None:
     model = tiny(family)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
         torch.manual_seed(3)

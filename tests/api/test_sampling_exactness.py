@@ -62,7 +62,7 @@ def _changes_the_text(name: str, number: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
-def test_the_first_use_of_a_model_leaves_the_random_state_alone(name: str) -> None:
+def test_the_first_use_of_a_model_keeps_the_random_state(name: str) -> None:
     # The first use of a model tries it on token trees, which must not draw random numbers.
     model = copy.deepcopy(build(name))
     ids = torch.tensor([PROMPT])
@@ -74,7 +74,7 @@ def test_the_first_use_of_a_model_leaves_the_random_state_alone(name: str) -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_drafter_does_not_change_what_is_sampled() -> None:
+def test_the_drafter_does_not_change_samples() -> None:
     drafting = [{**DRAFTING, "seed": seed, "window_size": 1 + seed} for seed in range(4)]
     drafting += [{"preset": preset} for preset in ("jacobi", "autoregressive")]
     texts = {tuple(check(SHARP.having(drafting=one)).answer.text) for one in drafting}

@@ -334,7 +334,7 @@ def test_algorithm_4_where_the_model_leaves_no_choice(candidates: list[tuple[int
         assert verify_by_rejection(candidates, certain(3, 1, 4), torch.Generator().manual_seed(seed)) == decided
 
 
-def test_algorithm_4_asks_only_for_what_it_verifies() -> None:
+def test_algorithm_4_only_computes_verified_positions() -> None:
     asked: list[Text] = []
 
     def law(decided: Text) -> torch.Tensor:

@@ -54,7 +54,7 @@ def heard(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_texts_about_a_sound_are_those_of_generate(hearing: PreTrainedModel, sampled: bool) -> None:
+def test_texts_about_a_sound_equal_generate(hearing: PreTrainedModel, sampled: bool) -> None:
     inputs = heard(hearing)
     texts = []
     for generate in (type(hearing).generate, lookahead.generate):

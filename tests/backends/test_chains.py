@@ -193,7 +193,7 @@ def test_drafts_are_read_in_short_chunks() -> None:
     torch.testing.assert_close(logits, expected[1:], rtol=0, atol=1e-3)
 
 
-def test_models_with_keys_and_values_alone_run_on_trees() -> None:
+def test_models_with_only_keys_and_values_run_on_trees() -> None:
     assert not runs_on_chains(tiny("llama"))
     blt = tiny("blt")  # transformers cannot make a cache from its configuration
     assert not has_running_state(type(blt), blt.config)

@@ -107,7 +107,7 @@ def test_keys_that_are_picked_are_counted_by_tokens_and_not_by_positions() -> No
     assert limits.deepest(10, shift=-20) == limits.deepest(10) - 20
 
 
-def test_trees_end_where_a_model_begins_to_choose_what_it_attends_to() -> None:
+def test_trees_end_once_a_model_selects_keys() -> None:
     config = DeepseekV4Config(index_topk=3, compress_rates={"compressed_sparse_attention": 4})
     limit = Limits(config)
     # The token at index 15 completes a fourth entry of four tokens; the one before it may join the pending tokens.

@@ -368,7 +368,7 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
     assert equivalence(randomised(LlamaForCausalLM(LlamaConfig(**SIZES)))).holds("padded_caches")
 
 
-def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
+def test_only_miniatures_of_the_last_kinds_are_kept() -> None:
     module = import_module("lookahead.backends.transformers.equivalence")
     checks = []
     for size in range(module._KEPT + 2):

@@ -151,7 +151,7 @@ def test_a_text_is_the_same_wherever_it_was_split(name: str) -> None:
 
 
 @pytest.mark.exact
-def test_long_prompts_go_in_chunks_of_which_nothing_shows() -> None:
+def test_long_prompts_in_chunks_give_the_same_text() -> None:
     model = in_type("demo", torch.bfloat16)
     prompt = torch.randint(5, 4000, (1, 1100), generator=torch.Generator().manual_seed(3))
     long = decode(model, prompt, LookaheadConfig(step_budget=7, invariant=True), max_new_tokens=3)
@@ -174,7 +174,7 @@ def test_packed_weights_and_number_of_threads_change_no_bit() -> None:
         torch.set_num_threads(threads)
 
 
-def test_the_model_and_other_calls_are_left_alone() -> None:
+def test_the_model_and_other_calls_stay_unchanged() -> None:
     model = in_type("llama", torch.bfloat16)
     before = decode(model, PROMPT, LookaheadConfig(preset="autoregressive"))
     decode(model, PROMPT, PLAIN)
@@ -266,7 +266,7 @@ def with_care(module: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def test_experts_have_as_many_rows_as_their_products_need() -> None:
+def test_experts_have_the_rows_that_their_products_need() -> None:
     experts = copy.deepcopy(in_type("mixtral", torch.float16).model.layers[0].mlp.experts)
     experts.__class__ = PickyExperts
     draws = torch.Generator().manual_seed(0)

@@ -49,7 +49,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ],
     ids=["auto", "fixed", "long", "jacobi", "plain", "sampled"],
 )
-def test_texts_are_those_of_transformers(
+def test_texts_equal_transformers(
     both: tuple[Any, PreTrainedModel], config: LookaheadConfig, options: dict[str, Any]
 ) -> None:
     model, reference = both

@@ -83,7 +83,7 @@ def test_models_that_do_not_honour_trees_run_none(kind: type[LlamaForCausalLM], 
     assert "generate" not in vars(model)
 
 
-def test_a_model_that_ignores_what_came_before_is_exact() -> None:
+def test_a_model_that_ignores_earlier_tokens_is_exact() -> None:
     model, prompt = tiny_llama(IgnoresContext), torch.tensor([[1, 2, 3]])
     options = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(lookahead.generate(model, prompt, **options), model.generate(prompt, **options))

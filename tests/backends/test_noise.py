@@ -49,7 +49,7 @@ def in_any_order(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("most_bytes", [1 << 26, 40_000, 0])
 @pytest.mark.parametrize("whole", [False, True])
-def test_rows_take_what_multinomial_would_have_given_them(
+def test_rows_take_the_noise_of_multinomial(
     dtype: torch.dtype, most_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if whole:  # as on a GPU, which draws all rows together
@@ -160,7 +160,7 @@ class Fixed(SamplingNoise):
         return self._fixed
 
 
-def test_a_noise_of_zero_selects_what_multinomial_selects_with_it() -> None:
+def test_a_noise_of_zero_selects_the_token_of_multinomial() -> None:
     torch.manual_seed(0)
     for zero in range(20):
         scores = torch.randn(1, VOCABULARY)

@@ -174,7 +174,7 @@ def test_a_step_sends_no_padding() -> None:
 
 
 @pytest.mark.parametrize("name", ["falcon_new", "gemma2", "deepseek_v3"])
-def test_models_of_which_rows_cannot_be_packed_are_refused(name: str) -> None:
+def test_models_without_packed_rows_are_refused(name: str) -> None:
     # Custom attention, a soft cap without "sdpa", and keys outside of the cache.
     model = build(name, attention="eager" if name == "gemma2" else "sdpa")
     assert isinstance(packed_runner(model), str)
@@ -196,7 +196,7 @@ class Leaky(LlamaForCausalLM):
         return output
 
 
-def test_a_model_whose_rows_see_each_other_is_refused() -> None:
+def test_a_model_that_mixes_rows_is_refused() -> None:
     model = small_llama()
     assert equivalence(model).holds("packed_rows")
     packed_model(model)

@@ -24,7 +24,7 @@ def test_argmax_is_torchs_own_with_ties_and_infinities(rows, vocabulary, dtype, 
 
 
 @pytest.mark.parametrize("place", [0, 5000, 5119])
-def test_argmax_of_what_is_not_a_number_is_torchs_own(place):
+def test_argmax_of_nan_equals_torchs(place):
     logits = torch.randn(2, 5120 + 3)
     logits[:, place] = torch.nan
     assert argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
@@ -41,7 +41,7 @@ def test_argmax_of_what_is_not_a_number_is_torchs_own(place):
     spread=st.sampled_from([0.01, 4.0, 40.0]),
     seed=st.integers(0, 10**6),
 )
-def test_top_predictions_are_those_of_a_softmax(rows, vocabulary, count, dtype, spread, seed):
+def test_top_predictions_equal_a_softmax(rows, vocabulary, count, dtype, spread, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = (spread * torch.randn(rows, vocabulary, generator=generator)).to(dtype)
     logits[:, vocabulary // 2 : vocabulary // 2 + vocabulary // 8] = -torch.inf

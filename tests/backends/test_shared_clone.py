@@ -177,7 +177,7 @@ def test_a_layer_that_becomes_another() -> None:
     assert not isinstance(engine_model(model, pack_weights=True).lm_head, PackedLinear)
 
 
-def test_only_what_changed_is_packed_anew() -> None:
+def test_only_changed_weights_are_packed_again() -> None:
     model = llama()
     clone = engine_model(model, pack_weights=True)
     head, other = clone.lm_head._packed_weight, clone.model.layers[0].mlp.up_proj._packed_weight
@@ -220,7 +220,7 @@ def test_fingerprints_tell_tensors_apart(dtype: torch.dtype, shape: tuple[int, i
             assert torch.equal(changed, tensor) == np.array_equal(first, fingerprint(changed))
 
 
-def test_fingerprints_are_those_of_a_brute_force_sum() -> None:
+def test_fingerprints_equal_a_brute_force_sum() -> None:
     words = np.random.default_rng(0).integers(1 << 32, size=(7, len(_KEYS)), dtype=np.uint32)
     keys = [int(key) for key in _KEYS]
     expected = [sum(map(operator.mul, row, keys)) % (1 << 64) for row in words.tolist()]
@@ -409,7 +409,7 @@ def test_calls_leave_nothing_behind() -> None:
     assert bytes_alive() == before
 
 
-def test_a_clones_configuration_says_what_the_models_says() -> None:
+def test_a_clones_configuration_equals_the_models() -> None:
     """All names work, also GPT-2's translated ones, and later changes are visible."""
     settings = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=None)
     model = GPT2LMHeadModel(settings).eval()

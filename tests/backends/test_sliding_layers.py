@@ -120,7 +120,7 @@ def test_a_text_shorter_than_the_window() -> None:
     assert torch.equal(second.sequences, model.generate(first.sequences, **options).sequences)
 
 
-def test_returned_caches_hold_the_window_alone() -> None:
+def test_returned_caches_only_hold_the_window() -> None:
     model = build("mistral", Variant(window=WINDOW), "sdpa")
     ids = torch.randint(3, 90, (2, 200), generator=torch.Generator().manual_seed(0))
     answer = lookahead.generate(model, ids, lookahead_config=CONFIG, **OPTIONS)

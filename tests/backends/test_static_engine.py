@@ -187,7 +187,7 @@ def recorded_with(recorder: type) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[1::2]))
-def test_texts_are_those_of_generate(name: str) -> None:
+def test_texts_equal_generate(name: str) -> None:
     for turn in range(2):
         case = check(greedy_case(turn * len(ZOO) + ZOO.index(name), engine="static"), "static").case
     model = engine_model(build(name, attention=case.attention))
@@ -195,7 +195,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "llama4_chunked", *BY_LENGTH])
-def test_sampled_texts_and_batches_are_those_of_generate(name: str) -> None:
+def test_sampled_texts_and_batches_equal_generate(name: str) -> None:
     model = build(name)
     arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "top_k": 8}
     for seed in range(2):
@@ -290,7 +290,7 @@ def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
     assert_same(second, expected)
 
 
-def test_the_next_call_takes_what_the_last_one_left() -> None:
+def test_the_next_call_reuses_the_last_ones_memory() -> None:
     model = grouped_llama(torch.float32)
     expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
 
@@ -367,7 +367,7 @@ def test_no_node_sees_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_no_node_sees_what_is_not_text(name: str) -> None:
+def test_nodes_only_see_text(name: str) -> None:
     model = build(name)
     steps = static_steps(model, batch=2)
     runner = ModelRunner(model, 2, steps=steps)
@@ -382,7 +382,7 @@ def test_no_node_sees_what_is_not_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "llama4_chunked"])
-def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
+def test_staged_masks_equal_the_dynamic_engines(name: str) -> None:
     masks = MaskBuilder(build(name).config)
     runner = ModelRunner(build(name), 2)
     random = Random(0)
@@ -411,7 +411,7 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
 # --- the cache ----------------------------------------------------------------------------------------------
 
 
-def test_the_cache_keeps_what_was_committed() -> None:
+def test_the_cache_keeps_committed_tokens() -> None:
     shape = LayerShape(2, 3, 3, torch.float32)
     cache = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 20, CPU)
     assert len(cache.buffers) == 2, "one for each size"

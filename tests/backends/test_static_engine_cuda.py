@@ -40,7 +40,7 @@ def on_gpu(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_are_those_of_generate(name: str) -> None:
+def test_texts_equal_generate(name: str) -> None:
     model, prompt = on_gpu(name), PROMPT.cuda()
     few = GREEDY | ({"max_new_tokens": 20} if name in BY_LENGTH else {})  # plain decoding is right only for short texts
     expected = model.generate(prompt, **few)
@@ -74,7 +74,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
-def test_texts_of_an_engine_are_those_of_generate(name: str) -> None:
+def test_texts_of_an_engine_equal_generate(name: str) -> None:
     """Rows join and leave; all sizes are captured at the start."""
     model = on_gpu(name)
     engine = Engine(model, LookaheadConfig(step_budget=8), max_rows=3)

@@ -30,7 +30,7 @@ SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 
 @settings(max_examples=60, deadline=None)
 @given(step=steps(max_nodes=70, max_length=90))
-def test_masks_of_trees_one_behind_another_are_those_of_each_alone(step: Step) -> None:
+def test_masks_of_packed_trees_equal_masks_of_single_trees(step: Step) -> None:
     firsts, parents = np.cumsum([0, *map(len, step.parents)]), np.concatenate(step.parents)
     pairs = [(row, node) for row, nodes in enumerate(step.parents) for node in range(len(nodes))]
     places = np.array([step.position(row, node) for row, node in pairs])
@@ -46,7 +46,7 @@ def test_masks_of_trees_one_behind_another_are_those_of_each_alone(step: Step) -
 
 @settings(max_examples=60, deadline=None)
 @given(step=steps(max_nodes=70, max_length=90), room=st.integers(0, 40))
-def test_packed_mask_says_what_each_node_sees(step: Step, room: int) -> None:
+def test_packed_mask_has_the_visible_keys_of_each_node(step: Step, room: int) -> None:
     packed, keys = step.packed(), step.scratch + step.nodes + room
     assert packed.dtype == torch.int32
     assert packed.shape == (len(step.lengths), 1, step.nodes, packed_width(step.nodes))

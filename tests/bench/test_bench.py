@@ -152,7 +152,7 @@ def test_all_methods_write_the_reference_text_on_all_tasks(
     assert len({tuple(row["output"]) for row in rows if row["reference"]}) == 4, "the texts are different ones"
 
 
-def test_steps_of_assisted_generation_are_those_of_the_model(model_folder: Path) -> None:
+def test_steps_of_assisted_generation_are_passes_of_the_model(model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     prompt = torch.tensor([[1, 2, 3, 4, 1, 2]])
     arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}

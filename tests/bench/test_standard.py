@@ -26,7 +26,7 @@ def test_compares_with_the_way_that_is_best_on_the_other_half() -> None:
     assert result["low"] <= result["over_best"] <= result["high"]
 
 
-def test_steps_take_what_the_table_of_prices_says(demo: tuple[Any, Any]) -> None:
+def test_step_times_follow_the_table_of_prices(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     case = Case("count", tokenizer("def count(words):\n    counts = {}\n").input_ids)
     runner = PricedRunner(Models(Path("nowhere")), "gpu")

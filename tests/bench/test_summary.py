@@ -188,7 +188,7 @@ def test_plots_need_matplotlib_and_a_folder(
     assert "pip install '.[plot]'" in capsys.readouterr().err
 
 
-def test_plots_are_those_of_the_pages(tmp_path: Path) -> None:
+def test_plots_match_the_pages(tmp_path: Path) -> None:
     assert main(["plots", str(tmp_path)]) == 0
     drawn = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.svg"))
     assert len(drawn) == 6

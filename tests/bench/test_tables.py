@@ -31,7 +31,7 @@ def tables() -> TableFile:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_holds_what_the_rows_say(page: Path, tables: TableFile) -> None:
+def test_a_page_matches_its_rows(page: Path, tables: TableFile) -> None:
     text = page.read_text()
     assert tables.fill(text) == text, "run `make tables RECORD=1`"
 

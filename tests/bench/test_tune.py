@@ -92,7 +92,9 @@ def test_tune_stores_nothing_when_interrupted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory_says_what_to_reduce(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_errors_name_the_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def out_of_memory(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
@@ -132,7 +134,7 @@ def test_each_size_takes_its_turn(llama: Any) -> None:
     assert all(point.seconds > 0 for point in measured)
 
 
-def test_trees_are_those_of_a_drafter(llama: Any) -> None:
+def test_trees_equal_a_drafters(llama: Any) -> None:
     with torch.no_grad():
         bench = StepBench(llama, context=12)
         tree = bench.tree(11)
@@ -157,6 +159,6 @@ def test_more_candidates_than_tokens_are_refused(llama: Any) -> None:
         StepBench(llama, context=4).tree(BRANCH * vocabulary + 2)
 
 
-def test_cpu_time_counts_on_cpus_alone() -> None:
+def test_cpu_time_only_counts_on_cpus() -> None:
     assert seconds_of(torch.device("cpu"), lambda: sum(range(1000))) > 0
     assert [clock_of(torch.device(name)) for name in ("cpu", "cuda", "meta")] == ["cpu", "wall", "wall"]

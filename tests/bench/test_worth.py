@@ -57,7 +57,7 @@ class Guess:
         return [[int(tokens[row, length - 1]) + 1, 0] for row, length in enumerate(lengths)]
 
 
-def test_vllm_keeps_what_is_right_and_one_token_more() -> None:
+def test_vllm_accepts_right_tokens_and_adds_one() -> None:
     loop = VLLMLoop(Guess(), 16)
     loop.run([[1], [1]], [[2, 3, 4, 5, 6], [2, 3]])
     assert [[accepted for _, accepted in step] for step in loop.steps] == [[0, 0], [1, 0], [1]]

@@ -205,7 +205,7 @@ def test_json_has_the_steps_before_an_interrupt(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_interrupt_prints_what_was_generated() -> None:
+def test_interrupt_prints_the_text_so_far() -> None:
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     process = Command(["generate", PROMPT, "--max-new-tokens", "2000"], {1: to_out, 2: to_err})
     os.close(to_out)
@@ -374,7 +374,7 @@ def test_a_model_that_lacks_weights_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("options", "reuses"), [([], True), (["--no-prefix-cache"], False)])
-def test_a_server_keeps_finished_texts_unless_told_not_to(
+def test_a_server_keeps_finished_texts_by_default(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any, options: list[str], reuses: bool
 ) -> None:
     engines = []
@@ -506,7 +506,7 @@ def test_compare_shows_the_first_difference(
     assert "lookahead 5 '%'" in out
 
 
-def test_compare_reports_what_it_has_when_interrupted(
+def test_an_interrupted_compare_reports_its_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -540,7 +540,7 @@ def out_of_memory(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_out_of_memory_says_what_to_reduce(
+def test_out_of_memory_errors_name_the_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("lookahead.cli.generate.generate", out_of_memory)
@@ -626,7 +626,7 @@ def test_an_unfinished_character_is_printed_at_the_end(tokenizer: Any) -> None:
     assert whole == "a\ufffd\n"
 
 
-def test_leading_space_rules_are_those_of_the_whole_text() -> None:
+def test_leading_space_rules_match_the_whole_text() -> None:
     class Words:
         """Drop the space before the first token, like SentencePiece tokenizers."""
 

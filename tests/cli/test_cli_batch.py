@@ -47,7 +47,7 @@ def expected(tmp_path: Path, **sampling: Any) -> dict[str, str]:
     return texts
 
 
-def test_answers_are_those_of_generate(arguments: list[str], tmp_path: Path) -> None:
+def test_answers_equal_generate(arguments: list[str], tmp_path: Path) -> None:
     assert main(arguments) == 0
     assert answers(tmp_path) == expected(tmp_path)
     before = (tmp_path / "answers.jsonl").read_bytes()

@@ -141,7 +141,7 @@ def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: An
 
 
 @pytest.mark.parametrize("preset", ["paper", "jacobi"])
-def test_answers_are_those_of_plain_decoding(loaded: LoadedModel, preset: str) -> None:
+def test_answers_equal_plain_decoding(loaded: LoadedModel, preset: str) -> None:
     config = SMALL if preset == "paper" else LookaheadConfig(preset=preset)
     talk = conversation(loaded, config=config, system="Write Python.")
     known = 0
@@ -177,7 +177,7 @@ def test_reset_forgets_turns_but_not_the_system_message(loaded: LoadedModel) -> 
     assert answer.prefilled_tokens == first.shape[1]
 
 
-def test_template_that_rewrites_what_was_said(loaded: LoadedModel) -> None:
+def test_template_that_rewrites_earlier_turns(loaded: LoadedModel) -> None:
     talk = conversation(loaded, TurnFormat(loaded.tokenizer, FORGETFUL))
     first, _ = check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
@@ -213,7 +213,7 @@ def test_turns_without_a_template_are_joined_by_lines(loaded: LoadedModel) -> No
         text += answer.text
 
 
-def test_sampled_turns_are_those_of_generate_under_the_same_seed(loaded: LoadedModel) -> None:
+def test_sampled_turns_equal_generate_under_the_same_seed(loaded: LoadedModel) -> None:
     model = LoadedModel(loaded.path, loaded.model, loaded.tokenizer, sampling={"top_p": 0.9, "temperature": 0.3})
     talk = conversation(model, sample=True, temperature=0.8, top_k=20)
     torch.manual_seed(7)
@@ -267,7 +267,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_long_rope", "qwen2_mixed_sliding"])
-def test_models_whose_positions_change_with_length(name: str) -> None:
+def test_models_with_positions_that_change_with_length(name: str) -> None:
     turns: Any = Numbers()
     model = build(name)
     loaded = LoadedModel(Path(name), model, turns)

@@ -52,7 +52,7 @@ def test_generate_writes_the_text_of_the_model(
     assert (result["model"], result["dtype"], result["device"]) == (demo_file, "float32", "cpu")
 
 
-def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str], demo_file: str) -> None:
+def test_sampled_texts_equal_the_folders(capsys: pytest.CaptureFixture[str], demo_file: str) -> None:
     options = ["generate", PROMPT, "-n", "24", "--sample", "--temperature", "0.9", "--sampling-seed", "5"]
     folder = report(capsys, *options, "--device", "cpu", "--dtype", "float32")
     assert report(capsys, *options, "--model", demo_file)["tokens"] == folder["tokens"]
@@ -69,7 +69,7 @@ def test_compare_finds_the_same_text_in_fewer_steps(
     assert result["plain"]["steps"] > result["lookahead"]["steps"]
 
 
-def test_chat_writes_what_the_transformers_model_writes(
+def test_chat_equals_the_transformers_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str
 ) -> None:
     """The demo model has no template: turns are plain text, or follow a template from the command line."""

@@ -103,7 +103,7 @@ def test_commands_without_a_model_import_no_heavy_packages() -> None:
             assert len(err) > len("error: \n"), arguments
 
 
-def test_the_package_imports_what_is_asked_for() -> None:
+def test_the_package_imports_heavy_packages_late() -> None:
     code = (
         "import sys, lookahead\n"
         f"assert not [name for name in {HEAVY} if name in sys.modules]\n"

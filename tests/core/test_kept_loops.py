@@ -47,7 +47,7 @@ def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
     return int(result), int(hits) > 0, Path(loops)
 
 
-def test_a_loop_follows_what_it_calls_in_other_files(tmp_path: Path, user_cache: Path) -> None:
+def test_a_loop_follows_changes_of_functions_in_other_files(tmp_path: Path, user_cache: Path) -> None:
     result, was_kept, first = run_in(tmp_path, step=1)
     assert (result, was_kept) == (2, False)
     assert run_in(tmp_path, step=1) == (2, True, first)
@@ -144,6 +144,6 @@ def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "2\n"
 
 
-def test_loops_run_as_plain_python_where_numba_is_told_not_to_compile() -> None:
+def test_loops_run_as_plain_python_if_numba_is_disabled() -> None:
     code = "from lookahead.drafting.warm_up import compile_loops; compile_loops()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"})

@@ -300,7 +300,7 @@ def test_a_machine_that_slows_down_slows_plain_steps_that_nobody_timed(factor: f
 
 
 @pytest.mark.parametrize("factor", [0.6, 2.0])
-def test_whether_one_size_alone_has_changed_its_next_plain_step_tells(factor: float) -> None:
+def test_the_next_plain_step_shows_whether_only_one_size_changed(factor: float) -> None:
     costs = learned()
     changes = [costs.observe(32, 100, 0.01 * 1.62 * factor) for _ in range(3)]
     assert changes == ([True, False, False] if factor < 1 else [False, False, True])
@@ -331,7 +331,7 @@ def test_old_times_of_one_node_do_not_raise_the_price_of_thirty_two() -> None:
     assert costs.seconds(32) == pytest.approx(1.4, rel=0.1)
 
 
-def test_a_trial_begins_with_as_many_nodes_as_a_first_step() -> None:
+def test_a_trial_begins_with_the_nodes_of_a_first_step() -> None:
     text = Text(Pace(StepCosts()))
     first = text.pace.most()
     text.decode(repeat((3, 1.0)), 500)
@@ -419,7 +419,7 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
     assert looks(PacedRow(pace), 250)[0] <= 2 * REST
 
 
-def test_plain_steps_are_timed_at_the_end_of_a_long_rest_alone() -> None:
+def test_plain_steps_are_only_timed_at_the_end_of_a_long_rest() -> None:
     text = Text(Pace(StepCosts()))
     while text.pace.credit.cooldown <= 3 * REST:
         text.decode(repeat((0, 1.0)), 1)
@@ -430,7 +430,7 @@ def test_plain_steps_are_timed_at_the_end_of_a_long_rest_alone() -> None:
     assert (text.pace.credit.cooldown, text.pace.costs.times[-1]) == (0, timed + REST // PLAIN_STEPS)
 
 
-def test_looking_for_drafts_that_are_not_found_costs_what_drafts_may_lose() -> None:
+def test_searches_without_drafts_stay_within_the_allowed_loss() -> None:
     pace = Pace(StepCosts())
     row, searched = PacedRow(pace), 0
     for _ in range(2000):

@@ -66,13 +66,13 @@ def test_the_dearer_nodes_are_the_fewer_are_sent() -> None:
 
 
 @pytest.mark.parametrize(("teaching", "sent"), [(4, True), (3, True), (2, False), (0, False)])
-def test_nodes_are_worth_what_they_teach_in_the_mean_row(teaching: int, sent: bool) -> None:
+def test_nodes_have_a_bonus_for_learning_in_the_mean_row(teaching: int, sent: bool) -> None:
     shared = shared_of(slope=0.002)  # a node costs 0.008 tokens of a step with four rows; it promises and teaches
     shared.begin_step(4)
     assert any(send(shared, [[0.0035]] * 4, teaching)) == sent
 
 
-def test_a_new_load_begins_with_what_its_neighbour_knows() -> None:
+def test_a_new_load_begins_with_its_neighbours_costs() -> None:
     shared = shared_of()
     for _ in range(8):
         shared.begin_step(4)

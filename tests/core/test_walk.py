@@ -93,7 +93,7 @@ class Predictions:
         return one
 
 
-def test_rows_that_are_walked_together_are_walked_as_each_alone() -> None:
+def test_rows_walked_together_equal_single_walks() -> None:
     random, accepted, ended = Random(1), 0, 0
     for _ in range(300):
         forest = Forest([random_tree(random) for _ in range(random.randint(1, 5))])

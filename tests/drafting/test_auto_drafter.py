@@ -314,7 +314,7 @@ def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
     assert trees() == compiled
 
 
-def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
+def test_without_a_memory_it_only_drafts_from_the_text() -> None:
     drafter = AutoDrafter(None, 8, explore=False)
     assert drafter.top_k == 0
     chain = Chain(drafter, [1, 2, 3, 1, 2])

@@ -73,7 +73,7 @@ def test_a_memory_in_a_file_goes_on_in_another_process(model: PreTrainedModel, t
     assert not [file for file in path.parent.iterdir() if file != path and file.suffix != ".lock"]
 
 
-def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_two_model_objects_with_one_file_merge_their_memories(model: PreTrainedModel, tmp_path: Path) -> None:
     """Like two processes with one file: both read it before either writes."""
     path, other = tmp_path / "memory.npz", copy.deepcopy(model)
     config = LookaheadConfig(memory=path, step_budget=16)

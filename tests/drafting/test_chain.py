@@ -70,7 +70,7 @@ def test_the_first_path_is_sent() -> None:
     assert (tree.tokens, tree.parents) == ([2, 3, 100, 102, 104], [-1, 0, 1, 2, 3])
 
 
-def test_no_more_nodes_are_sent_than_asked_for() -> None:
+def test_no_more_nodes_are_sent_than_requested() -> None:
     drafter = CheckedDrafter(lambda: Proposer([0, 1, 2, 3]), 64, chain=3)
     drafter.start([1])
     tree = TokenTree([1, 5])
@@ -78,7 +78,7 @@ def test_no_more_nodes_are_sent_than_asked_for() -> None:
     assert tree.tokens == [1, 5, 100, 101]
 
 
-def test_the_drafter_learns_of_what_was_sent_alone() -> None:
+def test_the_drafter_only_learns_from_sent_nodes() -> None:
     proposer = Proposer([0, 0, 1])  # 100 - 102, and 101
     drafter = CheckedDrafter(lambda: proposer, 64, chain=20)
     drafter.start([1])

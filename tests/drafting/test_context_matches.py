@@ -65,7 +65,7 @@ def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
     cuts=st.lists(st.integers(0, 60), max_size=5),
     drafted=st.lists(st.integers(0, 2), max_size=6),
 )
-def test_matches_are_those_of_a_brute_force_search(text: list[int], cuts: list[int], drafted: list[int]) -> None:
+def test_matches_equal_a_brute_force_search(text: list[int], cuts: list[int], drafted: list[int]) -> None:
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
     matches = Text(text[: ends[0]])
     for begin, end in pairwise(ends):

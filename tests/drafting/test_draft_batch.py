@@ -159,7 +159,7 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
     assert memory.clock == 4, "one call for all rows"
 
 
-def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
+def test_first_drafts_of_a_batch_equal_single_drafts() -> None:
     """The first drafts are equal; later ones differ, as texts of a batch share a memory."""
     texts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 5, 6, 5], [7, 8, 9, 7, 8]]
     alone = [Texts(text).propose()[0] for text in texts]

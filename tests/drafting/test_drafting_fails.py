@@ -173,7 +173,7 @@ def test_rows_of_generate_go_on(config: LookaheadConfig, rows: int) -> None:
     assert warned(seen) == rows
 
 
-def test_one_row_of_several_goes_on_alone_without_drafts() -> None:
+def test_one_of_several_rows_continues_without_drafts() -> None:
     made: list[Any] = []
 
     def make() -> Any:

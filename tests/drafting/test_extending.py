@@ -71,7 +71,7 @@ def run_page() -> dict[str, Any]:
     return names
 
 
-def test_the_page_runs_and_what_it_adds_saves_steps() -> None:
+def test_the_pages_examples_run_and_save_steps() -> None:
     names = run_page()
     expected = names["texts"][0]
     store = names["TextStore"]([expected])
@@ -154,7 +154,7 @@ def test_forbidden_drafts_are_replaced_by_others() -> None:
     drafter.observe(StepResult(tree, ids[:, 0], [1, 2], [3, 4, 6], ids, shares))
 
 
-def test_sources_that_cannot_tell_are_not_asked_what_is_permitted() -> None:
+def test_sources_without_permits_forbid_nothing() -> None:
     paths, expected = TokenPaths([1, 2], [-1, -1], [0.9, 0.8]), PredictedText([1, 4])
     sources = [CheckedSource(Forbidding(paths, {1})), CheckedSource(Fixed(paths))]
     drafter = AutoDrafter(None, 4, explore=False, sources=sources, predicted=expected)
@@ -164,7 +164,7 @@ def test_sources_that_cannot_tell_are_not_asked_what_is_permitted() -> None:
     assert tree.tokens == [7, 2]
 
 
-def test_forbidden_drafts_change_steps_alone() -> None:
+def test_forbidden_drafts_only_change_steps() -> None:
     text = greedy(build("llama", seed=0), PROMPT, TOKENS)
     most = steps_with(LookaheadConfig(step_budget=8))
     assert steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Forbidding(None, set(text)),))) == TOKENS
@@ -220,7 +220,7 @@ def test_certain_tokens_are_sent_even_while_drafts_rest(
     assert len(drafter.explain(tree).origins) == len(tokens) - 1
 
 
-def test_a_chain_sends_what_is_certain_while_its_budget_rests() -> None:
+def test_a_chain_sends_certain_tokens_while_its_budget_rests() -> None:
     source = CheckedSource(Sure([1, 2], NEXT))
     drafter = AutoDrafter(DraftMemory(), Resting(16), sources=[source], chains=True)
     drafter.start([5])
@@ -242,7 +242,7 @@ def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
             drafter.propose(TokenTree([5]))
 
 
-def test_the_text_goes_on_behind_what_was_certain() -> None:
+def test_drafts_continue_after_certain_tokens() -> None:
     drafter = AutoDrafter(
         DraftMemory(), 6, explore=False, sources=[CheckedSource(source := Sure([1, 2], TokenPaths.chain([])))]
     )

@@ -102,7 +102,7 @@ def test_tokens_that_the_noise_does_not_reach_are_drafted_without() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_sampler_foresees_what_it_samples_with(rows: int) -> None:
+def test_a_sampler_foresees_its_noise(rows: int) -> None:
     probabilities = torch.softmax(torch.randn((40, VOCABULARY), generator=torch.Generator().manual_seed(1)), dim=-1)
     plain = torch.Generator().manual_seed(7)
     expected = [torch.multinomial(place.expand(rows, -1), 1, generator=plain)[:, 0].tolist() for place in probabilities]

@@ -57,7 +57,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "memory.npz"
 
 
-def test_two_objects_with_one_file_keep_what_both_learned(path: Path) -> None:
+def test_two_objects_with_one_file_merge_their_memories(path: Path) -> None:
     one, two = MemoryFile(path, MODEL), MemoryFile(path, MODEL)
     for step in range(3):
         for file, first in ((one, 0), (two, 100)):
@@ -69,7 +69,7 @@ def test_two_objects_with_one_file_keep_what_both_learned(path: Path) -> None:
     assert files(path.parent) == [path.name]
 
 
-def test_processes_with_one_file_keep_what_all_learned(path: Path) -> None:
+def test_processes_with_one_file_merge_their_memories(path: Path) -> None:
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     processes = [context.Process(target=save_lessons, args=(path, range(first, first + 10))) for first in (0, 100, 200)]
     for process in processes:

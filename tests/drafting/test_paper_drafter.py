@@ -143,7 +143,7 @@ def test_pool_learns_a_text() -> None:
     assert pool.lookup(4) == []
 
 
-def test_drafter_verifies_what_the_window_found() -> None:
+def test_drafter_verifies_n_grams_of_the_window() -> None:
     window, pool, model = JacobiWindow(3, 4, seed=0), NGramPool(4, 3), FakeModel()
     drafter = PaperDrafter(window, pool)
     drafter.start([5])

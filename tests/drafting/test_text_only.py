@@ -43,14 +43,14 @@ def test_text_of_the_prompt_takes_few_steps(chains: bool) -> None:
     assert play_text(prompt, [1, 2, *LINE], AutoDrafter(DraftMemory.of_texts(), 16, chains=chains)).steps <= 3
 
 
-def test_requests_draft_from_those_before_them() -> None:
+def test_requests_draft_from_earlier_ones() -> None:
     memory, answer = DraftMemory.of_texts(), [30, *LINE, *LINE[::-1]]
     first = play_text([1], answer, AutoDrafter(memory, 16)).steps
     assert play_text([2], answer, AutoDrafter(memory, 16)).steps < first
     assert play_text([2], answer, AutoDrafter(DraftMemory.of_texts(), 16)).steps == first
 
 
-def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
+def test_the_memory_is_bounded_and_drops_its_oldest_entries() -> None:
     memory, random = DraftMemory.of_texts(64), Random(0)
     texts = [[random.randrange(1000) for _ in range(50)] for _ in range(20)]
     for text in texts:

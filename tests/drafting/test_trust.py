@@ -61,7 +61,7 @@ def drafter_of(nodes: int, *sources: object) -> AutoDrafter:
     return AutoDrafter(DraftMemory(), nodes, sources=sources)  # type: ignore[arg-type]
 
 
-def test_a_text_that_is_forced_is_drafted_as_well_as_from_the_text_alone() -> None:
+def test_a_forced_text_is_drafted_as_well_as_from_only_text() -> None:
     prompt, answer = text_of([0, 1, 2, 0, 2, 1]), text_of([1, 0, 2, 2, 0, 1, 0, 1, 2, 1])
     matches = AutoDrafter(None, 16, explore=False)
     alone, auto = write(matches, prompt, answer), write(drafter_of(16), prompt, answer)

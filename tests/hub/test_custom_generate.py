@@ -29,7 +29,7 @@ def setting(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_texts_are_those_of_generate(setting: Any, sampled: bool) -> None:
+def test_texts_equal_generate(setting: Any, sampled: bool) -> None:
     model, _, arguments, custom = setting
     steps: list[Any] = []
     torch.manual_seed(1)

@@ -51,7 +51,7 @@ def changed(plain: Any, what: str) -> str:
 
 
 @pytest.mark.parametrize("at_once", [1, 16])
-def test_texts_are_those_without_drafts(plain: Any, drafting: Any, at_once: int) -> None:
+def test_texts_equal_texts_without_drafts(plain: Any, drafting: Any, at_once: int) -> None:
     assert len(plain["texts"]) == PROMPTS
     assert drafting[f"texts, {at_once} at once"] == plain["texts"]
     assert drafting[f"steps, {at_once} at once"] * at_once < 0.75 * PROMPTS * NEW

@@ -205,7 +205,7 @@ def test_tokens_that_came_unseen_are_read() -> None:
     assert text[2:] == model.text([1, 2], len(text) - 2)
 
 
-def test_logits_of_other_calls_are_not_taken_for_those_of_the_step() -> None:
+def test_logits_of_other_calls_are_not_mistaken_for_the_steps() -> None:
     model = Model(period=6)
     engine = started(model)
     engine.add([1, 2])
@@ -217,7 +217,7 @@ def test_logits_of_other_calls_are_not_taken_for_those_of_the_step() -> None:
     assert engine.texts[0][2:] == model.text([1, 2], len(engine.texts[0]) - 2)
 
 
-def test_the_hook_is_on_the_object_alone() -> None:
+def test_the_hook_is_only_on_the_object() -> None:
     first, second = Model(), Model()
     started(first)
     assert "compute_logits" in vars(first)
@@ -284,7 +284,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], named: 
         LookaheadProposer(config(**settings))
 
 
-def test_the_second_model_runner_is_refused_with_what_to_do() -> None:
+def test_the_second_model_runner_is_refused_with_the_remedy() -> None:
     configuration = config()
     configuration.use_v2_model_runner = True
     with pytest.raises(InvalidArgumentError, match="VLLM_USE_V2_MODEL_RUNNER=1.* unset it"):

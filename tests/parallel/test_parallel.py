@@ -67,13 +67,13 @@ def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: dict[str, A
     check(team, zoo_case("gemma2", PROMPT, (5,), PROMPT[:4], **options))
 
 
-def test_models_whose_rope_changes_with_length_are_exact(team: Team) -> None:
+def test_models_with_length_dependent_rope_are_exact(team: Team) -> None:
     """A slower rank must not mix tokens from before and after the change of frequencies in one pass."""
     for architecture in ("llama_dynamic_rope", "phi3_long_rope"):
         check(team, zoo_case(architecture, PROMPT, drafting=SIZES | {"pool_from_output": True}))
 
 
-def test_one_rank_answers_what_a_clock_is_asked(team: Team) -> None:
+def test_one_rank_reads_the_clock(team: Team) -> None:
     check(team, zoo_case("llama", PROMPT, drafting=SIZES, max_time=600.0))
 
 

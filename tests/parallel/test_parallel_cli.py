@@ -80,7 +80,7 @@ def test_a_signal_ends_ranks_that_start(name: str) -> None:
 
 @posix
 @pytest.mark.exact  # three processes load a model
-def test_an_interrupt_keeps_what_was_generated() -> None:
+def test_an_interrupt_keeps_the_text_so_far() -> None:
     """The signal goes to all processes, like Ctrl-C in a terminal."""
     processes = start(GENERATE)
     try:
@@ -126,7 +126,7 @@ def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
 
 
 @posix
-def test_a_rank_whose_parent_died_before_it_began_ends() -> None:
+def test_a_rank_ends_if_its_parent_died_before_its_start() -> None:
     """The rank's parent process differs from the expected one."""
     sentinel, held = os.pipe()
     command = [sys.executable, "-m", "lookahead.parallel.launcher", "1", str(sentinel), "-1", "parallel_entries:sleeps"]

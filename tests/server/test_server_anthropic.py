@@ -27,7 +27,7 @@ def chat(client: OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**{**ASKED, **fields})
 
 
-def test_texts_are_those_of_a_chat(http: httpx.Client, client: OpenAI) -> None:
+def test_texts_equal_a_chat(http: httpx.Client, client: OpenAI) -> None:
     answer = http.post("/v1/messages", json=ASKED).json()
     expected = chat(client)
     assert answer["content"] == [{"type": "text", "text": expected.choices[0].message.content}]

@@ -110,7 +110,7 @@ def test_drafts_for_an_ambiguous_grammar_end(demo: Any) -> None:
         processor(text, torch.zeros(1, len(tokenizer)))
 
 
-def test_a_text_has_as_many_tokens_as_the_model_takes(http: httpx.Client) -> None:
+def test_detokenize_is_bounded_by_the_models_length(http: httpx.Client) -> None:
     most = http.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"]
     assert http.post("/detokenize", json={"tokens": [5] * most}).status_code == 200
     answer = http.post("/detokenize", json={"tokens": [5] * (most + 1)})

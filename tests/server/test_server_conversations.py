@@ -261,7 +261,7 @@ def test_calls_in_namespaces_come_back_with_them(client: OpenAI, http: httpx.Cli
         assert answer.json()["error"]["param"].startswith(field)
 
 
-def test_responses_say_what_was_asked(client: OpenAI) -> None:
+def test_responses_repeat_request_fields(client: OpenAI) -> None:
     fields: dict[str, Any] = {"metadata": {"a": "b"}, "instructions": "Be brief.", "truncation": "auto"}
     answer = client.responses.create(model="chatty", input="x", max_output_tokens=4, **fields)
     assert {name: getattr(answer, name) for name in fields} == fields

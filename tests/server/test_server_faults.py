@@ -69,7 +69,7 @@ def test_errors_name_the_field_and_the_reason(http: httpx.Client, body: str, par
     assert "Value error" not in error["message"]
 
 
-def test_bodies_that_are_no_plain_json_are_told_apart(http: httpx.Client) -> None:
+def test_bodies_other_than_plain_json_are_distinguished(http: httpx.Client) -> None:
     packed = gzip.compress(json.dumps(PLAIN).encode())
     answer = http.post(PATHS["chat"], content=packed, headers=JSON | {"Content-Encoding": "gzip"})
     assert answer.status_code == 415
@@ -114,7 +114,7 @@ def test_a_client_that_ends_its_half_is_answered(server: ServerProcess, stream: 
     assert answer_to(server, head(len(body)) + body[:-1], end=True) == b"", "the body is not whole"
 
 
-def test_a_bad_memory_file_is_told_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_memory_file_is_an_error_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "memory"
     path.write_text("something else")
     assert main(["serve", "--port", "0", "--memory", str(path)]) == 2
@@ -200,7 +200,7 @@ def test_pages_of_named_origins_may_read_answers(open_to_pages: TestClient, http
     assert "access-control-allow-origin" not in http.get("/v1/models", headers=PAGE).headers, "off by default"
 
 
-def test_heads_are_those_of_answers(http: httpx.Client) -> None:
+def test_head_equals_get_without_the_body(http: httpx.Client) -> None:
     for path in ("/health", "/", "/v1/models", "/page/page.js"):
         head_only, answer = http.head(path), http.get(path)
         assert (head_only.status_code, head_only.content) == (200, b"")

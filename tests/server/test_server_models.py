@@ -257,7 +257,7 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
             text_for(image_turn(as_url(picture(1))) * 17)
 
 
-def test_images_are_bounded_and_of_allowed_hosts_alone(seeing: Path, host: str) -> None:
+def test_images_are_bounded_and_only_from_allowed_hosts(seeing: Path, host: str) -> None:
     allowed, port = host.split(":")
     large = BytesIO()
     Image.new("1", (2**13, 2**12)).save(large, "PNG")

@@ -131,7 +131,7 @@ def test_a_client_that_leaves_is_cancelled(http: httpx.Client) -> None:
     assert value_of(http, LEFT) == left + 2
 
 
-def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI, http: httpx.Client) -> None:
+def test_metrics_and_log_report_requests(server: ServerProcess, client: OpenAI, http: httpx.Client) -> None:
     wait_for(lambda: idle(http))
     names = {
         "tokens": "vllm:generation_tokens_total",
@@ -216,7 +216,7 @@ def test_errors_inside_a_stream_are_logged(
     assert "RuntimeError: this tokenizer is broken" in capsys.readouterr().err
 
 
-def test_the_log_tells_what_failed_and_where(
+def test_the_log_names_errors_and_their_location(
     demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> str:

@@ -128,7 +128,7 @@ def test_escape_stops_the_answer(page: Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_settings_are_sent_and_what_was_stopped_stays_in_the_conversation(page: Page) -> None:
+def test_settings_are_sent_and_stopped_answers_stay_in_the_conversation(page: Page) -> None:
     page.get_by_text("Settings").click()
     for label, value in {"Most tokens": "1500", "Top p": "0.5", "Seed": "7", "System prompt": "Be brief."}.items():
         page.get_by_label(label).fill(value)

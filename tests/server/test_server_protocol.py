@@ -172,7 +172,7 @@ def test_prompts_may_be_lists_and_token_ids(client: OpenAI, demo: Any) -> None:
     assert [choice.text for choice in complete(client, prompt=ids, max_tokens=5).choices] == expected
 
 
-def test_drafting_changes_steps_alone(client: OpenAI) -> None:
+def test_drafting_only_changes_steps(client: OpenAI) -> None:
     plain = complete(client, lookahead={"enabled": False, "statistics": True})
     assert plain.lookahead["steps"] == 16
     for preset in PRESETS:
@@ -197,7 +197,7 @@ def test_steps_name_the_source_of_each_node(client: OpenAI, preset: str, source:
     assert source in {name.split(", ")[0] for tree in trees for name in tree["sources"]}
 
 
-def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
+def test_a_predicted_text_only_saves_steps(client: OpenAI) -> None:
     request = {"max_completion_tokens": 48, "temperature": 0.7, "seed": 5, "lookahead": {"statistics": True}}
     plain = chat(client, **request)
     text = plain.choices[0].message.content
@@ -252,7 +252,7 @@ def test_responses_have_the_text_of_generate_whole_and_streamed(client: OpenAI, 
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(64, marks=pytest.mark.exact)])
-def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any, count: int) -> None:
+def test_concurrent_requests_equal_generate(client: OpenAI, demo: Any, count: int) -> None:
     expected = [
         text_of(demo, reference(demo, PROMPT, seed, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=12))
         for seed in range(count)
@@ -360,7 +360,7 @@ def test_echoed_prompts_have_the_models_logprobs(client: OpenAI, demo: Any) -> N
     assert chunk.choices[0].logprobs.token_logprobs == choices[1].logprobs.token_logprobs[:-1]
 
 
-def test_ends_are_those_of_generate(client: OpenAI, demo: Any) -> None:
+def test_ends_equal_generate(client: OpenAI, demo: Any) -> None:
     end = demo[0].generation_config.eos_token_id
     plain = reference(demo, PROMPT, max_new_tokens=24)
     stop = plain[9]

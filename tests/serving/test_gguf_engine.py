@@ -44,7 +44,7 @@ def prompts(count: int) -> list[torch.Tensor]:
     ],
     ids=["auto", "small prompts", "little memory", "plain", "paper"],
 )
-def test_requests_get_the_tokens_that_they_get_alone(
+def test_requests_get_the_tokens_of_single_calls(
     model: Any, config: LookaheadConfig | None, sizes: dict[str, Any]
 ) -> None:
     """Greedy and sampled requests together, more than `max_rows`; finished texts are reused."""

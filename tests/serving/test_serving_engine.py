@@ -79,7 +79,7 @@ def test_500_random_schedules() -> None:
 
 
 @pytest.mark.parametrize(("name", "attention"), [("llama", "eager"), ("deepseek_v3", "sdpa")])
-def test_models_whose_rows_cannot_be_packed(name: str, attention: str) -> None:
+def test_models_without_packed_rows(name: str, attention: str) -> None:
     model = build(name, attention=attention)
     # The last prompt is too long for padding, and gets its own pass.
     prompts = [[*PROMPT, number] for number in range(3)] + [[number % 50 for number in range(90)]]
@@ -457,7 +457,7 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
     assert of_the_group(tmp_path) == [0]
 
 
-def test_log_probabilities_are_those_of_the_model() -> None:
+def test_log_probabilities_equal_the_models() -> None:
     model = build("llama")
     options = {"max_new_tokens": 10, "do_sample": False, "repetition_penalty": 1.5}
     expected = model.generate(torch.tensor([PROMPT]), **options, output_logits=True, return_dict_in_generate=True)

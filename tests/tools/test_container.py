@@ -80,7 +80,7 @@ def test_a_compose_file_fits_the_image(path: str) -> None:
     assert (ROOT / path).parent.joinpath(server["build"]["context"], "Dockerfile").exists()
 
 
-def test_the_ports_are_those_of_the_image_and_of_the_balancer() -> None:
+def test_the_ports_match_the_image_and_the_balancer() -> None:
     (port,) = _of("EXPOSE")
     assert _compose("compose.yaml")["services"]["server"]["ports"] == [f"127.0.0.1:8000:{port}"]
     balancer = (ROOT / "examples/balanced/nginx.conf").read_text(encoding="utf-8")

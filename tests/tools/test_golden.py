@@ -17,7 +17,7 @@ PLAYED = ("tree of 16", "chain of 4", "paper", "jacobi", "kept", "cheap", "dear"
 """Parts of the record that run here; `make golden` runs all."""
 
 
-def test_drafters_send_what_was_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafters_send_the_recorded_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     counts = compare(lambda name: name.endswith(PLAYED) or any(part in name for part in PLAYED))
     assert not counts["different"], capsys.readouterr().out
     assert counts["equal"] > 2000
@@ -86,7 +86,7 @@ def test_recordings_come_back_from_a_file(tmp_path: Path) -> None:
         assert (tokens.tolist(), likely.tolist()) == ([5, 9], [0.75, 0.125])
 
 
-def test_a_node_of_which_nothing_is_known_is_an_error() -> None:
+def test_a_node_without_recorded_predictions_is_an_error() -> None:
     tree = TokenTree([1])
     tree.add_candidates([9])
     with pytest.raises(NotRecordedError):

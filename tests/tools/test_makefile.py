@@ -40,7 +40,7 @@ def written(lines: str) -> list[str]:
 
 
 @pytest.mark.parametrize("target", WRITERS)
-def test_no_target_changes_a_file_of_the_repository_unless_told(target: str) -> None:
+def test_no_target_changes_a_file_of_the_repository_by_default(target: str) -> None:
     tracked = re.compile(r"(\./)?(docs|benchmarks|README)")
     lines = commands(target)
     if target == "tables":

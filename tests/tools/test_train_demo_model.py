@@ -135,7 +135,7 @@ def test_going_on_from_a_model_keeps_its_vocabulary_and_lowers_its_loss(
     assert vocabularies[0] == vocabularies[1]
 
 
-def test_the_loss_on_own_text_makes_what_repeats_less_likely(tool: ModuleType) -> None:
+def test_the_loss_on_own_text_makes_repetition_less_likely(tool: ModuleType) -> None:
     own_text = importlib.import_module("demo_training.own_text")
     settings = tool.TrainingSettings(own_text_tokens=40, dtype="float32")
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_going_on_needs_a_model_of_the_same_shape(
 
 
 @pytest.mark.parametrize("length", [7, 24, 60])
-def test_cycles_are_those_of_a_search_by_hand(tool: ModuleType, length: int) -> None:
+def test_cycles_equal_a_search_by_hand(tool: ModuleType, length: int) -> None:
     own_text = importlib.import_module("demo_training.own_text")
     torch.manual_seed(length)
     text = torch.randint(0, 2, (40, length))

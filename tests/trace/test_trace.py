@@ -57,7 +57,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize(("method", "samples"), [*GREEDY, *SAMPLED])
-def test_a_trace_changes_nothing_and_says_what_the_statistics_say(
+def test_a_trace_changes_nothing_and_agrees_with_the_statistics(
     llama: PreTrainedModel, prompt: torch.Tensor, method: str, samples: bool
 ) -> None:
     settings, kinds = METHODS[method]
@@ -112,7 +112,7 @@ def test_requests_of_an_engine_are_traced(llama: PreTrainedModel, prompt: torch.
     [pytest.param({"step_budget": 8}, marks=pytest.mark.exact), {"preset": "token_recycling", "step_budget": 8}],
     ids=lambda settings: settings.get("preset", "auto"),
 )
-def test_chains_have_the_origins_of_what_was_sent(prompt: torch.Tensor, settings: dict[str, Any]) -> None:
+def test_chains_have_the_origins_of_their_nodes(prompt: torch.Tensor, settings: dict[str, Any]) -> None:
     model, trace = build("mamba2", Variant(), "sdpa"), Trace()
     without = run(model, prompt % 20, None, **settings)
     assert run(model, prompt % 20, trace, **settings).sequences.tolist() == without.sequences.tolist()
@@ -160,7 +160,7 @@ def data_of(page: str) -> dict[str, Any]:
     return json.loads(data[1])
 
 
-def test_the_page_says_what_was_recorded_and_needs_nothing_else(
+def test_the_page_shows_the_recorded_steps_and_needs_nothing_else(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
     model, tokenizer = demo
@@ -262,7 +262,7 @@ def test_a_device_is_not_replaced() -> None:
     assert not Path("/dev/full").is_file()
 
 
-def test_an_interrupted_call_writes_what_there_was(
+def test_an_interrupted_call_writes_the_steps_so_far(
     llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     seen = []

@@ -153,7 +153,7 @@ def test_slider_and_arrow_keys_choose_the_step(opened: Any, pages: dict[str, Pat
     page.get_by_role("button", name="Pause").click()
 
 
-def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
+def test_a_click_describes_a_node(opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages["code"])
     show_a_full_step(page)
     page.locator("#tree .node").nth(1).click()
@@ -167,7 +167,7 @@ def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
     assert page.locator("#nodes tbody tr").count() == page.locator("#tree .node").count() - 1
 
 
-def test_masks_are_those_of_the_library(opened: Any, pages: dict[str, Path]) -> None:
+def test_masks_equal_the_librarys(opened: Any, pages: dict[str, Path]) -> None:
     from lookahead.core.forest import lay_out
     from lookahead.core.token_tree import TokenTree
 

@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
 
 
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
-def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
+def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     model, inputs = build(name, attention=ARCHITECTURES[name].attention[0]), {"input_ids": PROMPT}
     there = on_cuda(copy.deepcopy(model))
     for options in (GREEDY, SAMPLED):  # the second call only replays graphs
@@ -316,7 +316,7 @@ def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulatio
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", *quickly(["lfm2", "granitemoehybrid"], [])])
-def test_texts_of_chains_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+def test_texts_of_chains_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(), "sdpa")
     there = on_cuda(copy.deepcopy(model))
     for options in (GREEDY, SAMPLED):
@@ -325,7 +325,7 @@ def test_texts_of_chains_are_those_of_the_cpu(family: str, device: Simulation) -
 
 
 @pytest.mark.parametrize("family", quickly(["gemma3", "qwen2_5_vl/multimodal", "llava/multimodal"], ["gemma3"]))
-def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+def test_texts_after_images_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(window=12), "sdpa")
     inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
     there = on_cuda(copy.deepcopy(model))
@@ -361,7 +361,7 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_texts_of_a_model_on_two_devices_are_those_of_the_cpu(device: Simulation) -> None:
+def test_texts_of_a_model_on_two_devices_equal_the_cpus(device: Simulation) -> None:
     model, inputs = build("llama"), {"input_ids": PROMPT}
     there = spread(copy.deepcopy(model))
     for config in (EAGER, GRAPHS, LookaheadConfig(preset="paper")):  # the last configuration needs trees

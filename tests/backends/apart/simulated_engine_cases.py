@@ -118,7 +118,7 @@ def test_rows_that_are_set_alike_are_sampled_together(
 
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
 @pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
-def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
+def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     """Rows join and leave, at most three at a time, without captures after the start."""
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=3)
@@ -184,7 +184,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     assert len(pool.free) == pages
 
 
-def test_texts_begin_with_what_others_have(
+def test_texts_reuse_prefixes_of_others(
     device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     """Finished and running texts provide prefixes; a long prompt is read in parts, larger than captured passes."""
@@ -222,7 +222,7 @@ def test_log_probabilities_take_no_further_wait(
 
 @pytest.mark.exact
 @pytest.mark.parametrize("family", ["qwen2_5_vl/multimodal", "gemma3"])
-def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+def test_texts_after_images_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(window=12), "sdpa")
     inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
