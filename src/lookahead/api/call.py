@@ -96,7 +96,7 @@ class Call:
         arguments = self._arguments
         call = self._call
         statistics = self._statistics
-        listeners: list[OnStep] = [self._leave_noise]
+        listeners: list[OnStep] = [self._leave_noise] if self._fills and self._sequences[0].sampler.samples else []
         feeder: StreamFeeder | None = None
         if self._speaks and on_step is not None:
             listeners.insert(0, on_step)

@@ -7,7 +7,7 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,9 +153,8 @@ class StepBudget(Protocol):
         """
 
 
-@runtime_checkable
-class RowsBudget(Protocol):
-    """A `StepBudget` that chooses among the candidates of several rows."""
+class RowsBudget(StepBudget, Protocol):
+    """A budget that chooses among the candidates of several rows."""
 
     def offer_rows(
         self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]

@@ -166,7 +166,7 @@ def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[d
         if type(drafter) is NoDrafter:
             continue
         together = getattr(drafter, "together", None)
-        if together is None:
+        if together is None or len(sequences) == 1:
             single.append(row)
         else:
             groups.setdefault(together, []).append(row)

@@ -324,8 +324,13 @@ class TreeCache(Cache):  # type: ignore[misc]
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
         longest = max(lengths)
-        for layer in self._filled:
-            layer.length, layer.dropped = longest, min(layer.dropped, longest)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.length = longest
+                if layer.dropped > longest:
+                    layer.dropped = longest
+                if layer.indexer is not None:
+                    layer.indexer.length = longest
 
 
 class Row(TextRow):

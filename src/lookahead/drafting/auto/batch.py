@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.core.protocols import RowsBudget
 from lookahead.core.results import StepResult, StepResults, spread
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
@@ -172,8 +171,7 @@ class DraftBatch:
     def propose_rows(self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]) -> None:
         """Draft for several texts (`RowsDrafter.propose_rows`)."""
         budget: Any = drafters[0].budget
-        is_shared = isinstance(budget, RowsBudget) and {id(drafter.budget) for drafter in drafters} == {id(budget)}
-        if not is_shared:
+        if not hasattr(budget, "offer_rows") or {id(drafter.budget) for drafter in drafters} != {id(budget)}:
             for drafter, row in zip(drafters, rows, strict=True):
                 drafter.propose(roots.tree(row))
             return
