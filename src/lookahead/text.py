@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 _CONTEXT = 6
 """Prompt tokens that are decoded together with the first new ones: some tokenizers drop a leading space."""
@@ -19,6 +19,21 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         """Return the text of `token_ids`."""
+
+
+class FastDecoder:
+    """Decodes as a fast tokenizer of transformers without clean-up does, past the checks of its arguments.
+
+    Args:
+        backend: Its `backend_tokenizer`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """See `Tokenizer`."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
 
 class TextBuilder:
@@ -59,6 +74,15 @@ class TextBuilder:
         self._read(last=len(self._window) - self._decoded >= _MOST_INCOMPLETE)
         return self.stopped
 
+    def extend(self, tokens: Sequence[int]) -> bool:
+        """Add tokens up to a stop string; return whether the answer has ended."""
+        if len(tokens) > 1 and not self._stops:
+            begin, self._window = self._window, [*self._window, *tokens]
+            if self._read(last=False):
+                return False
+            self._window = begin
+        return any(self.add(token) for token in tokens)
+
     @property
     def text(self) -> str:
         """Text of the answer until now."""
@@ -78,13 +102,19 @@ class TextBuilder:
         new, self._taken = self._text[self._taken :], len(self._text)
         return new
 
-    def _read(self, last: bool) -> None:
-        """Decode the new tokens, unless they end in an incomplete character and are not the `last` ones."""
+    def _read(self, last: bool) -> bool:
+        """Decode the new tokens, unless they end in an incomplete character and are not the `last` ones.
+
+        Returns:
+            Whether they gave new text.
+        """
         before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
-        if len(after) > len(before) and (last or not after.endswith(_INCOMPLETE)):
-            self._window = self._window[self._decoded :]
-            self._decoded = len(self._window)
-            self._extend(after[len(before) :])
+        if len(after) <= len(before) or (after.endswith(_INCOMPLETE) and not last):
+            return False
+        self._window = self._window[self._decoded :]
+        self._decoded = len(self._window)
+        self._extend(after[len(before) :])
+        return True
 
     def _extend(self, piece: str) -> None:
         longest = max((len(stop) for stop in self._stops), default=1)

@@ -391,6 +391,13 @@ def test_text_is_whole_whatever_the_tokens(demo: Any) -> None:
         pieces.append(builder.take())
     assert "".join(pieces) + builder.finish() == text
     assert not any("\ufffd" in piece for piece in pieces)
+    for size in (2, 3, 5, len(tokens)):  # steps with several tokens
+        builder, pieces = TextBuilder(tokenizer, tokenizer("# ")["input_ids"], []), []
+        for place in range(0, len(tokens), size):
+            builder.extend(tokens[place : place + size])
+            pieces.append(builder.take())
+        assert "".join(pieces) + builder.finish() == text
+        assert not any("\ufffd" in piece for piece in pieces)
     builder = TextBuilder(tokenizer, [], ["本語", "🙃"])
     assert any(builder.add(token) for token in tokens)
     assert builder.take() + builder.finish() == text[: text.index("本語")]

@@ -34,6 +34,7 @@ from lookahead.server.grammar import GrammarProcessor
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
+from lookahead.text import FastDecoder
 from server_process import ServerProcess, served_model
 
 PROMPT = "def add(a, b):"
@@ -209,7 +210,7 @@ def test_errors_inside_a_stream_are_logged(
         raise RuntimeError("this tokenizer is broken")
 
     served = served_model("demo", *demo)
-    monkeypatch.setattr(served.tokenizer, "decode", fail)
+    monkeypatch.setattr(FastDecoder, "decode", fail)
     with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": True})
     assert "the server failed; its log says why" in answer.text
@@ -237,8 +238,8 @@ def test_the_log_names_errors_and_their_location(
         for entry, stage in (
             (logged(ServedModel, "encode"), "prepare"),
             (logged(served.engine, "submit"), "submit"),
-            (logged(served.tokenizer, "decode"), "answer"),
-            (logged(served.tokenizer, "decode", stream=True), "answer"),
+            (logged(FastDecoder, "decode"), "answer"),
+            (logged(FastDecoder, "decode", stream=True), "answer"),
         ):
             assert entry["stage"] == stage
             assert entry["error"].startswith("builtins.KeyError: 'this model is broken'")

@@ -11,8 +11,9 @@ from itertools import accumulate
 from typing import Any
 
 from lookahead.server.errors import ApiError
-from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.generation import Answer, Generation
 from lookahead.server.grammar import callable_tools, may_call_again
+from lookahead.server.outbox import Piece
 from lookahead.server.requests import ChatRequest, CompletionRequest
 from lookahead.server.tools import AnswerReader
 from lookahead.serving.handle import TokenEvent
@@ -49,12 +50,12 @@ class Form(ABC):
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
         """The chunks for a piece, or for the end of an answer; none if there is nothing to tell yet."""
-        self._streamed += 0 if piece is None else piece.tokens
+        self._streamed += 0 if piece is None else len(piece.tokens)
         if piece is not None and not (piece.text or piece.logprobs or self.request.lookahead.steps):
             return []
         chunk = self._chunk(self.delta(answer, piece))
         if piece is not None and piece.step is not None:
-            chunk["lookahead"] = {"tokens": piece.tokens, "nodes": piece.nodes, "tree": self._tree(piece.step)}
+            chunk["lookahead"] = {"tokens": len(piece.tokens), "nodes": piece.nodes, "tree": self._tree(piece.step)}
         if self.request.stream_options.continuous_usage_stats:
             chunk["usage"] = self._counts(self._streamed)
         return [chunk]
@@ -154,7 +155,7 @@ class CompletionForm(Form):
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
         """See `Form`."""
         echo = self._echo(answer)
-        whole = Piece(echo.text + whole.text, logprobs=echo.logprobs + whole.logprobs)
+        whole = Piece(text=echo.text + whole.text, logprobs=echo.logprobs + whole.logprobs)
         return self.delta(answer, whole) | {"finish_reason": answer.handle.finish_reason}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -169,7 +170,7 @@ class CompletionForm(Form):
         place = answer.index // self.request.n
         prompt, scored = self.request.prompts[place], self.generation.scored
         text = prompt if isinstance(prompt, str) else str(self._served.tokenizer.decode(prompt))
-        return Piece(text, logprobs=scored[place] if scored else [])
+        return Piece(text=text, logprobs=scored[place] if scored else [])
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""

@@ -12,7 +12,8 @@ from lookahead.server import messages as chats
 from lookahead.server.answers import ChatForm
 from lookahead.server.errors import ApiError
 from lookahead.server.fields import MESSAGE, MESSAGES, PART, TOOL, Fields, Many
-from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.generation import Answer, Generation
+from lookahead.server.outbox import Piece
 from lookahead.server.requests import ChatRequest, Count, JsonSchema, JsonSchemaFormat, StopStrings, TextRequest
 from lookahead.server.tools import Part
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import CLIENT_LEFT, ApiError
 from lookahead.server.grammar import asks_for_json
 from lookahead.server.guard import ServerSettings
-from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHOLE, Metrics
+from lookahead.server.metrics import FINISHED, LEFT, WHOLE, Metrics
+from lookahead.server.outbox import Outbox, Piece
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.scoring import scored
@@ -27,47 +28,42 @@ from lookahead.server.tools import ReasoningFormat
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import TokenEvent
 from lookahead.text import TextBuilder
-from lookahead.trace import Trace, TracedStep
+from lookahead.trace import Trace
 
 _LAST_TOKENS = 256
 """Tokens of a faulty answer that are told."""
 
 
-@dataclass
-class Piece:
-    """What one step added to an answer.
-
-    Attributes:
-        text: Text that is certain by now.
-        tokens: How many tokens it added.
-        nodes: Nodes that the step sent.
-        step: What the step proposed, if that was asked for.
-        logprobs: What there is to say of the tokens, likewise.
-    """
-
-    text: str = ""
-    tokens: int = 0
-    nodes: int = 0
-    step: TracedStep | None = None
-    logprobs: list[TokenEvent] = field(default_factory=list)
-
-
 class Answer:
-    """One answer, of which `tell` takes each `Piece` in the engine's thread.
+    """One answer.
+
+    Args:
+        begin: When the request arrived, in seconds of `time.monotonic`.
+        send: Called in the engine's thread with the `Piece` of each step.
 
     Attributes:
-        index: Which answer of the request.
+        index: Index of the answer in its request.
         handle: The engine's request, with its counts.
+        complete: Whether all of its text was read.
     """
 
     def __init__(
-        self, served: ServedModel, plan: Plan, index: int, seed: int, group: object, tell: Callable[[Piece], None]
+        self,
+        served: ServedModel,
+        plan: Plan,
+        index: int,
+        seed: int,
+        group: object,
+        begin: float,
+        send: Callable[[Piece], None],
     ) -> None:
-        self.plan, self.index, self._tell = plan, index, tell
-        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.request.stop, plan.dropped)
+        self.plan, self.index, self._last, self._send = plan, index, begin, send
+        self.complete = False
+        self._builder = self._new_builder(served)
         self._trace = Trace() if plan.request.lookahead.steps else None
-        self._read = 0  # tokens that were told
+        self._read = 0  # number of tokens read
         processors, config = plan.steer()
+        criteria = [_StopText(self._new_builder(served))] if plan.request.stop else []
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
@@ -75,9 +71,12 @@ class Answer:
             lookahead_config=config if self._trace is None else replace(config, trace=self._trace),
             on_step=self._on_step,
             logits_processor=processors,
-            stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
+            stopping_criteria=StoppingCriteriaList(criteria),
             **plan.arguments,
         )
+
+    def _new_builder(self, served: ServedModel) -> TextBuilder:
+        return TextBuilder(served.decoder, self.plan.prompt, self.plan.request.stop, self.plan.dropped)
 
     @property
     def predicted(self) -> tuple[int, int]:
@@ -87,9 +86,21 @@ class Answer:
         return came, expected - came
 
     def _on_step(self, record: StepRecord) -> None:
-        text = self._builder.finish() if record.finished else self._builder.take()
         step = None if self._trace is None else self._trace.texts[0].steps.pop()
-        self._tell(Piece(text, len(record.tokens), record.nodes, step))
+        now = time.monotonic()
+        is_first = not self.handle.statistics.steps
+        self._send(Piece(list(record.tokens), record.nodes, record.finished, now - self._last, is_first, step))
+        self._last = now
+
+    def read(self, piece: Piece) -> None:
+        """Add text and log-probabilities to a piece. Pieces must come in order."""
+        self._builder.extend(piece.tokens)
+        piece.text = self._builder.finish() if piece.finished else self._builder.take()
+        self.complete = piece.finished
+        if self.plan.arguments["logprobs"] is not None:
+            events = self.handle.events_since(self._read)[: len(piece.tokens)]
+            piece.logprobs = [event for event in events if event.token not in self.plan.ends]
+        self._read += len(piece.tokens)
 
     @property
     def text(self) -> str:
@@ -105,18 +116,13 @@ class Answer:
     def is_cut(self) -> bool:
         """Whether it ended where the request has it end, whatever the text is."""
         is_full = len(self.handle.tokens) >= self.plan.arguments["max_new_tokens"]
-        return self._builder.stopped or is_full or self.handle.finish_reason not in ("stop", "length")
-
-    def add_logprobs(self, piece: Piece) -> None:
-        """Tell in the next piece what there is to say of its tokens, if that was asked for."""
-        if self.plan.arguments["logprobs"] is not None:
-            events = self.handle.events_since(self._read)[: piece.tokens]
-            piece.logprobs = [event for event in events if event.token not in self.plan.ends]
-        self._read += piece.tokens
+        return (
+            self._builder.stopped or is_full or not self.complete or self.handle.finish_reason not in ("stop", "length")
+        )
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]
-    """Builds the text token by token, and ends it at a stop string."""
+    """Ends a text at a stop string."""
 
     def __init__(self, builder: TextBuilder) -> None:
         self._builder = builder
@@ -126,10 +132,11 @@ class _StopText(StoppingCriteria):  # type: ignore[misc]
 
 
 class Generation:
-    """All answers to one request. Iterating gives each answer with its pieces, and with `None` at its end.
+    """All answers to one request. Iterating gives lists of answers with a piece each, or with `None` at their end.
 
     Args:
-        settings: What may be asked for, and for how long.
+        settings: Limits of requests.
+        outbox: Passes pieces to the event loop.
         ended: Called once when it is through.
 
     Attributes:
@@ -144,13 +151,15 @@ class Generation:
         request: ChoicesRequest,
         settings: ServerSettings,
         metrics: Metrics,
+        outbox: Outbox,
         ended: Callable[[], None],
     ) -> None:
         self.served, self.request = served, request
-        self._settings, self._metrics, self._ended = settings, metrics, ended
+        self._settings, self._metrics, self._outbox, self._ended = settings, metrics, outbox, ended
         self._begin = time.monotonic()
-        self._last: dict[int, float] = {}  # when each answer took its last step
-        self._queue: asyncio.Queue[tuple[int, Piece | ApiError | None]] = asyncio.Queue()
+        self._pieces: list[tuple[int, Piece | None]] = []
+        self._failure: ApiError | None = None
+        self._has_news = asyncio.Event()
         self._closed = False
         self._settled = False  # complete or failed: the client hears how it ended
         self.plans: list[Plan] = []
@@ -178,10 +187,10 @@ class Generation:
             LookaheadError: The request asks for what cannot be done.
         """
         place, number = divmod(index, self.request.n)
-        plan, tell = self.plans[place], partial(self._tell, loop, index)
-        answer = Answer(self.served, plan, index, plan.seed + number, self, tell)
+        plan, send = self.plans[place], partial(self._outbox.put, loop, partial(self._receive, index))
+        answer = Answer(self.served, plan, index, plan.seed + number, self, self._begin, send)
         self.answers.append(answer)
-        answer.handle.add_done_callback(partial(tell, None))
+        answer.handle.add_done_callback(partial(send, None))
         if self._closed:  # meanwhile
             answer.handle.cancel()
 
@@ -202,8 +211,9 @@ class Generation:
             answer.handle.cancel()
 
     def fail(self, error: ApiError) -> None:
-        """Have the iteration end with an error, whatever there is still to come."""
-        self._queue.put_nowait((0, error))
+        """Have the iteration end with an error."""
+        self._failure = self._failure or error
+        self._has_news.set()
 
     def faulty(self) -> list[dict[str, Any]]:
         """What there is to say of answers that ought to be JSON and are none, though nothing has cut them."""
@@ -220,46 +230,41 @@ class Generation:
             if not answer.is_cut and not _is_json(answer.text, self.served.reasoning)
         ]
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
-        left = len(self.answers)
-        while left:
-            index, event = await self._next()
-            answer = self.answers[index]
-            if isinstance(event, Piece):
-                self._count(index, event)
-                answer.add_logprobs(event)
-                yield answer, event
-                continue
-            self._settled = event is None or event.status_code != CLIENT_LEFT
-            if event is not None:
-                raise event
-            answer.handle.result()  # which raises what ended it early
-            left -= 1
-            self._settled = left == 0
-            self._metrics.count(self.served.name, FINISHED, 1, answer.handle.finish_reason or "")
-            yield answer, None
+    async def __aiter__(self) -> AsyncIterator[list[tuple[Answer, Piece | None]]]:
+        timeout = ApiError(504, "the request took longer than this server allows", code="timeout")
+        timer = asyncio.get_running_loop().call_later(max(self.seconds_left, 0), self.fail, timeout)
+        try:
+            left = len(self.answers)
+            while left:
+                await self._has_news.wait()
+                self._has_news.clear()
+                if self._failure is not None:
+                    self._settled = self._failure.status_code != CLIENT_LEFT
+                    raise self._failure
+                pieces, self._pieces = self._pieces, []
+                for index, piece in pieces:
+                    if piece is None:
+                        self.answers[index].handle.result()  # raises the error that ended it early
+                        left -= 1
+                        self._settled = left == 0
+                    else:
+                        self.answers[index].read(piece)
+                yield [(self.answers[index], piece) for index, piece in pieces]
+        finally:
+            timer.cancel()
 
-    def _count(self, index: int, piece: Piece) -> None:
-        """Count a step of an answer."""
-        now, before = time.monotonic(), self._last.get(index)
-        self._last[index] = now
-        self._metrics.step(self.served.name, piece.tokens, piece.nodes)
-        if before is None:
-            self._metrics.time(self.served.name, FIRST_TOKEN, now - self._begin)
-        else:
-            for _ in range(piece.tokens):
-                self._metrics.time(self.served.name, PER_TOKEN, (now - before) / piece.tokens)
-
-    async def _next(self) -> tuple[int, Piece | ApiError | None]:
-        if (left := self.seconds_left) > 0:  # also where there is more to tell, which a client is slow to take
-            with suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(self._queue.get(), left)
-        return 0, ApiError(504, "the request took longer than this server allows", code="timeout")
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, index: int, piece: Piece | None) -> None:
-        """Tell of a step of an answer, or of its end."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
-            loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+    def _receive(self, index: int, piece: Piece | None) -> None:
+        """Take a step of an answer, or its end."""
+        if piece is None:
+            self._metrics.count(self.served.name, FINISHED, 1, self.answers[index].handle.finish_reason or "")
+        if self._pieces and piece is not None and piece.step is None:
+            before, last = self._pieces[-1]
+            if before == index and last is not None:
+                last.add(piece)
+                return
+        self._pieces.append((index, piece))
+        if piece is None or self.request.stream:
+            self._has_news.set()
 
 
 def _is_json(text: str, reasoning: ReasoningFormat) -> bool:

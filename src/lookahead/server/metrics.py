@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from lookahead.server.outbox import Piece
 from lookahead.serving import Engine
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
@@ -37,12 +38,12 @@ _LABELLED = {
     REFUSED: ("Requests refused, by status.", "status"),
 }
 
-FIRST_TOKEN, PER_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+_FIRST_TOKEN, _PER_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
 _QUEUE, WHOLE = "vllm:request_queue_time_seconds", "vllm:e2e_request_latency_seconds"
 _REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _TIMES = {
-    FIRST_TOKEN: ("Until the first token.", (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)),
-    PER_TOKEN: ("Between tokens.", (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)),
+    _FIRST_TOKEN: ("Until the first token.", (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)),
+    _PER_TOKEN: ("Between tokens.", (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)),
     _QUEUE: ("Until the first step.", _REQUEST_SECONDS),
     WHOLE: ("Whole requests.", _REQUEST_SECONDS),
 }
@@ -73,6 +74,7 @@ class Metrics:
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._registry = registry = CollectorRegistry()
+        self._children: dict[tuple[str | int, ...], Any] = {}
         ProcessCollector(registry=registry)  # memory, time, open files of this process
         self._families: dict[str, Any] = {
             name: Counter(name, about, ["model_name"], registry=registry) for name, about in _COUNTERS.items()
@@ -90,22 +92,35 @@ class Metrics:
 
     def count(self, model: str, name: str, amount: int = 1, *labels: str | int) -> None:
         """Add to a counter of a model; `labels` are what it has besides the model."""
-        self._families[name].labels(model, *labels).inc(amount)
+        self._child(name, model, *labels).inc(amount)
 
     def time(self, model: str, name: str, seconds: float) -> None:
         """Add to a histogram of a model."""
-        self._families[name].labels(model).observe(seconds)
+        self._child(name, model).observe(seconds)
 
-    def step(self, model: str, tokens: int, nodes: int) -> None:
-        """Count a step of one request."""
-        self.count(model, _STEPS)
-        self.count(model, _GENERATED, tokens)
-        if nodes > 1:
-            self.count(model, _DRAFTS)
-            self.count(model, _DRAFTED, nodes - 1)
-            self.count(model, _ACCEPTED, max(tokens - 1, 0))
-            for position in range(tokens - 1):
-                self.count(model, _BY_DEPTH, 1, position)
+    def _child(self, name: str, *labels: str | int) -> Any:
+        key = name, *labels
+        if (child := self._children.get(key)) is None:
+            child = self._children[key] = self._families[name].labels(*labels)
+        return child
+
+    def steps(self, model: str, pieces: Sequence[Piece]) -> None:
+        """Count steps of requests, many at once."""
+        self.count(model, _STEPS, len(pieces))
+        self.count(model, _GENERATED, sum(len(piece.tokens) for piece in pieces))
+        for piece in pieces:
+            if piece.is_first:
+                self.time(model, _FIRST_TOKEN, piece.seconds)
+            else:
+                for _ in piece.tokens:
+                    self.time(model, _PER_TOKEN, piece.seconds / len(piece.tokens))
+        if drafts := [(piece.nodes - 1, max(len(piece.tokens) - 1, 0)) for piece in pieces if piece.nodes > 1]:
+            self.count(model, _DRAFTS, len(drafts))
+            self.count(model, _DRAFTED, sum(sent for sent, _ in drafts))
+            accepted = [tokens for _, tokens in drafts]
+            self.count(model, _ACCEPTED, sum(accepted))
+            for position in range(max(accepted)):
+                self.count(model, _BY_DEPTH, sum(tokens > position for tokens in accepted), position)
 
     def through(self, model: str, answers: Sequence[Any], count: int) -> None:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""

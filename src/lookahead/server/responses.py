@@ -9,7 +9,8 @@ from typing import Any
 
 from lookahead.server.answers import ChatForm
 from lookahead.server.errors import ApiError
-from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.generation import Answer, Generation
+from lookahead.server.outbox import Piece
 from lookahead.server.responses_request import HostedTool, ResponsesRequest
 from lookahead.server.tools import Part
 

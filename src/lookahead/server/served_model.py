@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from llguidance import LLTokenizer
 from pydantic_core import to_json
+from transformers import PreTrainedTokenizerFast
 
 from lookahead.backends.base import vocabulary_size
 from lookahead.backends.loading import LoadedModel
@@ -26,7 +27,7 @@ from lookahead.server.messages import FunctionTool, ImagePart, Message, TextPart
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
 from lookahead.serving import Engine
-from lookahead.text import conversation_text
+from lookahead.text import FastDecoder, Tokenizer, conversation_text
 
 _SET_ELSEWHERE = {
     *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
@@ -131,6 +132,14 @@ class ServedModel(LoadedModel):
         format_ = self.tool_format if tools else None
         marks = self.reasoning.marks + ("" if format_ is None else format_.marks)
         return [number for token, number in self.special_tokens.items() if token in marks]
+
+    @cached_property
+    def decoder(self) -> Tokenizer:
+        """Decodes tokens as the tokenizer does, for a third of its time."""
+        kind: Any = type(self.tokenizer)
+        base: Any = PreTrainedTokenizerFast
+        is_plain = issubclass(kind, base) and kind.decode is base.decode and kind._decode is base._decode
+        return FastDecoder(self.tokenizer.backend_tokenizer) if is_plain else self.tokenizer
 
     @cached_property
     def longest_token(self) -> int:

@@ -13,17 +13,19 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
 from lookahead.server.answers import Form
 from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error, described
-from lookahead.server.generation import Generation, Piece
+from lookahead.server.generation import Generation
 from lookahead.server.guard import ServerSettings
 from lookahead.server.images import read_images
 from lookahead.server.log import write_line
 from lookahead.server.messages import Message
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
+from lookahead.server.outbox import Outbox, Piece
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
 
@@ -52,6 +54,7 @@ class Service:
         self.models = {served.name: served for served in models}
         self.metrics = Metrics({served.name: served.engine for served in models})
         self._settings = settings
+        self._outboxes = {name: Outbox(partial(self.metrics.steps, name)) for name in self.models}
         self._running: set[Generation] = set()
         self._taken = 0  # places of answers that are made, or wait, and of requests that make none
         self._stopped: ApiError | None = None
@@ -121,7 +124,7 @@ class Service:
             if faulty := generation.faulty():
                 http.state.notes["no_json"] = faulty
 
-        generation = Generation(served, request, self._settings, self.metrics, ended)
+        generation = Generation(served, request, self._settings, self.metrics, self._outboxes[served.name], ended)
         self._running.add(generation)
         http.state.notes["stage"] = "prepare"
         try:
@@ -233,10 +236,11 @@ class EventStream(StreamingResponse):
 
 async def _wholes(form: Form) -> list[Piece]:
     wholes = [Piece() for _ in form.generation.answers]
-    async for answer, piece in form.generation:
-        if piece is not None:
-            wholes[answer.index].text += piece.text
-            wholes[answer.index].logprobs += piece.logprobs
+    async for news in form.generation:
+        for answer, piece in news:
+            if piece is not None:
+                wholes[answer.index].text += piece.text
+                wholes[answer.index].logprobs += piece.logprobs
     return wholes
 
 
@@ -252,9 +256,9 @@ async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
     try:
         for chunk in form.opening():
             yield _event(chunk)
-        async for answer, piece in form.generation:
-            for chunk in form.chunks(answer, piece):
-                yield _event(chunk)
+        async for news in form.generation:
+            if events := [_event(chunk) for answer, piece in news for chunk in form.chunks(answer, piece)]:
+                yield b"".join(events)
         for chunk in form.closing():
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
@@ -268,7 +272,7 @@ async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
 
 def _event(data: dict[str, Any]) -> bytes:
     name = f"event: {data['type']}\n".encode() if "type" in data else b""
-    return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return name + b"data: " + to_json(data) + b"\n\n"
 
 
 async def _fail_if_left(http: Request, generation: Generation) -> None:
