@@ -18,7 +18,16 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
 from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, NODE, WANTED, Room, find, padded_noise
 from lookahead.drafting.auto.sources import LISTED, MOST_LISTED, PRIOR, ListedArrays, TokenPaths, with_paths
-from lookahead.drafting.auto.texts import BUCKETS, LEAST_ROOM, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
+from lookahead.drafting.auto.texts import (
+    BUCKETS,
+    LEAST_ROOM,
+    LONGEST,
+    OCCURRENCE,
+    SEARCHED,
+    TextArrays,
+    allocate_texts,
+    with_room,
+)
 from lookahead.drafting.auto.weights import all_weights
 
 Member = Any
@@ -88,6 +97,26 @@ class DraftBatch:
         self._learn = TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
         self._free = 0  # tokens that fit into every text before capacity must be checked
+
+    @property
+    def texts(self) -> TextArrays:
+        """Texts of all slots."""
+        return self.state.texts
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of nodes of the last draft of each slot, `[slots]`; -1 without a draft."""
+        return self.state.counts
+
+    @property
+    def trees(self) -> NDArray[Any]:
+        """Nodes of the last draft of each slot, `[slots, nodes]` of `NODE`; node 0 is the root."""
+        return self.state.trees
+
+    def length_of(self, places: NDArray[np.int64] | int) -> NDArray[np.int64]:
+        """Return the number of tokens of some texts."""
+        length: NDArray[np.int64] = self.texts.dropped[places] + self.texts.lengths[places]
+        return length
 
     def take_place(self, owner: Any) -> int:
         """Reserve a slot for a text until `owner` is garbage-collected, and return its index."""

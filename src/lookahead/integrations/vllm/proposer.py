@@ -251,8 +251,8 @@ class LookaheadProposer:
             self._target.expect(not self._rests)
         self._save_sometimes()
         self._began = now
-        counts = np.where(places < 0, 0, self._batch.state.counts[places])
-        drafts = self._batch.state.trees["token"][places, 1:].tolist()
+        counts = np.where(places < 0, 0, self._batch.counts[places])
+        drafts = self._batch.trees["token"][places, 1:].tolist()
         return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
     def _book(self, rows: Rows, lengths: NDArray[np.int64], added: NDArray[np.int64], now: float) -> None:
@@ -276,9 +276,7 @@ class LookaheadProposer:
             if rows.begun[row]:
                 batch.begin(place, tokens[row, :before])
             else:
-                batch.extend(
-                    place, tokens[row, batch.state.texts.dropped[place] + batch.state.texts.lengths[place] : before]
-                )
+                batch.extend(place, tokens[row, batch.length_of(place) : before])
         self.statistics.requests += int(np.count_nonzero(rows.begun))
         count = int(counts.sum())
         predictions = None if self._target is None else self._target.take(count)
@@ -306,18 +304,18 @@ class LookaheadProposer:
         places = np.full_like(rows.places, -1) if self._rests else rows.places
         limits = np.empty(len(places), dtype=WANTED)
         limits["place"], limits["nodes"] = places, self._most_drafted
-        limits["levels"] = self._most_tokens - batch.state.texts.dropped[places] - batch.state.texts.lengths[places] - 1
+        limits["levels"] = self._most_tokens - batch.length_of(places) - 1
         limits["least"] = 0.0 if pace is None else pace.least
         with batch.memory.lock:
             batch.find(limits)
         if pace is not None and not self._rests:
             slots = rows.places[drafting]
-            offers = [batch.state.trees["probability"][slot, 1 : 1 + batch.state.counts[slot]] for slot in slots]
+            offers = [batch.trees["probability"][slot, 1 : 1 + batch.counts[slot]] for slot in slots]
             learned = 0 if self._target is None else len(slots)
-            counts = batch.state.counts[slots]
-            batch.state.counts[slots] = pace.share(np.concatenate(offers), counts, len(slots), learned)
+            counts = batch.counts[slots]
+            batch.counts[slots] = pace.share(np.concatenate(offers), counts, len(slots), learned)
         self.statistics.steps += 1
-        self.statistics.drafted += int(np.maximum(batch.state.counts[places[places >= 0]], 0).sum())
+        self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
         return places
 
     @property

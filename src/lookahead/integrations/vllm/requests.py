@@ -48,7 +48,7 @@ class Requests:
         self._batch = batch
         self._rows = np.empty(0, dtype=np.int64)  # the slots of the last step
         self._recognise = TypedLoop(_recognise)
-        self.absent = list(range(len(batch.state.counts)))
+        self.absent = list(range(len(batch.counts)))
         self.have_left = False
         nothing = np.zeros(1, dtype=np.int64)
         self.rows(np.zeros((1, 1), dtype=np.int32), nothing, nothing)  # so that no step has to wait for compilation
@@ -63,7 +63,7 @@ class Requests:
         """
         rows = Rows(*np.zeros((len(Rows._fields), len(added)), dtype=np.int64))
         batch = self._batch
-        changed = self._recognise(self._rows, tokens, lengths, added, batch.state.texts, batch.state.counts, rows)
+        changed = self._recognise(self._rows, tokens, lengths, added, batch.texts, batch.counts, rows)
         self.have_left = False
         if changed:
             self._find(rows, tokens, lengths - added, added)
@@ -74,8 +74,8 @@ class Requests:
 
     def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
         """Find requests that moved or returned: a row belongs to the longest known text that it begins with."""
-        texts = self._batch.state.texts
-        drafted = self._batch.state.counts
+        texts = self._batch.texts
+        drafted = self._batch.counts
         present = {*rows.places.tolist()}
         of_last_step = {*self._rows.tolist()}
         gone = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
