@@ -205,7 +205,7 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _prepares_as_transformers(model: PreTrainedModel) -> bool:
-    """Whether a model reads nothing but tokens, and has no methods of its own that `generate` calls before it decodes."""
+    """Whether a model reads tokens only, and has no methods of its own that `generate` calls before it decodes."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return False
     kind = type(model)
