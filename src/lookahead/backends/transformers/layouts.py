@@ -18,7 +18,7 @@ from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PackedRows
 from lookahead.backends.transformers.tree_attention.packed_mask import first_position, sight
 from lookahead.backends.transformers.tree_cache import Integers
-from lookahead.core.forest import Forest, Layout
+from lookahead.core.forest import Forest
 
 
 @dataclass
@@ -194,25 +194,22 @@ class Packed:
         """Masks of layers of a kind, added to the scores of each row; see `PackedRows.masks`."""
         masks: list[torch.Tensor | None] = []
         reach = self._masks.reach(kind)
-        forest = plan.forest
+        hides = first_position(plan.places, *reach) > 0
         lengths = plan.lengths.tolist()
-        for row, (begin, end) in enumerate(pairwise(forest.firsts.tolist())):
-            places = plan.places[begin:end]
-            if not self.is_invariant and end - begin == 1 and not first_position(places, *reach)[0]:
+        for row, (begin, end) in enumerate(pairwise(plan.forest.firsts.tolist())):
+            if not self.is_invariant and not hides[begin:end].any() and (end - begin == 1 or _is_whole(plan, row)):
                 masks.append(None)
                 continue
-            layout = forest.layout(row)
-            if not self.is_invariant and _sees_all_before(lengths[row], layout, places, reach):
-                masks.append(None)
-                continue
-            seen = sight(layout.ancestor_mask()[None], lengths[row : row + 1], places[None], *reach)
+            ancestors = plan.forest.layout(row).ancestor_mask()[None]
+            seen = sight(ancestors, lengths[row : row + 1], plan.places[None, begin:end], *reach)
             made = torch.from_numpy(seen.packed()) if self.is_invariant else seen.dense(self._dtype).to(self._device)
             masks.append(made)
         return masks
 
 
-def _sees_all_before(length: int, layout: Layout, places: Integers, reach: tuple[int | None, int | None]) -> bool:
-    """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""
-    if len(places) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(places)))):
+def _is_whole(plan: PassPlan, row: int) -> bool:
+    """Whether a tree is a text from its beginning: then a causal mask is enough."""
+    if plan.lengths[row]:
         return False
-    return not first_position(places, *reach).any()
+    mask = plan.forest.layout(row).ancestor_mask()
+    return np.array_equal(mask, np.tri(len(mask)))

@@ -71,7 +71,7 @@ class StaticTreeCache(TreeCache):
         self._shapes = tuple(shapes)
         self._device = device
         for index, shape in enumerate(shapes):
-            layer = self._layer(index)
+            layer = self.layer(index)
             if shape is not None:
                 layer.dtype = shape.dtype
                 layer.device = device
@@ -174,7 +174,9 @@ class PackedCache(RowsCache):
             if len(self._rows) > 1:  # `narrow` does what a slice does, in a third of the time
                 keys = keys.narrow(2, start, count)
                 values = values.narrow(2, start, count)
-            states.append(row.cache.update(keys, values, layer_idx))
+            layers = row.cache.layers
+            layer = layers[layer_idx] if layer_idx < len(layers) else row.cache.layer(layer_idx)
+            states.append(layer.update(keys, values))
             start += count
         # Held with the tensor that stands for them, so that its identity stays its own.
         self._states[id(key_states)] = (key_states, states)

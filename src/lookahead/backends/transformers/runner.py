@@ -36,7 +36,7 @@ from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.forest import Forest
-from lookahead.core.results import JoinedOutputs
+from lookahead.core.results import JoinedOutputs, Kept
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import TokenTree
 
@@ -364,13 +364,15 @@ class ModelRunner(TransformersRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        slots = self._slots_of(kept)
         if self._shares:
-            self.rows[0].cache.commit(slots)
+            self.rows[0].cache.commit(self._slots_of(kept))
             return
-        for row, slots_of_row in zip(self.rows, slots, strict=True):
-            if slots_of_row:
-                row.cache.commit([slots_of_row])
+        kept = Kept.of(self._forest, kept)
+        rows, slots, targets = kept.misplaced()
+        for row in set(rows.tolist()):
+            self.rows[row].cache.move_nodes(slots[rows == row], targets[rows == row])
+        for row, count in zip(self.rows, kept.counts.tolist(), strict=True):
+            row.cache.extend(count)
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.

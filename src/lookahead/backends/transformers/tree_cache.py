@@ -229,11 +229,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self.layer(layer_idx)
         keys_and_values: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
         return keys_and_values
 
-    def _layer(self, index: int) -> TreeLayer:
+    def layer(self, index: int) -> TreeLayer:
+        """A layer, made with those before it if there is none yet."""
         layers: list[TreeLayer] = self.layers
         while len(layers) <= index:
             layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)], self._block))
@@ -271,8 +272,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         lengths = [row.length if tokens is None else tokens for row in rows]
         for index in range(max(len(row.cache.layers) for row in rows)):
-            texts = [(row.cache._layer(index), row.place) for row in rows]
-            self._layer(index).adopt(texts, lengths)
+            texts = [(row.cache.layer(index), row.place) for row in rows]
+            self.layer(index).adopt(texts, lengths)
         self._set_lengths(lengths)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
@@ -291,6 +292,15 @@ class TreeCache(Cache):  # type: ignore[misc]
             self.move(*np.array(misplaced).T)
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.
         self._set_lengths([length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)])
+
+    def move_nodes(self, slots: Integers, targets: Integers) -> None:
+        """Copy the states of nodes of the only text from some slots of the scratch to others."""
+        self.move(np.zeros_like(slots), self.lengths[0] + slots, self.lengths[0] + targets)
+
+    def extend(self, count: int) -> None:
+        """Keep the states of the first `count` slots of the scratch of the only text."""
+        if count:
+            self._set_lengths([self.lengths[0] + count])
 
     def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
         """Copy the states at some places of some texts to others."""
