@@ -144,6 +144,8 @@ def test_metrics_and_log_report_requests(server: ServerProcess, client: OpenAI, 
         "first": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "requests": "vllm:e2e_request_latency_seconds_count",
         "queued": "vllm:request_queue_time_seconds_count",
+        "first tokens": "vllm:time_to_first_token_seconds_count",
+        "later tokens": "vllm:inter_token_latency_seconds_count",
     }
     before = {key: value_of(http, name) for key, name in names.items()}
     answer = client.completions.with_raw_response.create(
@@ -157,6 +159,8 @@ def test_metrics_and_log_report_requests(server: ServerProcess, client: OpenAI, 
     steps = answer.parse().lookahead["steps"]  # type: ignore[attr-defined]
     grown = {key: value_of(http, name) - before[key] for key, name in names.items()}
     assert grown["tokens"] == 20
+    assert grown["first tokens"] == 1
+    assert 0 < grown["later tokens"] < 20, "those of the first step have no step before them"
     assert grown["prompt"] == answer.parse().usage.prompt_tokens  # type: ignore[union-attr]
     assert grown["steps"] == steps
     assert grown["requests"] == grown["queued"] == 1

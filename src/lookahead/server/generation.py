@@ -45,6 +45,7 @@ class Answer:
         index: Index of the answer in its request.
         handle: The engine's request, with its counts.
         complete: Whether all of its text was read.
+        first_token_seconds: Time from the request to the first token; `None` before there is one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Answer:
     ) -> None:
         self.plan, self.index, self._last, self._send = plan, index, begin, send
         self.complete = False
+        self.first_token_seconds: float | None = None
         self._builder = self._new_builder(served)
         self._trace = Trace() if plan.request.lookahead.steps else None
         self._read = 0  # number of tokens read
@@ -88,9 +90,11 @@ class Answer:
     def _on_step(self, record: StepRecord) -> None:
         step = None if self._trace is None else self._trace.texts[0].steps.pop()
         now = time.monotonic()
-        is_first = not self.handle.statistics.steps
-        self._send(Piece(list(record.tokens), record.nodes, record.finished, now - self._last, is_first, step))
-        self._last = now
+        seconds, self._last = now - self._last, now
+        is_first = self.first_token_seconds is None
+        if is_first:
+            self.first_token_seconds = seconds
+        self._send(Piece(list(record.tokens), record.nodes, record.finished, seconds, is_first, step))
 
     def read(self, piece: Piece) -> None:
         """Add text and log-probabilities to a piece. Pieces must come in order."""
@@ -195,9 +199,14 @@ class Generation:
             answer.handle.cancel()
 
     @property
+    def seconds(self) -> float:
+        """Seconds since the request arrived."""
+        return time.monotonic() - self._begin
+
+    @property
     def seconds_left(self) -> float:
         """Seconds until it is given up; none are left where it is negative."""
-        return self._begin + self._settings.timeout - time.monotonic()
+        return self._settings.timeout - self.seconds
 
     def close(self) -> None:
         """Give up what is not complete, from the next step on: the client has gone, or has what there is."""
@@ -205,7 +214,7 @@ class Generation:
             self._closed = True
             if self.answers and not self._settled:
                 self._metrics.count(self.served.name, LEFT)
-            self._metrics.time(self.served.name, WHOLE, time.monotonic() - self._begin)
+            self._metrics.time(self.served.name, WHOLE, self.seconds)
             self._ended()
         for answer in self.answers:
             answer.handle.cancel()
