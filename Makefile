@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-container test-newest test-versions release-check
+.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update mutants test-container test-newest test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -188,6 +188,15 @@ test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled, 300 batched and 1,0
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
 	$(CASES_OF) --ranks --cases 200
 	$(BIN)/python tests/support/run_parallel.py --kills 20 --signals 5 --seed 0
+
+# In a folder of its own, like torchao.
+build/cosmic-ray: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ cosmic-ray
+	touch $@
+
+COUNT ?= 300
+mutants: build/cosmic-ray | $(VENV)/installed  ## COUNT=300 random changes of the code that decides tokens, and the number that tests notice (hours; the next run goes on)
+	PYTHONPATH=build/cosmic-ray $(BIN)/python tools/mutants.py --output build/mutants.jsonl --count $(COUNT)
 
 CASES ?= 3000
 SEED ?=

@@ -2,7 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported: one thread, as in the Makefile, also for a direct call of pytest.
@@ -27,20 +29,46 @@ def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither read nor change the findings in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
+def _findings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Neither read nor change the findings in the user's cache; the last of these folders holds them."""
+    folders = [tmp_path_factory.mktemp("cache")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: folder)
-        yield
+        patch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: folders[-1])
+        yield folders
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _packed_where_asked_for() -> Iterator[None]:
-    """Measurements of this machine decide no test."""
+    """Measurements of this machine decide no test: products of packed weights count as faster."""
+    seconds = dict.fromkeys((1, 2, 4, 8, 16), (2.0, 1.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lookahead.backends.transformers.model_state.fastest_packing", lambda model: 1)
+        patch.setattr("lookahead.backends.transformers.packed_linear.product_seconds", lambda layers: seconds)
         yield
+
+
+@pytest.fixture
+def own_findings(_findings: list[Path], tmp_path: Path) -> Iterator[Path]:
+    """The folder of findings about models and machines, for this test alone."""
+    _findings.append(tmp_path)
+    yield tmp_path
+    _findings.pop()
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """A `with` block in which this process cannot write to any file."""
+    resource = pytest.importorskip("resource")
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return full
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,13 @@ def _in_words(error: str) -> str:
     return text.replace("<", "&lt;")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Try the families on the command line, by default all, and add their rows to the file."""
     compile_loops()  # otherwise the first families might have no drafts
     parser = argparse.ArgumentParser(description="Try families of models, and write a row for each.")
     parser.add_argument("families", nargs="*", help="all if none is named")
     parser.add_argument("--output", type=Path, default=ROWS, help=f"JSON lines ({ROWS})")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     kept_lines(given.output, lambda row: row.get("kind") == "header", restart=True)  # refuses a file of something else
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(50)

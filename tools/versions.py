@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -111,9 +111,9 @@ def _parse(project: Project, arguments: Sequence[str] | None) -> argparse.Namesp
     return asked
 
 
-def interpreter(name: str) -> str | None:
+def interpreter(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """Path of a Python of that version that can make environments; `None` if there is none."""
-    for path in _candidates(name):
+    for path in _candidates(name, environment):
         code = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"
         try:
             said = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=60)
@@ -124,12 +124,15 @@ def interpreter(name: str) -> str | None:
     return None
 
 
-def _candidates(name: str) -> Iterator[str]:
-    if found := shutil.which(f"python{name}"):  # maybe one of pyenv's shims, which fails if the version is not chosen
+def _candidates(name: str, environment: Mapping[str, str]) -> Iterator[str]:
+    folders = environment.get("PATH")
+    if found := shutil.which(
+        f"python{name}", path=folders
+    ):  # maybe one of pyenv's shims, which fails if the version is not chosen
         yield found
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    pyenv = Path(environment.get("PYENV_ROOT", Path.home() / ".pyenv"))
     yield from sorted(map(str, pyenv.glob(f"versions/{name}.*/bin/python")), reverse=True)
-    if uv := shutil.which("uv"):
+    if uv := shutil.which("uv", path=folders):
         said = subprocess.run([uv, "python", "find", "--no-python-downloads", name], capture_output=True, text=True)
         if said.returncode == 0:
             yield said.stdout.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -612,23 +614,21 @@ def test_stop_strings_beside_a_criterion_of_the_same_kind(demo: Demo) -> None:
     assert torch.equal(ours_with(model, input_ids=ids, **options), model.generate(ids, **options))
 
 
-def test_a_paged_cache_is_refused_before_transformers_acts(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(llama), "generate_batch", lambda *_, **__: pytest.fail("continuous batching"))
+def test_a_paged_cache_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(LookaheadError, match="cache_implementation='paged'"):
         ours_with(llama, input_ids=PROMPT, cache_implementation="paged", **GREEDY)
 
 
-def test_synced_gpus_where_transformers_would_turn_it_on(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synced_gpus_where_transformers_would_turn_it_on(llama: PreTrainedModel) -> None:
     """FSDP and DeepSpeed ZeRO-3 turn it on, as they split the weights among devices."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(llama, "_is_fsdp_managed_module", True, raising=False)
-    with pytest.raises(LookaheadError, match="synced_gpus"):
-        ours_with(llama, input_ids=PROMPT, **GREEDY)
+    model: Any = copy.deepcopy(llama)
+    model._is_fsdp_managed_module = True
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(LookaheadError, match="synced_gpus"):
+            ours_with(model, input_ids=PROMPT, **GREEDY)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -14,7 +14,7 @@ import lookahead
 from compared.settings import Recorder
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
 from lookahead.parallel import ParallelGroup
-from model_zoo import MAX_POSITIONS, VOCAB_SIZE, build, greedy
+from model_zoo import MAX_POSITIONS, build, greedy
 from tiny.families import build as family
 from tiny.images import image_prompt
 from tiny.variant import Variant
@@ -194,6 +194,7 @@ def test_other_ways_to_draft_and_to_run(config: LookaheadConfig) -> None:
     compared(build("llama"), inputs, MEMBERS["counting"], config, eos_token_id=[5, 7, 9, 30, 44], do_sample=True)
 
 
+@pytest.mark.slow_by_nature("Mamba scans its text in Python")
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "mamba"])
 def test_other_models(name: str) -> None:
     model = family(name, Variant(), "sdpa") if name == "mamba" else build(name)
@@ -275,19 +276,3 @@ def test_scores_of_any_type_stop_no_draft(dtype: torch.dtype, recwarn: pytest.Wa
     engine.run()
     assert all(torch.equal(handle.result(), expected) for handle in handles)
     assert not [warning for warning in recwarn if "drafting stopped" in str(warning.message)]
-
-
-def test_zero_noise_of_a_token_that_cannot_come_gives_the_token_of_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    draw = torch.Tensor.exponential_
-
-    def with_a_zero(noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        noise = draw(noise, *args, **kwargs)
-        noise[..., VOCAB_SIZE - 1] = 0.0
-        return noise
-
-    monkeypatch.setattr(torch.Tensor, "exponential_", with_a_zero)
-    options = {"max_new_tokens": 4, "do_sample": True, "suppress_tokens": [VOCAB_SIZE - 1], "pad_token_id": 0}
-    text = lookahead.generate(build("llama"), IDS[:1], lookahead_config=DRAFTS, **options)
-    assert int(text.min()) >= 0

@@ -269,10 +269,11 @@ def test_chunks_after_a_cache_are_refused_where_transformers_reads_them_wrongly(
     llama: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 4}
-    monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 22))
-    first = lookahead.generate(llama, prompt, return_dict_in_generate=True, **options)  # right without a cache
+    first = lookahead.generate(
+        llama, prompt, return_dict_in_generate=True, **options
+    )  # without a cache it reads them well
     text = torch.cat([first.sequences, prompt], dim=1)
+    lookahead.generate(llama, text, past_key_values=copy.deepcopy(first.past_key_values), **options)
+    monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 22))
     with pytest.raises(LookaheadError, match=r"prefill_chunk_size=4 is not supported with (cache|past_key_values)"):
         lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)
-    monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 23))
-    lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import lookahead
 from compared.case import zoo_case
-from compared.outcome import WRONG, run_case
 from compared.report import check
 from compared.settings import WARPERS
 from compared.tables import OF_THE_TEXT, SETTINGS, sampled_case
-from lookahead.backends.transformers.sampler import TextSampler
 from model_zoo import DEMO, build
 
 PROMPT = (5, 8, 20, 5, 8, 20, 5, 8)
@@ -93,57 +89,6 @@ def test_eos_inside_an_accepted_run_ends_the_draws() -> None:
     assert runs
     for start in runs:
         assert check(SHARP.having(eos=text[start])).answer.text == text[: text.index(text[start]) + 1]
-
-
-# --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------
-
-_choose = TextSampler.choose
-
-
-def _draws_for_nothing(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """Draw one random number too many for each token."""
-    torch.rand(())
-    return _choose(self, text, logits)
-
-
-def _processes_an_older_text(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """Process the text without its last token."""
-    return _choose(self, text[:, :-1] if text.shape[1] > 1 else text, logits)
-
-
-def _processes_twice(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
-    """Process twice, which only affects processors with a state."""
-    if self._processor is not None:
-        self._processor(text, logits.clone())
-    return _choose(self, text, logits)
-
-
-FAULTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "draws too often": (_draws_for_nothing, {}),
-    "processors see an older text": (_processes_an_older_text, {"processor": "fatigue"}),
-    "processors run twice": (_processes_twice, {"processor": "fatigue"}),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_detects_a_wrong_draw(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, settings = FAULTS[fault]
-    case = SHARP.having(**settings)
-    check(case)
-    monkeypatch.setattr(TextSampler, "choose", broken)
-    assert run_case(case).kind == WRONG
-
-
-def test_a_draw_after_the_last_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = lookahead.generate
-
-    def draws_once_more(*args: Any, **kwargs: Any) -> Any:
-        output = generate(*args, **kwargs)
-        torch.rand(())
-        return output
-
-    monkeypatch.setattr(lookahead, "generate", draws_once_more)
-    assert "another random state" in run_case(SHARP).detail
 
 
 @pytest.mark.parametrize("temperature", [5e-3, 1e-3, 1e-6])

@@ -21,8 +21,6 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, NGramPool
-from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import Walk, follow
 from paper_sampling import NextDistribution, verify_by_rejection
 
 VOCABULARY = 5
@@ -187,6 +185,7 @@ def assert_drafts_were_accepted(accepted: list[int]) -> None:
     assert sum(length > 1 for length in accepted) > len(accepted) / 4
 
 
+@pytest.mark.slow_by_nature("a law needs thousands of texts")
 def test_our_sampling_in_batches_has_the_exact_law() -> None:
     torch.manual_seed(0)
     texts, accepted = draw_with_lookahead(DRAWS // 2, batch=500)
@@ -221,44 +220,6 @@ def test_algorithm_4_has_the_exact_law() -> None:
 
 
 # --- the test has teeth: with a wrong verification the law is noticed to be another ---------------------------
-
-
-def _children(tree: TokenTree, node: int) -> list[int]:
-    nodes = (tree.child(node, token) for token in range(VOCABULARY))
-    return [child for child in nodes if child is not None]
-
-
-def _accepts_the_first_candidate(tree: TokenTree, take: Any) -> Walk:
-    """Accept candidates without the model."""
-    sequence, outputs = take.args
-
-    def first(node: int) -> tuple[int, bool]:
-        children = _children(tree, node)
-        token = tree.tokens[children[0]] if children else sequence.sampler.select(sequence, outputs, node)
-        return token, sequence.append(token)
-
-    return follow(tree, first)
-
-
-def _draws_again_after_a_rejection(tree: TokenTree, take: Any) -> Walk:
-    """Draw once to test the candidates, and draw again if none is accepted."""
-    sequence, outputs = take.args
-
-    def twice(node: int) -> tuple[int, bool]:
-        token = sequence.sampler.select(sequence, outputs, node)
-        if tree.child(node, token) is None:
-            token = sequence.sampler.select(sequence, outputs, node)
-        return token, sequence.append(token)
-
-    return follow(tree, twice)
-
-
-@pytest.mark.parametrize("wrong", [_accepts_the_first_candidate, _draws_again_after_a_rejection])
-def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.core.walk.follow", wrong)
-    torch.manual_seed(0)
-    texts, _ = draw_with_lookahead(DRAWS // 10, batch=500)
-    assert p_value(texts, exact_law(next_distributions())) < LEVEL
 
 
 def _verify_without_model(

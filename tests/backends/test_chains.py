@@ -147,13 +147,6 @@ def test_layers_that_forget_their_states_take_drafts_one_by_one(family: str) -> 
             lookahead.generate(model, text, **{name: value}, **prompt)
 
 
-def test_states_that_stay_as_the_draft_left_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedState, "restore", lambda self: None)
-    model = build("qwen3_next", Variant(window=5), "eager")
-    model.config.name_or_path = "of no other test"  # findings are stored by configuration
-    assert not equivalence(model).holds("chains")
-
-
 def test_the_model_itself_is_tried_as_well() -> None:
     model = tiny("mamba2")
     assert equivalence(model).holds("chains")

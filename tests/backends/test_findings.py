@@ -1,7 +1,8 @@
 """Findings of trials for invariant passes are stored for later processes, and used only if nothing has changed."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])
 class Tries:
     """Count the trials and replace them by fixed results; other tests run them."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, forget: Callable[[], None]) -> None:
+        self._forget = forget
         self.counts = {"find_rule": 0, "check_invariance": 0}
         for module, name, result in ((modules, "find_rule", RowRule(2, MOST)), (comparisons, "check_invariance", True)):
             patch.setattr(module, name, self._counting(name, result))
@@ -36,7 +38,7 @@ class Tries:
 
     def of_a_new_process(self, model: PreTrainedModel | None = None) -> tuple[dict[str, int], torch.Tensor]:
         """Simulate the first call in a process; return the counts of trials, and the text."""
-        modules._rules.clear()
+        self._forget()
         self.counts.update(dict.fromkeys(self.counts, 0))
         fresh = model or make()
         config = LookaheadConfig(invariant=True, step_budget=8)
@@ -49,12 +51,12 @@ def make() -> PreTrainedModel:
 
 
 @pytest.fixture
-def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tries]:
-    rules = dict(modules._rules)
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
-    yield Tries(monkeypatch)
-    modules._rules.clear()
-    modules._rules.update(rules)
+def tries(monkeypatch: pytest.MonkeyPatch, own_findings: Path) -> Iterator[Tries]:
+    rules = modules._rules
+    kept = dict(rules)
+    yield Tries(monkeypatch, rules.clear)
+    rules.clear()
+    rules.update(kept)
 
 
 def test_a_second_process_tries_nothing(tries: Tries) -> None:
@@ -91,13 +93,12 @@ def test_another_machine_finds_its_own(tries: Tries, monkeypatch: pytest.MonkeyP
     assert tries.of_a_new_process()[0] == first
 
 
-def test_where_nothing_can_be_kept_it_is_found_again(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(findings, "_write", refuse)
-    first, _ = tries.of_a_new_process()
-    assert tries.of_a_new_process()[0] == first
+def test_where_nothing_can_be_kept_it_is_found_again(
+    tries: Tries, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with full_disk():
+        first, _ = tries.of_a_new_process()
+        assert tries.of_a_new_process()[0] == first
 
 
 def test_code_that_may_change_is_checked_by_each_process(tries: Tries) -> None:

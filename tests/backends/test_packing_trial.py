@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import findings, model_state, packed_linear
+from lookahead.backends.transformers import findings, packed_linear
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear
@@ -44,10 +44,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, own_findings: Path) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
-    monkeypatch.setattr(model_state, "fastest_packing", packed_linear.fastest_packing)
     monkeypatch.setattr(packed_linear, "product_seconds", clock)
     return clock
 

@@ -17,7 +17,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.attention import INVARIANT
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.packed_linear import PackedLinear
+from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.snapshots import _KEYS, fingerprint, preserved_state
 from quick import quickly
@@ -177,29 +177,35 @@ def test_a_layer_that_becomes_another() -> None:
     assert not isinstance(engine_model(model, pack_weights=True).lm_head, PackedLinear)
 
 
+def packed(layer: torch.nn.Module) -> Any:
+    """The packed weight of a layer."""
+    return vars(layer)[PACKED_WEIGHT]
+
+
 def test_only_changed_weights_are_packed_again() -> None:
     model = llama()
     clone = engine_model(model, pack_weights=True)
-    head, other = clone.lm_head._packed_weight, clone.model.layers[0].mlp.up_proj._packed_weight
+    up = clone.model.layers[0].mlp.up_proj
+    head, other = packed(clone.lm_head), packed(up)
     assert engine_model(model, pack_weights=True) is clone
-    assert clone.lm_head._packed_weight is head
+    assert packed(clone.lm_head) is head
     row_through_data(model)
     assert engine_model(model, pack_weights=True) is clone
-    assert clone.lm_head._packed_weight is not head
-    assert clone.model.layers[0].mlp.up_proj._packed_weight is other
+    assert packed(clone.lm_head) is not head
+    assert packed(up) is other
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs one type alone")
 def test_one_set_of_packed_weights_at_a_time() -> None:
     model = llama()
-    packed = []
+    layers = []
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         layer = engine_model(model.to(dtype), pack_weights=True).lm_head
-        assert layer._packed_weight.values.dtype == dtype
-        packed.append(weakref.ref(layer))
+        assert packed(layer).values.dtype == dtype
+        layers.append(weakref.ref(layer))
         del layer
     gc.collect()
-    assert [layer() is None for layer in packed] == [True, True, False]
+    assert [layer() is None for layer in layers] == [True, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

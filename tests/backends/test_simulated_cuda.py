@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow_by_nature("the simulation runs Python for each operation")
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
 def test_cases_pass_on_the_simulated_device(marked: str) -> None:
     apart = Path(__file__).parent / "apart"

@@ -20,7 +20,7 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from model_zoo import ARCHITECTURES, build
-from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
+from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, inputs_of, logits_of_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -70,7 +70,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         assert_same([logits.cpu() for logits in got], expected)
         seen = addresses(steps)
     assert addresses(steps) == seen
-    assert steps.recorded.count == len(steps._passes.inputs)
+    assert steps.recorded.count == len(inputs_of(steps))
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)

@@ -1,12 +1,12 @@
 """Several threads with one model object: first calls, which create its shared state, and many more."""
 
 import copy
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from time import sleep
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.findings import model_identity
 from lookahead.drafting.memory_file import load_memory
-from lookahead.serving import drafting
 from lookahead.serving.drafting import Drafting, draft_memory, draft_pace
 from model_zoo import VOCAB_SIZE, build
 from ngram_access import lookup
@@ -91,23 +90,21 @@ def test_first_calls_at_the_same_time(model: PreTrainedModel, config: dict[str, 
     assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
 
 
-@pytest.mark.parametrize("scope", ["process", "memory.npz"])
-def test_shared_state_of_a_model_is_created_once(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
-) -> None:
-    def slow(make: Callable[..., Any]) -> Callable[..., Any]:
-        def wait_and_make(*arguments: Any) -> Any:
-            sleep(0.05)  # long enough for all others to arrive
-            return make(*arguments)
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns a thousand times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 1000)
+    yield
+    sys.setswitchinterval(before)
 
-        return wait_and_make
 
-    monkeypatch.chdir(tmp_path)
-    config = LookaheadConfig(memory=scope)
-    Drafting(model, config).keep()  # creates the file
+@pytest.mark.usefixtures("frequent_switches")
+@pytest.mark.parametrize("scope", ["process", "file"])
+def test_what_is_kept_for_a_model_is_made_once(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
+    config = LookaheadConfig(memory=tmp_path / "memory.npz" if scope == "file" else scope)
+    Drafting(model, config).keep()  # a file to be read
     other = copy.deepcopy(model)
-    for name in ("load_costs", "DraftMemory", "MemoryFile"):
-        monkeypatch.setattr(drafting, name, slow(getattr(drafting, name)))
     made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)[0]), THREADS)
     for kind in zip(*made, strict=True):
         assert len({id(item) for item in kind}) == 1

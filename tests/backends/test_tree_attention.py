@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,6 +86,7 @@ except ModuleNotFoundError:
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
 
 
+@pytest.mark.slow_by_nature("the interpreter runs kernels in Python")
 @needs_triton
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
 def test_kernels_in_the_interpreter(marked: str) -> None:
@@ -136,22 +136,19 @@ class Launches:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Launches, Launches]]:
-    """Launch recorders in place of the attention kernel and the kernel that combines splits."""
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launches]:
+    """The attention kernels and the one that combines splits, not launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pair = Launches(kernel_module._attention_kernel), Launches(running_softmax.combine_kernel)
-    monkeypatch.setattr(kernel_module, "_attention_kernel", pair[0])
-    monkeypatch.setattr(running_softmax, "combine_kernel", pair[1])
-    return pair
+    kernels = {"_attention_kernel": kernel_module, "_by_position_kernel": kernel_module}
+    found = {}
+    for name, module in {**kernels, "combine_kernel": running_softmax}.items():
+        found[name] = Launches(getattr(module, name))
+        monkeypatch.setattr(module, name, found[name])
+    return found
 
 
 def compile_step(
-    launches: tuple[Launches, Launches],
-    capability: int,
-    dtype: torch.dtype,
-    size: int,
-    nodes: int,
-    room: tuple[int, int],
+    launches: dict[str, Launches], capability: int, dtype: torch.dtype, size: int, nodes: int, room: tuple[int, int]
 ) -> int:
     """Compile the kernels of a step with 8 key heads and groups of 4; `room` is the number of keys and, for keys in
     pages, of texts. Return the bytes of shared memory."""
@@ -166,7 +163,7 @@ def compile_step(
     result = kernel_module.tree_attention(query, key, key, mask, size**-0.5, pages=pages)
     assert result.shape == (1, nodes, 32, size)
     used = 0
-    for launch in launches:
+    for launch in (launches["_attention_kernel"], launches["combine_kernel"]):
         compiled = launch.compile(capability)
         assert f".target sm_{capability}" in compiled.asm["ptx"]
         assert len(compiled.asm["cubin"]) > 0
@@ -203,21 +200,16 @@ def stack_bytes(cubin: bytes) -> int:
     ],
 )
 def test_kernel_compiles(
-    launches: tuple[Launches, Launches],
-    capability: int,
-    dtype: torch.dtype,
-    size: int,
-    nodes: int,
-    room: tuple[int, int],
+    launches: dict[str, Launches], capability: int, dtype: torch.dtype, size: int, nodes: int, room: tuple[int, int]
 ) -> None:
     compile_step(launches, capability, dtype, size, nodes, room)
-    assert stack_bytes(launches[0].compile(capability).asm["cubin"]) == 0
+    assert stack_bytes(launches["_attention_kernel"].compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton
 @pytest.mark.exact
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernel_compiles_for_every_size(launches: tuple[Launches, Launches], capability: int) -> None:
+def test_kernel_compiles_for_every_size(launches: dict[str, Launches], capability: int) -> None:
     for dtype, size in itertools.product([torch.float16, torch.bfloat16, torch.float32], [64, 80, 96, 128, 256]):
         for nodes, keys in ((1, 8192), (8, 300), (16, 300), (128, 8192)):
             used = compile_step(launches, capability, dtype, size, nodes, (keys, 0))
@@ -236,16 +228,10 @@ def test_kernel_compiles_for_every_size(launches: tuple[Launches, Launches], cap
     ],
 )
 def test_kernel_by_position_compiles(
-    launches: tuple[Launches, Launches],
-    monkeypatch: pytest.MonkeyPatch,
-    capability: int,
-    dtype: torch.dtype,
-    size: int,
-    softcap: float | None,
+    launches: dict[str, Launches], capability: int, dtype: torch.dtype, size: int, softcap: float | None
 ) -> None:
     """One kernel serves all steps of a model: it has no constants for the number of nodes or the capacity."""
-    own = Launches(kernel_module._by_position_kernel)
-    monkeypatch.setattr(kernel_module, "_by_position_kernel", own)
+    own = launches["_by_position_kernel"]
     fixed = []
     for nodes, keys in ((64, 4096), (8, 700)):
         query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
@@ -257,7 +243,7 @@ def test_kernel_by_position_compiles(
         assert kernel_module.SPAN % constants["BLOCK_N"] == 0
         fixed.append((constants, own.options))
     assert fixed[0] == fixed[1]
-    for launch in (own, launches[1]):
+    for launch in (own, launches["combine_kernel"]):
         compiled = launch.compile(capability)
         assert f".target sm_{capability}" in compiled.asm["ptx"]
         assert len(compiled.asm["cubin"]) > 0

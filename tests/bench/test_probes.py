@@ -70,8 +70,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return probe.Probe([probe.Unit(name, partial(measure, name)) for name in "abc"], {"size": options.size})
 
     module = SimpleNamespace(Options=Options, probe=units, __doc__="Counts.")
-    monkeypatch.setitem(command.PROBES, "counting", "a probe of this test")
-    monkeypatch.setitem(sys.modules, "counting", module)
+    for registry, entry in ((command.PROBES, "a probe of this test"), (sys.modules, module)):
+        monkeypatch.setitem(registry, "counting", entry)
     return measured
 
 
@@ -186,6 +186,7 @@ def test_random_model_has_half_a_billion_weights() -> None:
     assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
 
 
+@pytest.mark.slow_by_nature("runs all commands of the page")
 def test_the_first_half_hour_on_a_gpu_runs_without_one(
     measure: Measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

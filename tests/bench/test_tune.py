@@ -33,10 +33,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_tune_prints_a_table_and_stores_the_curve(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
+    capsys: pytest.CaptureFixture[str], own_findings: Path, demo: Any
 ) -> None:
-    folder = tmp_path / "cache" / "lookahead-decoding" / "cost"
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path / "cache")
+    folder = own_findings / "lookahead-decoding" / "cost"
     options = ["--context", "48"]
     assert main(["tune", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
@@ -54,15 +53,12 @@ def test_tune_prints_a_table_and_stores_the_curve(
     assert [(point["nodes"], point["context"]) for point in points] == [(1, 24), (4, 24), (1, 48), (4, 48)]
 
 
-def test_stores_in_the_users_cache(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
+def test_stores_in_the_users_cache(capsys: pytest.CaptureFixture[str], own_findings: Path) -> None:
     assert main(["tune", *SMALL, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     result = json.loads(out)
-    assert Path(result["stored"]).is_relative_to(tmp_path / "lookahead-decoding")
+    assert Path(result["stored"]).is_relative_to(own_findings / "lookahead-decoding")
     assert Path(result["stored"]).exists()
     assert [(point["nodes"], point["repeats"]) for point in result["points"]] == [(1, 2), (4, 2)]
     assert all(point["seconds"] > 0 for point in result["points"])
@@ -70,38 +66,38 @@ def test_stores_in_the_users_cache(
     assert result["setting"]["dtype"] == "float32"
 
 
-def test_stores_nothing_on_request(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
+def test_stores_nothing_on_request(capsys: pytest.CaptureFixture[str], own_findings: Path) -> None:
     assert main(["tune", *SMALL, "--no-store"]) == 0
     assert "stored" not in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list(own_findings.iterdir()) == []
 
 
-def test_tune_stores_nothing_when_interrupted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, ["nothing is stored"]),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            *(2, ["out of memory on cpu while measuring", "--context"]),
+        ),
+    ],
+)
+def test_a_measurement_that_is_broken_off_stores_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_findings: Path,
+    error: BaseException,
+    code: int,
+    words: list[str],
 ) -> None:
-    def interrupted(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
+    def broken_off(*arguments: Any) -> Any:
+        raise error
 
-    monkeypatch.setattr(cli_tune, "measure", interrupted)
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
-    assert main(["tune", *SMALL]) == 130
-    assert "nothing is stored" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_out_of_memory_errors_name_the_remedy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-
-    monkeypatch.setattr(cli_tune, "measure", out_of_memory)
-    message = refused(capsys, *SMALL)
-    assert "out of memory on cpu while measuring" in message
-    assert "--context" in message
+    monkeypatch.setattr(cli_tune, "measure", broken_off)
+    assert main(["tune", *SMALL]) == code
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+    assert list(own_findings.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,12 @@ def add(comparison: Comparison, case: str, *sides: list[int]) -> None:
         file.append({"line": "line", "turn": 0, "rows": rows})
 
 
-def test_cases_are_paired_by_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worth.FOLDER", tmp_path)
+
+
+def test_cases_are_paired_by_their_places(tmp_path: Path) -> None:
     comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
     add(comparison, "same", [4, 6], [2, 6])
     assert comparison.ratios("line", 1, "S") == {"0: same": [2.0], "1: same": [1.0]}
@@ -80,19 +84,15 @@ def test_cases_are_paired_by_their_places(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("steps", "status"), [([10, 10, 10], 0), ([10, 11, 12], 3), ([12, 12, 12], 1)])
 def test_the_exit_status_is_that_of_the_worst_line(
-    steps: list[int], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: list[int], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("worth.FOLDER", tmp_path)
     comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
     add(comparison, "x", [10] * 3, steps)
     assert report(comparison, ["line"], 1, ["S"]) == status
     assert ("undecided: --turns 4" in capsys.readouterr().out) == (status == 3)
 
 
-def test_a_second_run_in_the_same_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("worth.FOLDER", tmp_path)
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FileLock(tmp_path / "lock"):
         assert main(["worth", "--base", "HEAD", "--quick"]) == 2
     assert f"another comparison is running in {tmp_path}" in capsys.readouterr().err.replace("\n", " ")

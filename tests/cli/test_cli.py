@@ -8,15 +8,18 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead.backends.loading import is_out_of_memory
@@ -25,11 +28,14 @@ from lookahead.cli.compare import parting
 from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
-from lookahead.drafting import memory_file
 from preloaded import Command
+from server_process import ServerProcess
+from standard_input import StandardInput
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
+OnSteps = Callable[[Callable[[lookahead.StepRecord], lookahead.StepRecord | None]], None]
+FullDisk = Callable[[], AbstractContextManager[None]]
 PROMPT = "def add(a, b):"
 NEW_TOKENS = 24
 CPU = ["--device", "cpu", "--dtype", "float32"]
@@ -53,15 +59,6 @@ def expected(tokenizer: Any) -> list[int]:
 @pytest.fixture
 def text(tokenizer: Any, expected: list[int]) -> str:
     return tokenizer.decode(expected, skip_special_tokens=True)
-
-
-@pytest.fixture(autouse=True)
-def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe(monkeypatch, b"")
-
-
-def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -159,13 +156,13 @@ def test_sampled_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("source", ["file", "file-dash", "dash", "pipe"])
 def test_a_prompt_comes_from_a_file_or_a_pipe_as_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, tmp_path: Path, source: str
 ) -> None:
     prompt = "# naïve\r\nx = '€'\n"
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # the byte order mark must be dropped
     if source != "file":
-        pipe(monkeypatch, path.read_bytes())
+        stdin.pipe(path.read_bytes())
     arguments = {"file": ["--file", str(path)], "file-dash": ["--file", "-"], "dash": ["-"], "pipe": []}[source]
     assert main(["generate", *arguments, "--json", "--max-new-tokens", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == prompt
@@ -188,14 +185,14 @@ def test_max_new_tokens_is_clipped_to_the_context(
 
 
 def test_json_has_the_steps_before_an_interrupt(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, expected: list[int]
+    capsys: pytest.CaptureFixture[str], on_steps: OnSteps, expected: list[int]
 ) -> None:
     def interrupt(step: lookahead.StepRecord) -> lookahead.StepRecord:
         if step.step == 4:
             raise KeyboardInterrupt
         return step
 
-    fake_steps(monkeypatch, interrupt)
+    on_steps(interrupt)
     assert main(["generate", PROMPT, *SHORT, "--json"]) == 130
     result = json.loads(capsys.readouterr().out)
     assert result["interrupted"] is True
@@ -223,13 +220,15 @@ def test_interrupt_prints_the_text_so_far() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")
-def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert main(["generate", PROMPT, *SHORT]) == 141
-    assert capsys.readouterr().err == ""
+def test_broken_pipe_is_quiet() -> None:
+    (gone, to_out), (err, to_err) = os.pipe(), os.pipe()
+    os.close(gone)
+    process = Command(["generate", PROMPT, *SHORT], {1: to_out, 2: to_err})
+    os.close(to_out)
+    os.close(to_err)
+    with open(err) as errors:
+        assert errors.read() == ""
+    assert process.wait(30) == 141
 
 
 # refusals
@@ -292,8 +291,8 @@ def test_devices_that_torch_has_no_part_for_are_refused_briefly(
 def test_a_number_of_ranks_that_is_none_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", size)
+    for name, value in {"RANK": "0", "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, value)
     for command in ("generate", "trace"):
         message = refused(capsys, command, PROMPT)
         assert "environment variable WORLD_SIZE=" in message
@@ -324,13 +323,11 @@ def test_an_empty_model_is_named_as_it_was_given(capsys: pytest.CaptureFixture[s
     assert "'' is empty" in message
 
 
-def test_an_error_that_nobody_expected_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+def test_an_error_that_nobody_expected_is_one_line(capsys: pytest.CaptureFixture[str], on_steps: OnSteps) -> None:
+    def fail(_: lookahead.StepRecord) -> None:
         raise ZeroDivisionError("of two\nlines")
 
-    monkeypatch.setattr("lookahead.cli.generate.generate", fail)
+    on_steps(fail)
     assert refused(capsys, "generate", PROMPT, *SHORT) == "error: ZeroDivisionError: of two lines\n"
     assert main(["generate", PROMPT, *SHORT, "--debug"]) == 2
     out, err = capsys.readouterr()
@@ -374,23 +371,16 @@ def test_a_model_that_lacks_weights_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("options", "reuses"), [([], True), (["--no-prefix-cache"], False)])
-def test_a_server_keeps_finished_texts_by_default(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, options: list[str], reuses: bool
-) -> None:
-    engines = []
-    monkeypatch.setattr("lookahead.server.process.serve", lambda models, *others: engines.append(models[0].engine))
-    assert main(["serve", "--port", "0", *CPU, *options]) == 0
-    ids = tokenizer(DEMO_PROMPT).input_ids
-    handles = []
-    for _ in range(2):
-        handles.append(engines[0].submit(ids, max_new_tokens=2))
-        engines[0].run()
-    assert (engines[0].statistics.reused_tokens > 0) is reuses
-    assert torch.equal(*(handle.result() for handle in handles))
+def test_a_server_keeps_finished_texts_by_default(options: list[str], reuses: bool) -> None:
+    request = {"model": "demo", "prompt": DEMO_PROMPT, "max_tokens": 2, "temperature": 0}
+    with ServerProcess(*CPU, *options) as server, httpx.Client(base_url=server.url, timeout=600) as client:
+        answers = [client.post("/v1/completions", json=request).json() for _ in range(2)]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    assert (answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is reuses
 
 
 def test_a_prompt_that_is_empty_or_not_utf8_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, tmp_path: Path
 ) -> None:
     empty, latin1, missing = tmp_path / "empty", tmp_path / "latin1", tmp_path / "missing"
     empty.write_bytes(b"")
@@ -404,9 +394,9 @@ def test_a_prompt_that_is_empty_or_not_utf8_is_named(
     assert "not valid UTF-8" in refused(capsys, "generate", "caf\udce9")
     assert f"--file {missing}: No such file" in refused(capsys, "generate", "--file", str(missing))
     assert "only one" in refused(capsys, "generate", PROMPT, "--file", str(empty))
-    pipe(monkeypatch, b"\xff")
+    stdin.pipe(b"\xff")
     assert "standard input is not valid UTF-8" in refused(capsys, "generate")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    stdin.type_in()
     assert "give it as an argument" in refused(capsys, "generate")
 
 
@@ -431,25 +421,6 @@ def test_a_folder_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str], 
 
 
 # compare
-
-
-def fake_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let `lookahead.generate` report and return the steps that `change` makes."""
-    real = lookahead.generate
-
-    def fake(model: Any, input_ids: torch.Tensor, *, on_step: Any, **kwargs: Any) -> Any:
-        tokens: list[int] = []
-
-        def changed(step: lookahead.StepRecord) -> None:
-            step = change(step)
-            tokens.extend(step.tokens)
-            on_step(step)
-
-        output = real(model, input_ids, on_step=changed, **kwargs)
-        output.sequences = torch.cat([input_ids, torch.tensor([tokens])], dim=1)
-        return output
-
-    monkeypatch.setattr("lookahead.cli.generate.generate", fake)
 
 
 def test_compare_exits_with_0_where_texts_are_equal(capsys: pytest.CaptureFixture[str], expected: list[int]) -> None:
@@ -488,7 +459,7 @@ def test_compare_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compare_shows_the_first_difference(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, expected: list[int]
+    capsys: pytest.CaptureFixture[str], on_steps: OnSteps, expected: list[int]
 ) -> None:
     position = 0
 
@@ -499,16 +470,14 @@ def test_compare_shows_the_first_difference(
         step.tokens = [5 if number == 5 else token for number, token in enumerate(step.tokens, start)]
         return step
 
-    fake_steps(monkeypatch, change)
+    on_steps(change)
     assert main(["compare", PROMPT, *CPU, "--max-new-tokens", "9", "--repeats", "1"]) == 1
     out = capsys.readouterr().out
     assert f"first difference at new token 5 (from 0): plain {expected[5]} " in out
     assert "lookahead 5 '%'" in out
 
 
-def test_an_interrupted_compare_reports_its_results(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_compare_reports_its_results(capsys: pytest.CaptureFixture[str], on_steps: OnSteps) -> None:
     calls = 0
 
     def interrupt_the_third(step: lookahead.StepRecord) -> lookahead.StepRecord:
@@ -518,7 +487,7 @@ def test_an_interrupted_compare_reports_its_results(
             raise KeyboardInterrupt
         return step
 
-    fake_steps(monkeypatch, interrupt_the_third)
+    on_steps(interrupt_the_third)
     assert main(["compare", PROMPT, *CPU, "--max-new-tokens", "4", "--repeats", "2", "--json"]) == 130
     result = json.loads(capsys.readouterr().out)
     assert result["interrupted"] is True
@@ -535,37 +504,38 @@ def test_the_first_difference_is_the_place_and_both_tokens() -> None:
 # both
 
 
-def out_of_memory(*args: Any, **kwargs: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")
-
-
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_out_of_memory_errors_name_the_remedy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+    capsys: pytest.CaptureFixture[str], on_steps: OnSteps, command: str
 ) -> None:
-    monkeypatch.setattr("lookahead.cli.generate.generate", out_of_memory)
+    def out_of_memory(_: lookahead.StepRecord) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity ...")
+
+    on_steps(out_of_memory)
     message = refused(capsys, command, PROMPT, *SHORT)
     assert "out of memory on cpu while decoding (tried to allocate 2.50 GiB)" in message
     assert all(word in message for word in ("-W", "shorter text", "--dtype bfloat16")), message
     assert "--dtype" not in refused(capsys, command, PROMPT, *SHORT, "--dtype", "bfloat16")
-    monkeypatch.setattr(LlamaForCausalLM, "to", out_of_memory)
-    assert "out of memory on cpu while loading the model" in refused(capsys, command, PROMPT, *SHORT)
+
+
+def test_a_model_larger_than_the_memory_is_refused(capsys: pytest.CaptureFixture[str], model_copy: Path) -> None:
+    config = json.loads((model_copy / "config.json").read_text())
+    (model_copy / "config.json").write_text(json.dumps(config | {"vocab_size": 2**40}))
+    message = refused(capsys, "generate", PROMPT, *SHORT, "--model", str(model_copy))
+    assert "out of memory on cpu while loading the model" in message
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_memory_that_was_not_saved_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, options: list[str]
+    capsys: pytest.CaptureFixture[str], full_disk: FullDisk, tmp_path: Path, text: str, options: list[str]
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(memory_file, "save_memory", full)
     file = tmp_path / "kept.npz"
-    assert main(["generate", PROMPT, "--memory", str(file), *SHORT, *options]) == 0
+    with full_disk():
+        assert main(["generate", PROMPT, "--memory", str(file), *SHORT, *options]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["text"] if options else out.rstrip("\n")) == text.rstrip("\n")
     (warning,) = (line for line in err.splitlines() if line.startswith("warning: "))
-    assert f"--memory {file} could not be written (No space left on device)" in warning
+    assert f"--memory {file} could not be written ([Errno 27] File too large)" in warning
     assert ".py:" not in err
 
 

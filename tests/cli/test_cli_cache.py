@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lookahead.cli import main
-from lookahead.core.files import user_cache
 
 
 @pytest.fixture
@@ -51,12 +52,9 @@ def test_a_cache_that_is_a_link_is_emptied_where_it_lies(own_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
-def test_one_variable_moves_the_cache_on_every_system(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: str
-) -> None:
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_cache() == tmp_path
-    for no_place in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", no_place)
-        assert user_cache().is_absolute()
+def test_one_variable_moves_the_cache_on_every_system(tmp_path: Path, system: str) -> None:
+    code = f"import sys; sys.platform = {system!r}; from lookahead.core.files import user_cache; print(user_cache())"
+    for given in (str(tmp_path), "", "relative"):
+        environment = os.environ | {"XDG_CACHE_HOME": given}
+        found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
+        assert found == given if given == str(tmp_path) else os.path.isabs(found)

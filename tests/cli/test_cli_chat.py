@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import json
 import os
 import shutil
@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.loading import LoadedModel
-from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.cli import main
 from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
 from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build
 from preloaded import Command
+from standard_input import StandardInput
 from tiny import families
 from tiny.variant import Variant
 
@@ -42,6 +42,7 @@ FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content[:9] | 
 TURNS = ["import os, sys, re", "import json, time, re", "class Stack:"]
 NEW_TOKENS = 20
 SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
+OnSteps = Callable[[Callable[[lookahead.StepRecord], lookahead.StepRecord | None]], None]
 CPU = ["--device", "cpu", "--dtype", "float32", "-W", "5", "-N", "4", "-G", "5"]
 
 
@@ -73,42 +74,6 @@ def change(path: Path, **values: object) -> None:
 
 def variant(model_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_path, tmp_path / "variant"))
-
-
-def pipe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    content = "".join(line + "\n" for line in lines).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-
-
-def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> list[str]:
-    """Simulate a user who types `lines` or causes exceptions; return the list that collects the prompt markers."""
-    typed, markers = iter(lines), []
-
-    def fake_input(marker: str = "") -> str:
-        markers.append(marker)
-        line = next(typed)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", fake_input)
-    return markers
-
-
-def on_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[lookahead.StepRecord], None]) -> None:
-    """Call `do` after every step of `lookahead.generate`."""
-    real = lookahead.generate
-
-    def generate(*args: Any, on_step: Any, **kwargs: Any) -> Any:
-        def after(step: lookahead.StepRecord) -> None:
-            on_step(step)
-            do(step)
-
-        return real(*args, on_step=after, **kwargs)
-
-    monkeypatch.setattr("lookahead.cli.generate.generate", generate)
 
 
 def reports(out: str) -> list[dict[str, Any]]:
@@ -227,8 +192,9 @@ def test_sampled_turns_equal_generate_under_the_same_seed(loaded: LoadedModel) -
         messages.append({"role": "assistant", "content": loaded.tokenizer.decode(tokens, skip_special_tokens=True)})
 
 
-def test_end_of_sequence(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded.model.generation_config, "forced_eos_token_id", 0)  # the last token of every answer
+def test_end_of_sequence(loaded: LoadedModel) -> None:
+    loaded = LoadedModel(loaded.path, copy.deepcopy(loaded.model), loaded.tokenizer)
+    loaded.model.generation_config.forced_eos_token_id = 0  # the last token of every answer
     talk = conversation(loaded)
     known = 0
     for text in TURNS:
@@ -240,10 +206,11 @@ def test_end_of_sequence(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
         known = input_ids.shape[1] + NEW_TOKENS - 1
 
 
-def test_end_of_the_context(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_context(loaded: LoadedModel) -> None:
+    loaded = LoadedModel(loaded.path, copy.deepcopy(loaded.model), loaded.tokenizer)
     talk = conversation(loaded)
     length = talk.prompt(TURNS[0]).input_ids.shape[1]
-    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", length + 7)
+    loaded.model.config.max_position_embeddings = length + 7
     _, answer = check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
     assert answer.cut == "context"
     history = [*talk.messages]
@@ -312,16 +279,12 @@ def check_numbers(loaded: LoadedModel, talk: Conversation, turn: str) -> int:
 # Ctrl-C
 
 
-def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press(step: lookahead.StepRecord) -> None:
-        if step.step == 4:
-            signal.raise_signal(signal.SIGINT)
-
+def test_an_interrupted_answer_stays(loaded: LoadedModel, on_steps: OnSteps) -> None:
     talk = conversation(loaded)
-    with monkeypatch.context() as patch:
-        on_steps(patch, press)
-        prompt = talk.prompt(TURNS[0])
-        answer = talk.answer(prompt)
+    on_steps(lambda step: signal.raise_signal(signal.SIGINT) if step.step == 4 else None)
+    prompt = talk.prompt(TURNS[0])
+    answer = talk.answer(prompt)
+    on_steps(lambda step: step)
     tokens = answer.recording.tokens
     assert answer.interrupted
     assert len(tokens) < NEW_TOKENS
@@ -334,30 +297,26 @@ def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.Mo
     assert answer.prefilled_tokens == second.shape[1] - known
 
 
-def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C may leave a step committed in some layers only; the cache returns to the turn before."""
+def press_twice(*_: object) -> None:
+    """Press Ctrl-C, and do not wait for the end of the step."""
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel) -> None:
+    """A second Ctrl-C does not wait: it may come when some layers have the keys of a step, and others have not. Then
+    the cache is that of the turn before."""
     talk = conversation(loaded)
-    check_turn(loaded, talk, TURNS[0])
-    known = len(talk.cached)
-    move, moves = TreeCache.move, 0
-
-    def broken_move(cache: TreeCache, *places: Any) -> None:
-        nonlocal moves
-        moves += 1
-        move(cache, *places)
-        if moves == 3:  # only steps with out-of-place paths move entries
-            for layer in cache.layers[:3]:
-                layer.length += 1
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TreeCache, "move", broken_move)
+    keys: list[Callable[[], None]] = []  # for the coming passes, the last one first
+    with loaded.model.model.layers[3].register_forward_pre_hook(lambda *_: keys.pop()() if keys else None):
+        check_turn(loaded, talk, TURNS[0])
+        known = len(talk.cached)
         prompt = talk.prompt(TURNS[1])
+        keys += [press_twice, *[lambda: None] * 4]
         answer = talk.answer(prompt)
     assert answer.interrupted
     assert not answer.recording.complete
-    assert 3 <= answer.recording.statistics.steps < 5
+    assert answer.recording.statistics.steps == 4
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
     assert len(talk.cached) == known
     third, answer = check_turn(loaded, talk, TURNS[2])
@@ -365,19 +324,12 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
 
 
 @pytest.mark.parametrize("earlier", [[], TURNS[:1]])
-def test_a_turn_broken_off_before_its_answer_is_taken_back(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, earlier: list[str]
-) -> None:
-    def broken_forward(*args: Any, **kwargs: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
+def test_a_turn_broken_off_before_its_answer_is_taken_back(loaded: LoadedModel, earlier: list[str]) -> None:
     talk = conversation(loaded)
     for text in earlier:
         check_turn(loaded, talk, text)
     history = [*talk.messages]
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded.model.lm_head, "forward", broken_forward)
+    with loaded.model.lm_head.register_forward_pre_hook(press_twice):
         answer = talk.answer(talk.prompt(TURNS[1]))
     assert answer.interrupted
     assert answer.text == ""
@@ -385,19 +337,19 @@ def test_a_turn_broken_off_before_its_answer_is_taken_back(
     check_turn(loaded, talk, TURNS[2])
 
 
-def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, on_steps: OnSteps) -> None:
     def fail(step: lookahead.StepRecord) -> None:
         if step.step == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
-    history = [*talk.messages]
-    with monkeypatch.context() as patch:
-        on_steps(patch, fail)
-        with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):
-            talk.answer(talk.prompt(TURNS[1]))
-    assert talk.messages == history
+    said = [*talk.messages]
+    on_steps(fail)
+    with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):
+        talk.answer(talk.prompt(TURNS[1]))
+    on_steps(lambda step: step)
+    assert talk.messages == said
     check_turn(loaded, talk, TURNS[1])
 
 
@@ -414,9 +366,9 @@ def test_ctrl_c_that_python_does_not_handle_stays_unhandled(loaded: LoadedModel)
 
 
 def test_turns_through_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, model_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, loaded: LoadedModel, model_path: Path
 ) -> None:
-    pipe(monkeypatch, TURNS[0], "", "  ", TURNS[1], "/reset", TURNS[0] + "\r", "/help", "/exit", TURNS[2])
+    stdin.lines(TURNS[0], "", "  ", TURNS[1], "/reset", TURNS[0] + "\r", "/help", "/exit", TURNS[2])
     assert main(["chat", "--model", str(model_path), *CPU, "-n", str(NEW_TOKENS), "--json", "--system", "Python"]) == 0
     out, err = capsys.readouterr()
     first, second, again = reports(out)
@@ -439,10 +391,8 @@ def test_turns_through_a_pipe(
     assert again["steps"] < first["steps"]  # the n-gram pool stays
 
 
-def test_text_through_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
-) -> None:
-    pipe(monkeypatch, *TURNS[:2])
+def test_text_through_a_pipe(capsys: pytest.CaptureFixture[str], stdin: StandardInput, loaded: LoadedModel) -> None:
+    stdin.lines(*TURNS[:2])
     assert main(["chat", *CPU, "-n", "8"]) == 0
     out, err = capsys.readouterr()
     talk = conversation(loaded, TurnFormat(loaded.tokenizer, plain=True), max_new_tokens=8)
@@ -459,20 +409,20 @@ def test_text_through_a_pipe(
 
 
 def test_typed_turns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, loaded: LoadedModel
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, model_path: Path, loaded: LoadedModel
 ) -> None:
     command = ["chat", "--model", str(model_path), *CPU, "-n", "6"]
-    markers = type_in(monkeypatch, TURNS[0], "/nonsense", "caf\udce9", EOFError())
+    terminal = stdin.type_in(TURNS[0], "/nonsense", "caf\udce9", EOFError())
     assert main(command) == 0
     out, err = capsys.readouterr()
     _, answer = check_turn(loaded, conversation(loaded, max_new_tokens=6), TURNS[0], max_new_tokens=6)
     assert out == answer.text + "\n"
-    assert len(markers) == err.count("> ") == 4  # markers go to stderr, as the output is not a terminal
+    assert terminal.read == err.count("> ") == 4  # not in the output, which is no terminal here
     assert "error: /nonsense is not a command" in err
     assert "not valid UTF-8" in err
-    type_in(monkeypatch, KeyboardInterrupt())
+    stdin.type_in(KeyboardInterrupt())
     assert main(command) == 130
-    type_in(monkeypatch, "/exit")
+    stdin.type_in("/exit")
     assert main(command) == 0
 
 
@@ -485,9 +435,9 @@ def test_typed_turns(
     ],
 )
 def test_options_about_the_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], arguments: dict[str, Any]
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, options: list[str], arguments: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def area(self):\n"), encoding="utf-8"))
+    stdin.lines("def area(self):")
     assert main(["chat", *CPU, "-n", "24", *options, "--json"]) == 0
     (report,) = reports(capsys.readouterr().out)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
@@ -500,10 +450,10 @@ def test_options_about_the_text(
 
 
 def test_sampling_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, model_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, loaded: LoadedModel, model_path: Path
 ) -> None:
     def texts(*options: str) -> list[str]:
-        pipe(monkeypatch, *TURNS[:2])
+        stdin.lines(*TURNS[:2])
         assert main(["chat", "--model", str(model_path), *CPU, "-n", "8", "--json", *options]) == 0
         return [report["text"] for report in reports(capsys.readouterr().out)]
 
@@ -521,14 +471,10 @@ def test_sampling_options(
 
 
 def test_interrupted_in_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, on_steps: OnSteps, model_path: Path
 ) -> None:
-    def press(step: lookahead.StepRecord) -> None:
-        if step.step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    on_steps(monkeypatch, press)
-    pipe(monkeypatch, *TURNS)
+    on_steps(lambda step: signal.raise_signal(signal.SIGINT) if step.step == 3 else None)
+    stdin.lines(*TURNS)
     assert main(["chat", "--model", str(model_path), *CPU, "--json"]) == 130
     (report,) = reports(capsys.readouterr().out)
     assert report["interrupted"] is True
@@ -536,32 +482,28 @@ def test_interrupted_in_a_pipe(
 
 
 def test_the_context_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, model_path: Path, tmp_path: Path
 ) -> None:
     path = variant(model_path, tmp_path)
     change(path / "config.json", max_position_embeddings=40)
-    pipe(monkeypatch, *TURNS[:2], "/reset", TURNS[0])
+    stdin.lines(*TURNS[:2], "/reset", TURNS[0])
     assert main(["chat", "--model", str(path), *CPU]) == 2
     out, err = capsys.readouterr()
     answer = out[: len(out) // 2]
     assert out == 2 * answer
     assert err.count("cut at the end of the model's context of 40 tokens") == 2
     assert err.count("error: with this turn the conversation has ") == 1
-    pipe(monkeypatch, *TURNS[:2])
+    stdin.lines(*TURNS[:2])
     assert main(["chat", "--model", str(path), *CPU, "--json"]) == 2
     assert "/reset" in reports(capsys.readouterr().out)[1]["error"]
 
 
 def test_models_that_ship_stop_strings(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    loaded: LoadedModel,
-    model_path: Path,
-    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, loaded: LoadedModel, model_path: Path, tmp_path: Path
 ) -> None:
     path = variant(model_path, tmp_path)
-    change(path / "generation_config.json", stop_strings=["e"])  # the answer will contain it
-    pipe(monkeypatch, *TURNS)
+    change(path / "generation_config.json", stop_strings=["e"])  # sooner or later
+    stdin.lines(*TURNS)
     assert main(["chat", "--model", str(path), *CPU, "-n", str(NEW_TOKENS), "--json"]) == 0
     answers = reports(capsys.readouterr().out)
     assert any("e" in answer["text"] and len(answer["tokens"]) < NEW_TOKENS for answer in answers)
@@ -573,8 +515,8 @@ def test_models_that_ship_stop_strings(
         messages.append({"role": "assistant", "content": answer["text"]})
 
 
-def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    pipe(monkeypatch, TURNS[0])
+def refused(capsys: pytest.CaptureFixture[str], stdin: StandardInput, *arguments: str) -> str:
+    stdin.lines(TURNS[0])
     assert main(["chat", "--device", "cpu", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -598,37 +540,36 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     ],
 )
 def test_options_that_chat_cannot_use_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, arguments: list[str], words: list[str]
 ) -> None:
-    message = refused(capsys, monkeypatch, *arguments)
+    message = refused(capsys, stdin, *arguments)
     assert all(word in message for word in words), message
 
 
 def test_a_template_that_is_missing_or_fails_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, model_path: Path, tmp_path: Path
 ) -> None:
-    message = refused(capsys, monkeypatch, "--model", str(demo_model_path()))
+    message = refused(capsys, stdin, "--model", str(demo_model_path()))
     assert all(word in message for word in ("no chat template", "--template FILE", "--raw")), message
     template = tmp_path / "template.jinja"
     arguments = ["--template", str(template), "--system", "Python", "-n", "1"]
     template.write_text("{% for message in messages %}")
-    assert "the chat template fails: TemplateSyntaxError" in refused(capsys, monkeypatch, *arguments)
+    assert "the chat template fails: TemplateSyntaxError" in refused(capsys, stdin, *arguments)
     template.write_text("{{ raise_exception('no system messages') }}")
-    assert "the chat template fails: TemplateError: no system messages" in refused(capsys, monkeypatch, *arguments)
+    assert "the chat template fails: TemplateError: no system messages" in refused(capsys, stdin, *arguments)
     template.write_bytes(b"caf\xe9")
-    assert "is not valid UTF-8" in refused(capsys, monkeypatch, *arguments)
+    assert "is not valid UTF-8" in refused(capsys, stdin, *arguments)
     template.write_text("{{ messages[-1].content }}")
-    pipe(monkeypatch, TURNS[0])
+    stdin.lines(TURNS[0])
     assert main(["chat", "--model", str(model_path), *arguments]) == 0
     assert "ignores the message of --system" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
 def test_invalid_utf8_lines_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, json_lines: bool
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, json_lines: bool
 ) -> None:
-    content = io.BytesIO("\ufeffx = 1\n".encode() + b"caf\xe9\n/reset\ny = 2\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, encoding="utf-8"))
+    stdin.pipe("\ufeffx = 1\n".encode() + b"caf\xe9\n/reset\ny = 2\n")
     assert main(["chat", *CPU, "-n", "1", *(["--json"] if json_lines else [])]) == 2
     out, err = capsys.readouterr()
     assert "line 2 of standard input is not valid UTF-8 (byte 3)" in err

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from gguf_files import REASON, tool
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
 from server_process import ServerProcess
+from standard_input import StandardInput
 
 pytest.importorskip("llama_cpp", reason=REASON)
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -70,15 +69,15 @@ def test_compare_finds_the_same_text_in_fewer_steps(
 
 
 def test_chat_equals_the_transformers_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str
+    capsys: pytest.CaptureFixture[str], stdin: StandardInput, demo_file: str
 ) -> None:
     """The demo model has no template: turns are plain text, or follow a template from the command line."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
+    stdin.lines("def f(x):", "    y = 1")
     assert main(["chat", "--raw", "-n", "12", "--model", demo_file, "--json"]) == 0
     turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     gguf = [turn["text"] for turn in turns]
     assert turns[1]["prefilled_tokens"] < turns[1]["prompt_tokens"] - turns[0]["prompt_tokens"]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
+    stdin.lines("def f(x):", "    y = 1")
     assert main(["chat", "-n", "12", "--device", "cpu", "--dtype", "float32", "--json"]) == 0
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == gguf
     assert len(gguf) == 2

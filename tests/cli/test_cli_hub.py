@@ -243,6 +243,7 @@ def test_after_a_download_that_broke_off_the_rest_is_downloaded(
     assert files_asked(hub) == repository.files.keys() - downloaded
 
 
+@pytest.mark.slow_by_nature("starts commands anew, offline")
 def test_offline_the_cache_is_enough(hub: Hub, commands: Commands, home: str, expected: str) -> None:
     commands.report("generate", PROMPT, "--model", "tiny/shards", *OPTIONS)
     offline = Commands(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_OFFLINE="1")

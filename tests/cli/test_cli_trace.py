@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lookahead.cli import main
+from standard_input import StandardInput
 from word_model import save_word_model
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -22,11 +21,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "words"
     save_word_model(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8"))
 
 
 def texts_of(path: Path) -> list[dict[str, Any]]:
@@ -45,8 +39,8 @@ def test_trace_writes_a_page_of_the_run(model: Path, tmp_path: Path, capsys: pyt
     assert [len(step["k"]) for step in text["steps"]] == result["accepted_lengths"]
 
 
-def test_trace_records_every_turn_of_a_chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w1 w2\nw3\n"), encoding="utf-8"))
+def test_trace_records_every_turn_of_a_chat(model: Path, stdin: StandardInput, tmp_path: Path) -> None:
+    stdin.lines("w1 w2", "w3")
     page = tmp_path / "trace.html"
     assert main(["chat", "--raw", "--model", str(model), "-n", "6", "--trace", str(page)]) == 0
     assert [text["tokens"] for text in texts_of(page)] == [6, 6]
@@ -61,9 +55,8 @@ def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys:
 
 @pytest.mark.parametrize("command", [["chat", "--raw"], ["trace", "w1"]])
 def test_a_file_that_is_no_trace_is_left_alone(
-    command: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     option = "-o" if command[0] == "trace" else "--trace"
     path = tmp_path / "page.html"
     for content in ("mine", "<!doctype html>\n<title>mine</title>"):
@@ -73,6 +66,7 @@ def test_a_file_that_is_no_trace_is_left_alone(
         assert path.read_text() == content
     assert main([*command, option, "-", "--model", str(model)]) == 2
     assert "'-' is not a file" in capsys.readouterr().err
+    assert not Path("-").exists()
 
 
 def test_a_page_of_an_earlier_run_and_an_empty_file_are_replaced(model: Path, tmp_path: Path) -> None:

@@ -15,30 +15,25 @@ from lookahead.cli import main
 CPU = ["--device", "cpu", "--dtype", "float32"]
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's cache; loops are stubbed, as they are compiled already."""
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
-    return tmp_path
-
-
-def test_it_says_where_loops_and_prices_are_kept(cache: Path, capsys: pytest.CaptureFixture[str], demo: Any) -> None:
+def test_it_says_where_loops_and_prices_are_kept(
+    own_findings: Path, capsys: pytest.CaptureFixture[str], demo: Any
+) -> None:
     assert main(["warm-up", "--json", *CPU]) == 0
     report = json.loads(capsys.readouterr().out)
     assert all(any(Path(report["loops"]).glob(name)) for name in ("all-*", "snapshots._add_up*"))
-    assert Path(report["costs"]) in cache.rglob("*.json")
+    assert Path(report["costs"]) in own_findings.rglob("*.json")
     assert load_costs(describe_setting(demo[0], LookaheadConfig())) is not None
 
 
-def test_prices_can_be_left_out(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prices_can_be_left_out(own_findings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warm-up", "--no-price", *CPU]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["loops", "trials"]
-    assert not any(cache.rglob("*.json"))
+    assert not any(own_findings.rglob("*.json"))
 
 
 def test_a_folder_that_keeps_nothing_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, own_findings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lookahead.cli.warm_up.are_kept", lambda: False)
     assert main(["warm-up", "--no-price", *CPU]) == 2

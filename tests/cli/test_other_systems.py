@@ -23,11 +23,10 @@ NEW_TOKENS = 8
 
 
 @pytest.fixture(params=["windows", "macos"])
-def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The simulated system of child processes."""
+def system(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment in which child processes take this system for another."""
     paths = [SYSTEMS / request.param, Path(lookahead.__file__).parents[1]]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-    return str(request.param)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 def expected(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> str:
@@ -38,21 +37,22 @@ def expected(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> str:
     return str(tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def run(*arguments: str) -> Any:
+def run(system: dict[str, str], *arguments: str) -> Any:
     command = [sys.executable, "-m", "lookahead", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=system)
 
 
 @pytest.mark.parametrize("system", ["windows"], indirect=True)
-def test_text_is_generated(system: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    ended = run("generate", PROMPT, "-n", str(NEW_TOKENS), "--dtype", "float32", "--json")
+def test_text_is_generated(system: dict[str, str], demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    ended = run(system, "generate", PROMPT, "-n", str(NEW_TOKENS), "--dtype", "float32", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["text"] == expected(demo)
 
 
-def test_requests_are_answered(system: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_requests_are_answered(system: dict[str, str], demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     request = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
-    with ServerProcess("--dtype", "float32", from_scratch=True) as server, httpx.Client(timeout=600) as client:
+    server = ServerProcess("--dtype", "float32", from_scratch=True, environment=system)
+    with server, httpx.Client(timeout=600) as client:
         answer = client.post(f"{server.url}/v1/completions", json=request).json()
         assert answer["choices"][0]["text"] == expected(demo)
         grammar = {"structured_outputs": {"regex": "[a-c]{3}=é"}}  # another process tries it
@@ -62,7 +62,7 @@ def test_requests_are_answered(system: str, demo: tuple[PreTrainedModel, PreTrai
 
 
 @pytest.mark.parametrize("system", ["windows"], indirect=True)
-def test_several_processes_are_refused_where_they_cannot_be_started(system: str) -> None:
-    ended = run("generate", PROMPT, "--parallel", "2")
+def test_several_processes_are_refused_where_they_cannot_be_started(system: dict[str, str]) -> None:
+    ended = run(system, "generate", PROMPT, "--parallel", "2")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "error: --parallel 2 is not supported on Windows; leave it out\n"

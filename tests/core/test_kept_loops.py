@@ -47,6 +47,7 @@ def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
     return int(result), int(hits) > 0, Path(loops)
 
 
+@pytest.mark.slow_by_nature("compiles in processes of their own")
 def test_a_loop_follows_changes_of_functions_in_other_files(tmp_path: Path, user_cache: Path) -> None:
     result, was_kept, first = run_in(tmp_path, step=1)
     assert (result, was_kept) == (2, False)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.core.forest import lay_out
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.errors import InvalidArgumentError
@@ -42,7 +43,9 @@ def figure_2b_tree() -> TokenTree:
     """Return the tree of a paper step with a full window (W=5, N=4) and two n-grams (G=2) for the input token 0."""
     window, pool = JacobiWindow(5, 4, seed=0), NGramPool(4, 2)
     window.start([100])
-    window._trunk, window._rows = [11, 12, 13, 14], [[21, 22, 23, 24, 25], [32, 33, 34, 35, 36]]
+    for _ in range(2):  # until it has all rows
+        window.propose(tree := TokenTree([0]))
+        window.observe(StepResult(tree, np.arange(len(tree)), [], [0]))
     pool.add((0, 51, 52, 53))
     pool.add((0, 41, 42, 43))
     tree = TokenTree([0])

@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
 from lookahead.backends.transformers.findings import describe_setting, model_identity, store_costs
 from lookahead.core.step_costs import StepCosts
-from lookahead.drafting import memory_file
 from lookahead.drafting.memory_file import load_memory
 from model_zoo import build
 from ngram_access import lookup
@@ -102,13 +103,9 @@ def test_a_memory_that_cannot_be_written_is_refused_at_once(model: PreTrainedMod
 
 
 def test_a_disk_that_fills_up_costs_no_text(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(memory_file, "save_memory", full)
-    with pytest.warns(lookahead.LookaheadWarning, match=r"memory\.npz.*could not be written"):
+    with full_disk(), pytest.warns(lookahead.LookaheadWarning, match=r"memory\.npz.*could not be written"):
         run(model, memory=tmp_path / "memory.npz")
 
 
@@ -124,15 +121,12 @@ def test_statistics_have_the_sizes_of_memory_and_pool(model: PreTrainedModel) ->
 
 @pytest.mark.parametrize(("factor", "least", "most"), [(100.0, 1, 1), (1.0, 33, 128)])
 def test_the_nodes_follow_from_a_stored_cost_curve(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, least: int, most: int
+    model: PreTrainedModel, own_findings: Path, monkeypatch: pytest.MonkeyPatch, factor: float, least: int, most: int
 ) -> None:
     """Stored curves of `lookahead tune`: steps of several nodes are too expensive, or cost nothing more."""
     curve = StepCosts.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
-    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     store_costs(describe_setting(model, LookaheadConfig()), curve, {})
-    monkeypatch.setattr(
-        StepCosts, "observe", lambda *_, **plain: None
-    )  # otherwise the pace would learn this machine's costs
+    monkeypatch.setattr(StepCosts, "observe", lambda *_, **plain: None)  # otherwise this machine's costs count
     nodes = run(model).statistics.nodes_per_step
     assert least <= max(nodes) <= most
 

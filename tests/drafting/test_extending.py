@@ -184,10 +184,10 @@ class Sure(Fixed):
 
     def __init__(self, certain: list[int], paths: Any) -> None:
         super().__init__(paths)
-        self._certain = certain
+        self.known = certain
 
     def certain(self) -> list[int]:
-        return self._certain
+        return self.known
 
 
 class Resting(FixedBudget):
@@ -253,7 +253,7 @@ def test_drafts_continue_after_certain_tokens() -> None:
     ids = np.full((len(tree), 2), 6)
     shares = np.full(ids.shape, 0.4, dtype=np.float32)
     drafter.observe(StepResult(tree, ids[:, 0], [1, 2, 3], [1, 2, 3, 8], ids, shares))
-    source._certain = []
+    source.known = []
     drafter.propose(tree := TokenTree([8]))
     assert tree.tokens[:4] == [8, 1, 2, 3]
 

@@ -56,7 +56,8 @@ def test_block_takes_the_steps_of_algorithm_1(seed: int, size: int, vocabulary: 
     prompt = [0, 1, 1]
     drafter = JacobiBlockDrafter(size, max_iterations=size, seed=seed)
     drafter.start(prompt)
-    first_block = list(drafter._guesses)
+    drafter.propose(tree := TokenTree(prompt[-1:]))
+    first_block = tree.tokens[1:]
     expected = reference_steps(next_token, prompt, first_block)
     got = [len(tokens) for tokens in run(drafter, next_token, prompt, size)]
     # The last step of a block may confirm its end, and predict the token after it at no cost.

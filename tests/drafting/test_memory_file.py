@@ -10,7 +10,9 @@ import socket
 import stat
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -177,20 +179,13 @@ def test_leftovers_of_a_killed_save_are_removed(path: Path) -> None:
     assert files(path.parent) == sorted(file.name for file in (path, *others))
 
 
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_full_disk_leaves_the_old_file(path: Path, full_disk: Callable[[], AbstractContextManager[None]]) -> None:
     save_lessons(path, range(1))
     content = path.read_bytes()
     file = MemoryFile(path, MODEL)
     teach(file.memory, 3, 4)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, failing, full)
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            file.save(MODEL)
+    with full_disk(), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        file.save(MODEL)
     assert path.read_bytes() == content
     assert files(path.parent) == [path.name]
     file.save(MODEL)  # with space again, nothing is missing
@@ -199,18 +194,18 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_content_reaches_the_disk_before_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    fsync, replace = os.fsync, os.replace
 
-    def synced(descriptor: int) -> None:
-        order.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-        fsync(descriptor)
+    def noting(function: Callable[..., None]) -> Callable[..., None]:
+        def note(*given: Any) -> None:
+            is_folder = function is fsync and stat.S_ISDIR(os.fstat(*given).st_mode)
+            order.append("name" if function is not fsync else "folder" if is_folder else "file")
+            function(*given)
 
-    def replaced(*names: Any) -> None:
-        order.append("name")
-        replace(*names)
+        return note
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", replaced)
+    fsync = os.fsync
+    for function in (os.fsync, os.replace):
+        monkeypatch.setattr(os, function.__name__, noting(function))
     save_lessons(path, range(1))
     assert order == ["file", "name", "folder"]
 
@@ -232,8 +227,9 @@ def test_the_mode_of_a_file_stays(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listening, TemporaryDirectory() as short:
+        listening.bind(f"{short}/socket")  # the name of a socket is short
+        os.rename(f"{short}/socket", path)
 
 
 def test_an_empty_file_becomes_a_memory(path: Path) -> None:
@@ -266,15 +262,14 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_paths_that_are_no_regular_file_are_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)  # names of sockets must be short
-    MAKERS[kind](Path(path.name))
+def test_paths_that_are_no_regular_file_are_refused(kind: str, path: Path) -> None:
+    MAKERS[kind](path)
     with pytest.raises(InvalidArgumentError, match=r"memory='.*memory\.npz' cannot be written: it is no file"):
         MemoryFile(path, MODEL)
     path.rmdir() if kind == "a folder" else path.unlink()
     file = MemoryFile(path, MODEL)
     teach(file.memory, 1, 2)
-    MAKERS[kind](Path(path.name))  # between loading and saving
+    MAKERS[kind](path)  # meanwhile
     with pytest.raises(InvalidArgumentError, match="it is no file"):
         file.save(MODEL)
 

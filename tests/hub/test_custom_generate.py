@@ -22,7 +22,6 @@ PROMPT = "def add(a, b):"
 def setting(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Model, tokenizer, prompt and arguments; transformers copies modules to a temporary folder."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
     model, tokenizer = demo
     arguments = {**tokenizer(PROMPT, return_tensors="pt"), "max_new_tokens": 24, "pad_token_id": 0}
     return model, tokenizer, arguments, {"custom_generate": str(HUB), "trust_remote_code": True}

@@ -110,8 +110,9 @@ def _sent(group: ParallelGroup, do_sample: bool = False) -> tuple[int, list[int]
     arguments = {**_LIMITS, "do_sample": do_sample, "temperature": 0.5 if do_sample else None}
     arguments |= {"return_dict_in_generate": True, "parallel": fresh}
     sent: list[int] = []
-    gather = fresh._exchange.gather
-    fresh._exchange.gather = lambda own: (sent.append(len(own)), gather(own))[1]  # type: ignore[method-assign]
+    exchange = fresh._exchange
+    gather = exchange.gather
+    exchange.gather = lambda own: (sent.append(len(own)), gather(own))[1]  # type: ignore[method-assign]
     output = lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=config, **arguments)
     return output.statistics.steps, sent[1:]  # the first exchange compares the calls
 

@@ -37,7 +37,7 @@ def process() -> Iterator[ServerProcess]:
     limits = ("--max-rows", "8", "--queue", "8", "--timeout", str(TIMEOUT))
     with ServerProcess("--dtype", "float32", *limits) as process:
         yield process
-        children = psutil.Process(process.process._process.pid).children()
+        children = psutil.Process(process.process.pid).children()
     assert psutil.wait_procs(children, 60)[1] == [], "what tried grammars has ended with the server"
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,13 +27,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from lookahead.cli import main
 from lookahead.cli.inputs import read_api_keys
 from lookahead.errors import InvalidArgumentError
-from lookahead.server import process
 from lookahead.server.app import create_app
 from lookahead.server.grammar import GrammarProcessor
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
-from lookahead.text import FastDecoder
 from server_process import ServerProcess, served_model
 
 PROMPT = "def add(a, b):"
@@ -207,47 +204,51 @@ def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_errors_inside_a_stream_are_logged(
-    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> str:
-        raise RuntimeError("this tokenizer is broken")
+class Fails:
+    """Does what another object does, but for one method, which fails."""
 
-    served = served_model("demo", *demo)
-    monkeypatch.setattr(FastDecoder, "decode", fail)
+    def __init__(self, owner: Any, method: str, error: Exception) -> None:
+        self._owner, self._method, self._error = owner, method, error
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fail if name == self._method else getattr(self._owner, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._fail() if self._method == "__call__" else self._owner(*arguments, **options)
+
+    def _fail(self, *arguments: Any, **options: Any) -> Any:
+        raise self._error
+
+
+def test_errors_inside_a_stream_are_logged(demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = demo
+    served = served_model("demo", model, Fails(tokenizer, "decode", RuntimeError("this tokenizer is broken")))
     with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": True})
     assert "the server failed; its log says why" in answer.text
     assert "RuntimeError: this tokenizer is broken" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("part", "method", "stage"),
+    [("tokenizer", "__call__", "prepare"), ("engine", "submit", "submit"), ("tokenizer", "decode", "answer")],
+)
+@pytest.mark.parametrize("stream", [False, True])
 def test_the_log_names_errors_and_their_location(
-    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Any, capsys: pytest.CaptureFixture[str], part: str, method: str, stage: str, stream: bool
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> str:
-        raise KeyError("this model is broken")
-
     served = served_model("demo", *demo)
+    served = replace(served, **{part: Fails(getattr(served, part), method, KeyError("this model is broken"))})
     app = create_app([served], ServerSettings())
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-
-        def logged(*owner_and_name: Any, **fields: Any) -> dict[str, Any]:
-            with monkeypatch.context() as patched:
-                patched.setattr(*owner_and_name, fail)
-                answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": 4} | fields)
-                assert fields or answer.status_code == 500
-            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-            return dict(json.loads(lines[-1]))
-
-        for entry, stage in (
-            (logged(ServedModel, "encode"), "prepare"),
-            (logged(served.engine, "submit"), "submit"),
-            (logged(FastDecoder, "decode"), "answer"),
-            (logged(FastDecoder, "decode", stream=True), "answer"),
-        ):
-            assert entry["stage"] == stage
-            assert entry["error"].startswith("builtins.KeyError: 'this model is broken'")
-            assert "test_server_operation.py:" in entry["error"]
+        request = {"model": "demo", "prompt": "x", "max_tokens": 4, "stream": stream}
+        answer = client.post("/v1/completions", json=request)
+        assert answer.status_code == 500 or (stream and stage == "answer")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    entry = json.loads(lines[-1])
+    assert entry["stage"] == stage
+    assert entry["error"].startswith("builtins.KeyError: 'this model is broken'")
+    assert "test_server_operation.py:" in entry["error"]
 
 
 def test_the_log_has_the_tokens_of_an_answer_that_is_no_json(
@@ -284,12 +285,11 @@ def test_the_log_has_the_tokens_of_an_answer_that_is_no_json(
         assert "no_json" not in logged(structured_outputs={"regex": "x"})
 
 
-def test_a_server_goes_on_where_its_log_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_goes_on_where_its_log_cannot_be_written() -> None:
     with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        write_line("x")
-        monkeypatch.setattr(sys, "stderr", None)
-        write_line("x")
+        for stream in (full, None):
+            with redirect_stderr(stream):
+                write_line("x")
         with suppress(OSError):
             full.close()
 
@@ -410,15 +410,6 @@ def test_keys_are_read_from_files_of_any_editor(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n second \r\n")
     assert read_api_keys(path) == ("first", "second")
     assert read_api_keys(None) == ()
-
-
-def test_a_server_starts_where_there_are_no_resource_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
-    spec = importlib.util.spec_from_file_location("anew", process.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(anew := importlib.util.module_from_spec(spec))
-    anew._raise_file_limit()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
+from compared.doors import token_bytes
 from lookahead import LookaheadConfig, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving import Engine, RequestHandle
 from model_zoo import build as zoo_model
@@ -81,7 +82,7 @@ def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
     inputs = prompts(model)[:2]
     expected = [alone(model, case, 0, do_sample=False) for case in inputs]
     config = LookaheadConfig(step_budget=4)
-    size = Engine(model, config)._memory.token_bytes
+    size = token_bytes(model)
     longest = max(text.shape[1] for text in expected)
     engine = Engine(model, config, kv_bytes=(longest + 40) * size, prefix_cache=False)
     handles = [submitted(engine, case, 0, do_sample=False) for case in inputs]

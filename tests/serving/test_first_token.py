@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Sequence
 from statistics import mean
-from typing import Any
 
 import pytest
+import torch
 
 from lookahead import LookaheadConfig
-from lookahead.core.token_tree import TokenTree
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.serving import Engine
 from model_zoo import build
 
@@ -24,24 +24,20 @@ class Clock:
 
     now = 0.0
 
-    def watch(self, engine: Engine) -> None:
-        runner: Any = engine._model.runner
-        forward = runner.forward
+    def watch(self, model: torch.nn.Module) -> None:
+        def count(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.now += STEP + NODE * inputs[0].numel()
 
-        def timed(trees: Sequence[TokenTree], top_k: int = 0) -> Any:
-            self.now += STEP + NODE * sum(map(len, trees))
-            return forward(trees, top_k)
-
-        runner.forward = timed
+        model.get_input_embeddings().register_forward_pre_hook(count)
 
 
 def first_tokens(config: LookaheadConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
     """Return the mean time to the first token, and the total time, of clients that send requests without pause."""
-    clock, random_ = Clock(), random.Random(0)
+    clock, random_, model = Clock(), random.Random(0), copy.deepcopy(build("llama"))
     with monkeypatch.context() as patch:
         patch.setattr("lookahead.backends.machine.step_clock", lambda device: lambda: clock.now)
-        engine = Engine(build("llama"), config, max_rows=ROWS)
-    clock.watch(engine)
+        engine = Engine(model, config, max_rows=ROWS)
+    clock.watch(engine_model(model))
     phrase = [random_.randrange(5, 60) for _ in range(12)]
     left, begun, waited = REQUESTS, {}, []
 

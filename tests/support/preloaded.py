@@ -42,6 +42,11 @@ class Command:
         self._process = preloaded().Process(target=_run, args=(arguments, ours), daemon=True)
         self._process.start()
 
+    @property
+    def pid(self) -> int | None:
+        """The number of the process."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
         return self._process.exitcode
@@ -59,8 +64,8 @@ class Command:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        assert self.pid is not None
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process."""

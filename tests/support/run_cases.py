@@ -41,9 +41,9 @@ SAME_REASON = 2
 """A family is dropped after this number of cases with the same reason."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases of the command line."""
-    options = _parse()
+    options = _parse(arguments)
     compile_loops()  # otherwise the first cases may have no drafts
     table = TABLES[options.table]
     if options.seed is not None:
@@ -175,7 +175,7 @@ def _is_hopeless(reasons: list[str]) -> bool:
     return len(reasons) >= SAME_REASON and len(set(reasons)) == 1 and reasons[0] != ""
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, table in TABLES.items():
         parser.add_argument(flag(name), dest="table", action="store_const", const=name, default="all", help=table.about)
@@ -189,7 +189,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so much time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take (default: 600)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines: a row for each case, added at once")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

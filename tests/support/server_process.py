@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -18,9 +19,10 @@ class ServerProcess:
     """A server on a free port; a context manager that ends it.
 
     Args:
-        options: Options of the command.
-        from_scratch: Start a new Python process, like users, which takes seconds; otherwise fork a process with all
-            imports done.
+        options: Of the command.
+        from_scratch: Start Python anew, as users do, which takes seconds, rather than copy a process that has imported
+            everything.
+        environment: Variables of a server that is started from scratch; without them those of this process.
 
     Attributes:
         url: Address of the server.
@@ -31,12 +33,15 @@ class ServerProcess:
 
     running: ClassVar[list[ServerProcess]] = []
 
-    def __init__(self, *options: str | Path, from_scratch: bool = False) -> None:
+    def __init__(
+        self, *options: str | Path, from_scratch: bool = False, environment: Mapping[str, str] | None = None
+    ) -> None:
         arguments = ["serve", "--port", "0", *map(str, options)]
         ours, theirs = os.pipe()
         self.process: Any
         if from_scratch:
-            self.process = subprocess.Popen([sys.executable, "-m", "lookahead", *arguments], stderr=theirs)
+            command = [sys.executable, "-m", "lookahead", *arguments]
+            self.process = subprocess.Popen(command, stderr=theirs, env=environment)
         else:
             self.process = Command(arguments, {2: theirs})
         os.close(theirs)

@@ -35,14 +35,6 @@ def test_the_first_step_that_differs_is_printed(
     assert "recorded" in output
 
 
-def test_a_scenario_without_a_record_differs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(golden, "scenarios", lambda recordings: [("new", lambda notes: None)])
-    assert compare() == {"different": 1}
-    assert capsys.readouterr().out == "new: was not recorded\n"
-
-
 @pytest.mark.parametrize(
     "sent",
     [

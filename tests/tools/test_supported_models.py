@@ -53,10 +53,9 @@ def test_written_rows_are_read_again(tmp_path: Path) -> None:
     assert TOOL.read_rows(tmp_path / "models.jsonl") == rows
 
 
-def test_rows_are_not_written_over_a_file_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_written_over_a_file_of_something_else(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["supported_models.py", "llama", "--output", str(path)])
     with pytest.raises(InvalidArgumentError, match="does not begin with a row"):
-        TOOL.main()
+        TOOL.main(["llama", "--output", str(path)])
     assert path.read_text() == "mine"

@@ -71,19 +71,18 @@ def test_a_free_threaded_python_without_numba_is_refused_in_one_sentence() -> No
     assert _python(_WITHOUT_NUMBA, "").returncode == 0
 
 
-def test_the_python_that_runs_this_is_found_or_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_python_that_runs_this_is_found_or_none_is(tmp_path: Path) -> None:
     name = ".".join(platform.python_version_tuple()[:2])
     shim = tmp_path / f"python{name}"  # belongs to another version
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    assert interpreter(name) is None
+    environment = dict.fromkeys(("PATH", "PYENV_ROOT"), str(tmp_path))
+    assert interpreter(name, environment) is None
     (tmp_path / "versions" / f"{name}.1" / "bin").mkdir(parents=True)
     own = tmp_path / "versions" / f"{name}.1" / "bin" / "python"
     own.symlink_to(sys.executable)
-    assert interpreter(name) == str(own)
-    assert interpreter("3.99") is None
+    assert interpreter(name, environment) == str(own)
+    assert interpreter("3.99", environment) is None
 
 
 def _row(python: str, release: str, passed: bool = True) -> dict[str, object]:
@@ -101,12 +100,21 @@ def test_rows_are_replaced_and_sorted_by_their_versions(tmp_path: Path) -> None:
     assert order == [("3.9.1", "5.24.0"), ("3.10.1", "5.9.0"), ("3.10.4", "5.17.2")]
 
 
+def newest_is(release: str, monkeypatch: pytest.MonkeyPatch, passed: bool = True) -> None:
+    """Let the newest release be that one, and whatever is tried pass or fail."""
+    tried = {
+        "_release": lambda _, version, project: release if version == LATEST else "5.24.0",
+        "try_version": lambda *arguments: _row("3.11.1", release, passed),
+    }
+    for name, function in tried.items():
+        monkeypatch.setattr(versions, name, function)
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_release_outside_of_the_range_is_tried_and_fails_nothing(
     passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(versions, "_release", lambda python, version, project: version)
-    monkeypatch.setattr(versions, "try_version", lambda *arguments: _row("3.11.1", "5.99.0", passed))
+    newest_is("5.99.0", monkeypatch, passed)
     output = tmp_path / "rows.jsonl"
     assert versions.main(["--transformers", LATEST, "--pythons", "none", "--output", str(output)]) == 0
     summary = capsys.readouterr().out.splitlines()[-1]
@@ -120,6 +128,6 @@ def test_a_release_outside_of_the_range_is_tried_and_fails_nothing(
 def test_a_newest_release_inside_of_the_range_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(versions, "_release", lambda *arguments: "5.24.0")
+    newest_is("5.24.0", monkeypatch)
     assert versions.main(["--transformers", LATEST, "--pythons", "none"]) == 0
     assert capsys.readouterr().out == "transformers: the newest release is in the declared range\n"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import os
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -237,18 +237,13 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_leaves_the_old_page(
-    llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
 ) -> None:
     path = tmp_path / "trace.html"
     before = Trace().write(path).read_text()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     trace = Trace(path)
     run(llama, prompt, trace)
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InvalidArgumentError, match="No space left on device"):
+    with full_disk(), pytest.raises(InvalidArgumentError, match="File too large"):
         trace.write()
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["trace.html"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from compared.doors import token_bytes
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
 from lookahead.backends.machine import Staged
 from lookahead.backends.transformers import pooled_rows
@@ -39,11 +40,16 @@ def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = Non
     return tokens
 
 
-def pool_of(engine: Engine) -> Any:
-    """Return the pool of an engine with one."""
+def runner_of(engine: Engine) -> PooledRunner:
+    """The runner of an engine that has a pool."""
     runner = engine._model.runner
     assert isinstance(runner, PooledRunner)
-    return runner._pool
+    return runner
+
+
+def pool_of(engine: Engine) -> Any:
+    """Return the pool of an engine with one."""
+    return runner_of(engine)._pool
 
 
 MOST_OF_A_STEP = {
@@ -148,7 +154,7 @@ def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.
     model = build("qwen2_mixed_sliding")
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
     before, captured = pool_of(engine).capacity, engine.statistics.graphs.count
-    assert captured == len(engine._model.runner.pass_sizes)
+    assert captured == len(runner_of(engine).pass_sizes)
     handles = [
         engine.submit(PROMPT[:, :size].to("cuda"), **{**OPTIONS, **GREEDY, "max_new_tokens": 100}) for size in (15, 9)
     ]
@@ -165,7 +171,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     """More requests than the memory holds: some are preempted, and ended requests free their pages."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
-    size = Engine(there, UNCAPTURED)._memory.token_bytes
+    size = token_bytes(model)
     engine = Engine(there, EIGHT, max_rows=4, kv_bytes=200 * size, prefix_cache=False)
     pool = pool_of(engine)
     capacity, pages = pool.capacity, len(pool.free)
@@ -178,7 +184,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
         assert handle.tokens == new_tokens(model, ids, **options)
     assert engine.statistics.preempted > 0
     assert pool.capacity == capacity
-    engine._model.runner.rows = []
+    runner_of(engine).rows = []
     del handles
     gc.collect()
     assert len(pool.free) == pages
@@ -286,7 +292,7 @@ def test_texts_that_are_evicted_make_room(device: Simulation) -> None:
     """Even texts that ended with the last step are evicted, so no row exceeds the memory."""
     model = build("llama")
     there = on_cuda(copy.deepcopy(model))
-    size = Engine(there, UNCAPTURED)._memory.token_bytes
+    size = token_bytes(model)
     engine = Engine(there, EIGHT, max_rows=2, kv_bytes=165 * size)
     capacity = pool_of(engine).capacity
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 60}
