@@ -31,6 +31,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
     try:
         from lookahead.server.process import bind, serve
         from lookahead.server.served_model import ServedModel
+        from lookahead.server.tracing import open_tracing
     except ImportError as error:
         raise InvalidArgumentError(
             f"serve needs {error.name}, which is not installed; {extra_hint('serve')}"
@@ -39,6 +40,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
 
     given = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
     server = ServerSettings(**given, api_keys=read_api_keys(settings.api_key_file))
+    tracing = None if settings.otlp_traces_endpoint is None else open_tracing(settings.otlp_traces_endpoint)
     adapters = adapter_folders(settings.lora)
     with bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)
@@ -67,7 +69,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
                 consoles.notes.print(captured, style="dim")
             longest = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
             models.append(ServedModel(**vars(loaded), name=name, engine=engine, config=config, max_length=longest))
-        serve(models, server, listener)
+        serve(models, server, listener, tracing)
     return process.OK
 
 

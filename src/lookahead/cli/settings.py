@@ -302,6 +302,13 @@ class ServeSettings(EngineSettings):
         "Let web pages of this origin (https://example.org) read answers; repeat for several, * for all.",
         shown="none",
     )
+    otlp_traces_endpoint: str | None = option(
+        "--otlp-traces-endpoint URL",
+        NETWORK,
+        "Send OpenTelemetry spans there over HTTP, such as http://localhost:4318/v1/traces; needs the extra 'otel'.",
+        not_empty,
+        shown="none",
+    )
     queue: int = option("--queue", LIMITS, "Maximum number of waiting requests.", count, 128)
     timeout: float = option(
         "--timeout", LIMITS, "Maximum seconds for a request; later it is cancelled.", positive, 600.0

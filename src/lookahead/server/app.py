@@ -30,13 +30,14 @@ from lookahead.server.responses import ResponsesForm
 from lookahead.server.responses_request import RESPONSES_NAMES, ResponsesRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.service import Service
+from lookahead.server.tracing import Tracing
 from lookahead.version import __version__
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
 
 
-def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastAPI:
+def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
     """The application that serves models. Their engines are started with it, and closed."""
 
     @asynccontextmanager
@@ -61,7 +62,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
         redoc_url=None,
         exception_handlers=failures,
     )
-    service = app.state.service = Service(models, settings)
+    service = app.state.service = Service(models, settings, tracing)
     refused = partial(service.metrics.count, models[0].name, REFUSED, 1)
     app.add_middleware(Guard, settings=settings, refused=refused)
     if settings.cors_origin:

@@ -147,7 +147,7 @@ class Guard:
         number, begin, status = secrets.token_hex(8), time.perf_counter(), 0
         notes: dict[str, Any] = {}
         state = scope.setdefault("state", {})
-        state.update(notes=notes, bytes=0)
+        state.update(notes=notes, bytes=0, number=number)
 
         async def answer(message: Message) -> None:
             nonlocal status

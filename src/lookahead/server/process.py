@@ -18,6 +18,7 @@ from lookahead.server.app import create_app
 from lookahead.server.guard import GuardedProtocol, ServerSettings
 from lookahead.server.log import patient_stderr, write_line
 from lookahead.server.served_model import ServedModel
+from lookahead.server.tracing import Tracing
 
 _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""
@@ -69,15 +70,19 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").disabled = True  # what is broken off is no error to be told
 
 
-def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket) -> None:
+def serve(
+    models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket, tracing: Tracing | None = None
+) -> None:
     """Serve models until SIGTERM or SIGINT ends it, see `Server`, on a `listener` that is bound to its address, see
     `bind`."""
     listener.listen(_BACKLOG)  # before its address is told: whoever reads it may connect at once
     with patient_stderr():
-        _serve(models, settings, listener)
+        _serve(models, settings, listener, tracing)
 
 
-def _serve(models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket) -> None:
+def _serve(
+    models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket, tracing: Tracing | None
+) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     _raise_file_limit()
@@ -86,7 +91,7 @@ def _serve(models: Sequence[ServedModel], settings: ServerSettings, listener: so
     if most := sum(served.engine.load.most_kv_bytes or 0 for served in models):
         write_line(f"keys and values take {most / 2**30:.2f} GiB at most")
     write_line(f"serving {', '.join(served.name for served in models)} at http://{shown}:{port}")
-    app = create_app(models, settings)
+    app = create_app(models, settings, tracing)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -28,6 +28,7 @@ from lookahead.server.metrics import PROMPT_TOKENS, Metrics
 from lookahead.server.outbox import Outbox, Piece
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
+from lookahead.server.tracing import Tracing
 
 _RETRY_AFTER = 2
 """Seconds after which a client that was sent away may try again."""
@@ -50,7 +51,8 @@ class Service:
         metrics: What is told to Prometheus.
     """
 
-    def __init__(self, models: Sequence[ServedModel], settings: ServerSettings) -> None:
+    def __init__(self, models: Sequence[ServedModel], settings: ServerSettings, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
         self.models = {served.name: served for served in models}
         self.metrics = Metrics({served.name: served.engine for served in models})
         self._settings = settings
@@ -68,6 +70,8 @@ class Service:
         self._preparing_long.shutdown(cancel_futures=True)
         for served in self.models.values():
             served.grammar_trials.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def stop(self) -> None:
         """Answer what runs, and all that comes, with status 503. For the event loop's thread."""
@@ -123,6 +127,8 @@ class Service:
             )
             if faulty := generation.faulty():
                 http.state.notes["no_json"] = faulty
+            if self._tracing is not None and answers:
+                self._tracing.record(generation, http.state.number, http.headers)
 
         generation = Generation(served, request, self._settings, self.metrics, self._outboxes[served.name], ended)
         self._running.add(generation)
