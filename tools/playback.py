@@ -185,7 +185,7 @@ class RecordedTokens:
         """Do nothing, as no random numbers are recorded."""
 
     @classmethod
-    def look_ahead_rows(cls, rows: Sequence[Any]) -> None:
+    def look_ahead_rows(cls, *arguments: Any) -> None:
         """See `Sampler`."""
 
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.forest import Forest
 from lookahead.core.results import ForestOutputs, NodeOutputs, StepResult, StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
@@ -72,11 +73,13 @@ class Sampler(Protocol):
         """The noise that the next `tokens` tokens will be sampled with, without drawing it; `None` if unknown."""
 
     @classmethod
-    def look_ahead_rows(cls, rows: Sequence[tuple[Any, TokenTree, NodeOutputs]]) -> None:
+    def look_ahead_rows(cls, rows: Sequence[tuple[Any, int]], forest: Forest, outputs: ForestOutputs) -> None:
         """Begin to sample after nodes of several trees that a pass has run, before any token is selected.
 
         Args:
-            rows: Sequence, tree and outputs of each.
+            rows: Each sequence, and its row in the forest.
+            forest: The trees.
+            outputs: The outputs of the pass.
         """
 
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:

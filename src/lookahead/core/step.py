@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, Sampler, StepPace
-from lookahead.core.results import ForestOutputs, NodeOutputs, StepResults, Walks
+from lookahead.core.results import ForestOutputs, StepResults, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
@@ -189,12 +189,12 @@ def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
 
 def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> None:
     """Begin to sample at nodes that walks may reach, in one call for each kind of sampler."""
-    kinds: dict[type[Sampler], list[tuple[SequenceState, TokenTree, NodeOutputs]]] = {}
+    kinds: dict[type[Sampler], list[tuple[SequenceState, int]]] = {}
     for row, sequence in enumerate(sequences):
-        if sequence.sampler.samples and not sequence.finished and forest[row].reads_root:
-            kinds.setdefault(type(sequence.sampler), []).append((sequence, forest[row], outputs[row]))
+        if sequence.sampler.samples and not sequence.finished and forest.reads[forest.firsts[row] + forest.roots[row]]:
+            kinds.setdefault(type(sequence.sampler), []).append((sequence, row))
     for kind, rows in kinds.items():
-        kind.look_ahead_rows(rows)
+        kind.look_ahead_rows(rows, forest, outputs)
 
 
 def _explain(sequence: SequenceState, tree: TokenTree) -> Explanation:

@@ -40,6 +40,8 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
     else:
         together = [one.end_tokens is not None and not one.sampler.needs_logits for one in sequences]
     reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
+    roots = forest.roots.tolist()
+    counts = forest.counts.tolist()
     plain = []
     for row, (sequence, is_read) in enumerate(zip(sequences, reads, strict=True)):
         if not is_read or sequence.finished:
@@ -48,12 +50,21 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
             plain.append(row)
             continue
         try:
-            walks.set(row, follow(forest[row], partial(take_token, sequence, outputs[row])))
+            take = partial(take_token, sequence, outputs[row])
+            if roots[row] + 1 == counts[row]:  # nothing was drafted
+                walks.set(row, plain_walk(*take(roots[row])))
+            else:
+                walks.set(row, follow(forest[row], take))
         except Exception as error:
             sequence.fail(error)
     if plain:
         _walk_plain_rows(plain, [sequences[row] for row in plain], forest, outputs.predictions, walks)
     return walks
+
+
+def plain_walk(token: int, stopped: bool) -> Walk:
+    """The walk of a tree without candidates."""
+    return Walk([], [token], stopped)
 
 
 def follow(tree: TokenTree, take: Callable[[int], tuple[int, bool]]) -> Walk:

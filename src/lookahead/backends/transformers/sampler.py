@@ -13,6 +13,7 @@ from transformers.generation import logits_process as processing
 
 from lookahead.backends.machine import Downloads, Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
+from lookahead.core.forest import Forest
 from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
@@ -173,7 +174,7 @@ class TextSampler:
         return Noise(places, self._temperature)
 
     @classmethod
-    def look_ahead_rows(cls, rows: Sequence[tuple[TextSequence, TokenTree, Any]]) -> None:
+    def look_ahead_rows(cls, rows: Sequence[tuple[TextSequence, int]], forest: Forest, outputs: Any) -> None:
         """Begin to sample after nodes that walks may reach, for all texts with equal processors at once.
 
         Each place has its noise, whatever comes before it, so that the token after a node depends on its depth and its
@@ -182,20 +183,24 @@ class TextSampler:
         trial of these processors gave the bits of each row by itself.
 
         Args:
-            rows: Text, tree and `TreeResult` of each.
+            rows: Text of each, and its row in the forest.
+            forest: The trees.
+            outputs: A `TreeResult` for each row.
         """
         groups: dict[object, tuple[torch.Tensor, list[_Ahead]]] = {}
-        for sequence, tree, outputs in rows:
+        for sequence, row in rows:
             sampler = sequence.sampler
-            logits = outputs.logits
+            result = outputs[row]
+            logits = result.logits
             sampler._foreseen = None
             if sampler._noise is None or not sampler._ignores_text or logits.device != sequence.device:
                 continue
             ahead = None
             if logits.device.type == "cuda":
-                ahead = sampler._all_nodes(tree, outputs)
+                ahead = sampler._all_nodes(forest[row], result)
             elif len(rows) > 1 and logits.device.type == "cpu" and sampler._is_alike_together(logits.shape[-1]):
-                ahead = _Ahead(sampler, [tree.root], [int(outputs.logit_rows[tree.root])], outputs.downloads, [], [])
+                root = int(forest.roots[row])
+                ahead = _Ahead(sampler, [root], [int(result.logit_rows[root])], result.downloads, [], [])
             if ahead is not None:
                 groups.setdefault((sampler.alike, id(logits)), (logits, []))[1].append(ahead)
         for logits, group in groups.values():
@@ -241,7 +246,8 @@ class TextSampler:
             scores, probabilities = (rows[place : place + 1] for rows in self._foreseen[2:])
             assert self._noise is not None
             if self._foreseen.read is None:
-                self.keep(outputs.logits_after(node), scores)
+                if self.keeps:
+                    self.keep(outputs.logits_after(node), scores)
                 return self._sample(scores, self._noise, probabilities)
             token = int(self._foreseen.read()[place])
             if token >= 0:
