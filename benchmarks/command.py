@@ -84,11 +84,11 @@ def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, conso
     machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
-    kept = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
-    if kept:  # options may differ from the header's
-        check_same(options.output, kept[0], {name: header[name] for name in header.keys() - {"options", "date"}})
+    lines = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
+    if lines:  # options may differ from the header's
+        check_same(options.output, lines[0], {name: header[name] for name in header.keys() - {"options", "date"}})
     with (
-        RowsFile(options.output, kept or [header], lambda row: row["unit"]) as file,
+        RowsFile(options.output, lines or [header], lambda row: row["unit"]) as file,
         measuring_progress(console) as bar,
     ):
         task = bar.add_task(name, total=len(probe.units))

@@ -121,10 +121,10 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
             positions = context + np.arange(nodes)[None]
             mask = torch.from_numpy(sight(np.tri(nodes, dtype=bool)[None], [context], positions).packed()).to(device)
             seen = unpack(mask, context + nodes)
-            found = tree_attention(query, key, value, mask, size**-0.5).float()
+            output = tree_attention(query, key, value, mask, size**-0.5).float()
             states = [states.float() for states in (query, key, value)]
             exact = scaled_dot_product_attention(*states, seen, enable_gqa=True).transpose(1, 2)
-            error = float((found - exact).norm() / exact.norm())
+            error = float((output - exact).norm() / exact.norm())
             bias = torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
             repeated = [states.repeat_interleave(heads // groups, 1) for states in (key, value)]
             attend = partial(scaled_dot_product_attention, query, *repeated, bias)
@@ -166,9 +166,15 @@ def texts_of_generate(device: str, name: str, config: LookaheadConfig, dtype: st
         for way in (None, config):
             torch.manual_seed(seed)
             counts.append(generate(model, case, way, **how))
-        wanted, found = counts
-        about = {"dtype": dtype, "case": seed, "sampled": "top_p" in how, "steps": found.steps, "nodes": found.nodes}
-        yield compared("text", name, found.tokens == wanted.tokens, about, dtype == "float32")
+        plain, drafted = counts
+        about = {
+            "dtype": dtype,
+            "case": seed,
+            "sampled": "top_p" in how,
+            "steps": drafted.steps,
+            "nodes": drafted.nodes,
+        }
+        yield compared("text", name, drafted.tokens == plain.tokens, about, dtype == "float32")
 
 
 def texts_of_batch(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:

@@ -115,12 +115,12 @@ def _commit(name: str) -> str:
     Raises:
         InvalidArgumentError: There is no such commit.
     """
-    found = subprocess.run(
+    result = subprocess.run(
         ["git", "rev-parse", "--short=12", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    if found.returncode:
-        raise InvalidArgumentError(f"--base {name!r}: no such commit ({found.stderr.strip()})")
-    return found.stdout.strip()
+    if result.returncode:
+        raise InvalidArgumentError(f"--base {name!r}: no such commit ({result.stderr.strip()})")
+    return result.stdout.strip()
 
 
 def _here() -> str:
@@ -135,8 +135,8 @@ def probe(options: Options) -> Probe:
     Raises:
         InvalidArgumentError: An option has an unknown value.
     """
-    for name, given, known in (("parts", options.parts, PARTS), ("ways", options.ways, WAYS)):
-        if unknown := [one for one in given if one not in known]:
+    for name, names, known in (("parts", options.parts, PARTS), ("ways", options.ways, WAYS)):
+        if unknown := [one for one in names if one not in known]:
             raise InvalidArgumentError(f"--{name} {unknown[0]!r}: choose from {', '.join(map(repr, known))}")
     sides = Sides(options)
     made: dict[str, list[tuple[str, Callable[[], Iterator[Row]]]]] = {

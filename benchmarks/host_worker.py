@@ -93,10 +93,10 @@ class Texts:
 
     def __init__(self, path: Path, prompt: int, new: int) -> None:
         encode = encoder_of(load_tokenizer("demo"))
-        found = read_cases(path, encode, prompt=prompt)
+        cases = read_cases(path, encode, prompt=prompt)
         self.table = Table(prompt + new + 512)
         self.cases = [
-            self.table.add(_lengthened(found[place:], prompt, new)) for place in range(min(TEXTS, len(found)))
+            self.table.add(_lengthened(cases[place:], prompt, new)) for place in range(min(TEXTS, len(cases)))
         ]
         self.model = table_model(2 * (prompt + new) + 512)
 

@@ -180,9 +180,9 @@ class Runner:
         arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
         model = self._models.load("demo")
         output = lookahead.generate(model, ids, lookahead_config=config, return_dict_in_generate=True, **arguments)
-        found = output.statistics
+        statistics = output.statistics
         tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
-        return Counts(tokens, found.steps, sum(found.nodes_per_step), found.seconds.draft)
+        return Counts(tokens, statistics.steps, sum(statistics.nodes_per_step), statistics.seconds.draft)
 
     def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
         """Draft for a recorded answer from text only; `across` also uses earlier requests of the turn."""
@@ -223,12 +223,12 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Yield lines for S at fixed numbers of nodes."""
     demo, stories = models.prompts(), models.stories()
     for nodes in (16, 64):
-        fixed, kept = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
+        fixed, shared = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
         yield Line(f"demo, {nodes} nodes", demo, 24, partial(runner.texts, "demo", 128), fixed)
         yield Line(f"stories, {nodes} nodes", stories, 22, partial(runner.texts, "stories", 200), fixed)
         # the memory belongs to the model object, so each turn loads the model again
         forget, name = partial(models.reload, "stories"), f"stories, memory kept, {nodes} nodes"
-        yield Line(name, stories, 22, partial(runner.texts, "stories", 200), kept, forget)
+        yield Line(name, stories, 22, partial(runner.texts, "stories", 200), shared, forget)
         for file in FORCED:
             yield Line(
                 f"forced {file}, {nodes} nodes", models.recorded(file), 48, partial(runner.texts, "tiny", 0), fixed
@@ -281,13 +281,13 @@ def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
 
 def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Yield lines for S and time, with the default number of nodes and with fixed numbers."""
-    fixed, kept = LookaheadConfig(step_budget=16), LookaheadConfig(memory="process")
+    fixed, shared = LookaheadConfig(step_budget=16), LookaheadConfig(memory="process")
     for line in text_lines(models, runner, 12):
         yield line
         if line.name in ("humaneval, demo", "stories", "forced code_edits, forced"):
             yield replace(line, name=f"{line.name}, 16 nodes", config=fixed)
     demo, forget = models.prompts(), partial(models.reload, "demo")
-    yield Line("demo, memory kept", demo, 16, partial(runner.texts, "demo", 128), kept, forget)
+    yield Line("demo, memory kept", demo, 16, partial(runner.texts, "demo", 128), shared, forget)
     long = [case for case in demo if len(case.prompt) > 200]
     for rows, nodes in ((1, 16), (16, 4)):
         config, name = LookaheadConfig(step_budget=nodes), f"drafting alone, {rows} texts of {nodes} nodes"

@@ -136,9 +136,9 @@ class Bench:
         name = self._model if server == "transformers serve" else Path(self._model).name
         os.sched_setaffinity(0, self._cores)
         with running(server, self._model) as (url, process):
-            asked = {"model": name, "prompt": self._first, "max_tokens": 48, "temperature": 0, "stream": False}
+            request = {"model": name, "prompt": self._first, "max_tokens": 48, "temperature": 0, "stream": False}
             for _ in range(2):
-                httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status()
+                httpx.post(f"{url}/v1/completions", json=request, timeout=START_SECONDS).raise_for_status()
             pin(process)
             start = 0
             for users, requests in zip(self._options.users, self._options.requests, strict=True):

@@ -77,11 +77,11 @@ class Turns:
         for name in (*names[first:], *names[:first]) * self._repeats:
             runs[name].append(self._ways[name](case, self._turn))
         self._turn += 1
-        wanted = list(case.answer) or list(runs[names[0]][0].tokens)
+        expected = list(case.answer) or list(runs[names[0]][0].tokens)
         for name in names:
             counts = min(runs[name], key=lambda run: run.seconds)
             texts = [list(run.tokens) for run in runs[name]]
-            tokens = next((text for text in texts if text != wanted), texts[0])
+            tokens = next((text for text in texts if text != expected), texts[0])
             row: Row = {
                 "kind": "run",
                 "id": case.id,
@@ -92,8 +92,8 @@ class Turns:
                 "nodes": counts.nodes,
                 "cpu_seconds": round(counts.seconds, 5),
                 "cycle_tokens": round(repeated_cycle_share(tokens) * len(tokens), 3),
-                "first_difference": first_difference(tokens, wanted),
-                "equal": tokens == wanted,
+                "first_difference": first_difference(tokens, expected),
+                "equal": tokens == expected,
             }
             if self._exact and not row["equal"]:
                 row["error"] = f"{name} on {case.id}: another text"

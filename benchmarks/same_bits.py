@@ -120,7 +120,7 @@ class Comparison:
                 "rows": len(output.sequences),
                 "tokens": len(pairs) * len(output.sequences),
                 "logits": sum(got.numel() for got, _ in pairs),
-                "other_bits": sum(int((got != wanted).sum()) for got, wanted in pairs),
+                "other_bits": sum(int((got != theirs).sum()) for got, theirs in pairs),
                 "other_texts": int(not torch.equal(output.sequences, plain.sequences)),
                 "steps": output.statistics.steps,
                 "nodes": sum(output.statistics.nodes_per_step),
@@ -173,10 +173,10 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         for sampled in (False, True):
             batch.drafts(number, (BUDGETS[1 + number // 4 % 4],), sampled)
     for row in (*alone.rows, *batch.rows):
-        kept: Row = {"model": name, "dtype": dtype, "prompt": number, **row}
+        common: Row = {"model": name, "dtype": dtype, "prompt": number, **row}
         if row["other_bits"] or row["other_texts"]:
-            kept["error"] = f"{name}, {dtype}, prompt {number}: {row['way']} changed {row['other_bits']} logits"
-        yield kept
+            common["error"] = f"{name}, {dtype}, prompt {number}: {row['way']} changed {row['other_bits']} logits"
+        yield common
 
 
 def probe(options: Options) -> Probe:

@@ -136,8 +136,8 @@ class Device:
             states = torch.zeros(len(tokens), 1, tokens.shape[1], HEAD)
             for layer in range(LAYERS):
                 cache.update(states, states, layer)
-        kept = slice(-keep or None, None) if isinstance(keep, int) else keep
-        tokens, positions = tokens[:, kept], positions.expand_as(tokens)[:, kept]
+        selection = slice(-keep or None, None) if isinstance(keep, int) else keep
+        tokens, positions = tokens[:, selection], positions.expand_as(tokens)[:, selection]
         return self.table.logits(tokens.flatten(), positions.flatten()).view(*tokens.shape, VOCABULARY)
 
     def install(self) -> None:

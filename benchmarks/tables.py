@@ -143,8 +143,8 @@ def build(spec: Row, rows: Sequence[Row]) -> Table:
     ]
     columns = list(_columns(spec, chosen, names))
     elsewhere = {name for cell in (*columns, *lines) for name in cell.get("over", {})}
-    kept = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
-    rows = [row for row in rows if _matches(row, kept)]  # rows that cells may be compared with
+    remaining = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
+    rows = [row for row in rows if _matches(row, remaining)]  # rows that cells may be compared with
     body = [[*line["cells"], *_cells(rows, chosen, line, columns, limits, runs)] for line in lines]
     return [*(spec.get("head") or spec["by"]), *(column["title"] for column in columns)], body
 
@@ -177,10 +177,10 @@ class Figures(string.Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         """Look up a figure by name; overrides `string.Formatter`."""
-        found = self.value(field_name)
-        if found is None:
+        value = self.value(field_name)
+        if value is None:
             raise _MissingError
-        return found, field_name
+        return value, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Format a figure, or each element of a list; overrides `string.Formatter`."""
@@ -222,25 +222,25 @@ def _over(upper: Any, lower: Any) -> Any:
 
 def field(row: Row, name: str) -> Any:
     """Value of a field, by path; `None` if there is no such field."""
-    found: Any = row
+    value: Any = row
     for part in name.split("."):
-        found = found[int(part)] if isinstance(found, list) else found.get(part) if isinstance(found, dict) else None
-    return found
+        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 _read = cache(read_lines)
 
 
 def _matches(row: Row, where: Where) -> bool:
-    return all(_fits(field(row, name), wanted) for name, wanted in where.items())
+    return all(_fits(field(row, name), condition) for name, condition in where.items())
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
-        return any(_fits(value, one) for one in wanted)
-    if isinstance(wanted, str) and wanted.startswith("~"):
-        return re.search(wanted[1:], str(value)) is not None
-    return bool(value == wanted)
+def _fits(value: Any, condition: Any) -> bool:
+    if isinstance(condition, list):
+        return any(_fits(value, one) for one in condition)
+    if isinstance(condition, str) and condition.startswith("~"):
+        return re.search(condition[1:], str(value)) is not None
+    return bool(value == condition)
 
 
 def _found(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -248,10 +248,10 @@ def _found(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
 
     Numbers are in ascending order, other values in order of appearance.
     """
-    found = list(dict.fromkeys(tuple(field(row, name) for name in fields) for row in rows))
-    first = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
+    names = list(dict.fromkeys(tuple(field(row, name) for name in fields) for row in rows))
+    first = [list(dict.fromkeys(values)) for values in zip(*names, strict=True)]
     first = [sorted(values) if all(isinstance(value, (int, float)) for value in values) else values for values in first]
-    return sorted(found, key=lambda values: [order.index(value) for order, value in zip(first, values, strict=True)])
+    return sorted(names, key=lambda values: [order.index(value) for order, value in zip(first, values, strict=True)])
 
 
 def _name(value: Any, names: Mapping[str, str]) -> str:
@@ -280,6 +280,6 @@ def _cells(
         cell, of_cell, base = {**column, **line}, [row for row in of_line if _matches(row, column["where"])], []
         if "over" in cell:
             over: Where = cell["over"]
-            kept = [{key: where[key] for key in where.keys() - over} for where in (limits, here, column["where"])]
-            base = [row for row in rows if all(_matches(row, where) for where in (over, *kept))]
+            conditions = [{key: where[key] for key in where.keys() - over} for where in (limits, here, column["where"])]
+            base = [row for row in rows if all(_matches(row, where) for where in (over, *conditions))]
         yield Figures(cell, of_cell, base, runs).cell() if of_cell else NOTHING

@@ -135,7 +135,7 @@ class Bench:
             The texts; and counts of steps, added tokens, drafted tokens and CPU microseconds of all steps at full load
             without prompts. Counts named `whole_` cover the whole run, with prompts and the tail.
         """
-        asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         texts: dict[str, list[int]] = {}  # by request, once it has a token
         running: set[str] = set()
         counts: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class Bench:
             while waiting and len(running) < self._options.batch:
                 self._count += 1
                 running.add(str(self._count))
-                self._engine.add_request(str(self._count), {"prompt_token_ids": waiting.pop()}, asked)
+                self._engine.add_request(str(self._count), {"prompt_token_ids": waiting.pop()}, sampling)
             decodes = running <= texts.keys() and len(running) == min(self._options.batch, len(prompts))
             before = sum(map(len, texts.values()))
             drafts, begin = self._switch.drafts, time.process_time()
@@ -173,15 +173,15 @@ class Bench:
         groups = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
         switch.begin()
         for turn, group in enumerate([[warm], *groups]):
-            found: dict[str, list[list[int]]] = {}
+            texts: dict[str, list[list[int]]] = {}
             self._shift = (self._shift + 1) % len(METHODS)
             for name in (*METHODS[self._shift :], *METHODS[: self._shift]):
                 switch.choose(name)
-                found[name], counts = self.texts(group, options.new_tokens)
+                texts[name], counts = self.texts(group, options.new_tokens)
                 if turn:
                     totals[name] += counts
             for name in METHODS if turn else ():
-                totals[name]["differing"] += sum(map(list.__ne__, found[name], found["no drafts"]))
+                totals[name]["differing"] += sum(map(list.__ne__, texts[name], texts["no drafts"]))
         return totals
 
     def rows(self, path: Path) -> Iterator[Row]:

@@ -153,8 +153,8 @@ class Comparison:
             names = [f"quick-{how}-{source.name}.jsonl" for source in self._sources]
         else:
             names = [f"full-{how}-{base.name}-{here.name}-{side}.jsonl" for side in ("base", "here")]
-        kept = [kept_lines(FOLDER / name, lambda row: {"line", "turn"} <= row.keys()) for name in names]
-        self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, kept, strict=True)]
+        rows_of_files = [kept_lines(FOLDER / name, lambda row: {"line", "turn"} <= row.keys()) for name in names]
+        self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, rows_of_files, strict=True)]
 
     def names(self) -> list[str]:
         """Names of the lines of the base, which are compared."""
@@ -183,13 +183,13 @@ class Comparison:
 
     def _measure(self, name: str, turn: int, workers: Mapping[int, Worker], sides: Sequence[int]) -> None:
         cases = {side: workers[side].ask(begin=name, turn=turn) for side in sides}[sides[0]]
-        found: dict[int, list[Row]] = {side: [] for side in sides}
+        rows: dict[int, list[Row]] = {side: [] for side in sides}
         for number, case in enumerate(cases):
             for side in sides if (number + turn) % 2 else sides[::-1]:
                 counts = workers[side].ask(line=name, turn=turn, case=number)
-                found[side].append({"case": case, **counts})
+                rows[side].append({"case": case, **counts})
         for side in sides:
-            self._files[side].append({"line": name, "turn": turn, "rows": found[side]})
+            self._files[side].append({"line": name, "turn": turn, "rows": rows[side]})
 
     def rows(self, line: str, turn: int) -> list[list[Row]]:
         """Rows of a turn: of the base, and of this checkout."""
@@ -232,9 +232,9 @@ def report(comparison: Comparison, names: Sequence[str], turns: int, measures: S
 
 def _show(name: str, ratios: Mapping[str, Sequence[float]], limit: float) -> str:
     """Print the estimate from the ratios of cases, and return the verdict."""
-    found = estimate(ratios)
-    low, middle, high = (100 * value for value in (found.low, found.median, found.high))
-    verdict = found.verdict(limit)
+    estimated = estimate(ratios)
+    low, middle, high = (100 * value for value in (estimated.low, estimated.median, estimated.high))
+    verdict = estimated.verdict(limit)
     print(f"  {name:42} {len(ratios):4} cases {middle:+6.2f} [{low:+6.2f}, {high:+6.2f}] {verdict}")
     return verdict
 

@@ -104,18 +104,18 @@ def main() -> int:
     parser.add_argument("--engine", type=shlex.split, default=["docker"], help="program with the commands of docker")
     parser.add_argument("--build", type=shlex.split, default=[], help="further options of its `build`")
     parser.add_argument("--run", type=shlex.split, default=[], help="further options of its `run`")
-    asked = parser.parse_args()
-    trial = Trial(asked.engine, asked.run)
+    options = parser.parse_args()
+    trial = Trial(options.engine, options.run)
     trial.remove()
     try:
-        trial.build(asked.build)
+        trial.build(options.build)
         print(f"healthy after {trial.start():.1f} s", flush=True)
-        found = try_container(trial)
+        promises = try_container(trial)
     finally:
         trial.remove()
-    for what, holds in found.items():
+    for what, holds in promises.items():
         print(f"{'ok    ' if holds else 'FAILED'} {what}")
-    return int(not all(found.values()))
+    return int(not all(promises.values()))
 
 
 def try_container(trial: Trial) -> dict[str, bool]:

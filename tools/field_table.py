@@ -30,15 +30,16 @@ def field_table() -> str:
             if not field.description:
                 raise ValueError(f"{body.__name__}.{name} has no description")
             places.setdefault((name, field.description), []).append(place)
-    rows = [(name, tuple(found), said) for (name, said), found in places.items()]
+    rows = [(name, tuple(endpoints), description) for (name, description), endpoints in places.items()]
     for name, (field, *part) in OTHER_NAMES.items():
-        found = [place for place, body in _BODIES.items() if field in body.model_fields]
-        rows.append((name, tuple(found), f"another name of `{'.'.join((field, *part))}`"))
+        endpoints = [place for place, body in _BODIES.items() if field in body.model_fields]
+        rows.append((name, tuple(endpoints), f"another name of `{'.'.join((field, *part))}`"))
     rows += [(one.name, tuple(place for place in one.places if place in _BODIES), _fate(one)) for one in UNUSED]
     lines = ["| field | endpoints | what happens |", "| --- | --- | --- |"]
-    for name, found, said in rows:
-        if found:
-            lines.append(f"| `{name}` | {'all' if len(found) == len(_BODIES) else ', '.join(found)} | {said} |")
+    for name, endpoints, description in rows:
+        if endpoints:
+            scope = "all" if len(endpoints) == len(_BODIES) else ", ".join(endpoints)
+            lines.append(f"| `{name}` | {scope} | {description} |")
     return "\n".join(lines)
 
 

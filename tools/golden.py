@@ -109,15 +109,15 @@ class Notes:
 
     def _compare(self, place: int, with_outcome: bool) -> None:
         assert self.expected is not None
-        found = self.sent[place]
+        sent = self.sent[place]
         if place >= len(self.expected):
-            raise DifferentError(f"draft {place} was not recorded: {found}")
+            raise DifferentError(f"draft {place} was not recorded: {sent}")
         expected = self.expected[place]
-        if found != (expected if with_outcome else Sent(expected.tokens, expected.parents, -1)):
+        if sent != (expected if with_outcome else Sent(expected.tokens, expected.parents, -1)):
             raise DifferentError(
-                f"draft {place} differs\n  tokens   {list(found.tokens)}\n  recorded {list(expected.tokens)}\n"
-                f"  parents  {list(found.parents)}\n  recorded {list(expected.parents)}\n"
-                f"  accepted {found.accepted}, recorded {expected.accepted}"
+                f"draft {place} differs\n  tokens   {list(sent.tokens)}\n  recorded {list(expected.tokens)}\n"
+                f"  parents  {list(sent.parents)}\n  recorded {list(expected.parents)}\n"
+                f"  accepted {sent.accepted}, recorded {expected.accepted}"
             )
 
 

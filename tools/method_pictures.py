@@ -335,8 +335,8 @@ def draw_window(path: Path, steps: Sequence[Step], life: Life, name: Callable[[i
         if number:
             canvas.axes.plot([-2.2, right + 3.6], [top + 0.55] * 2, color="#dddddd", linewidth=0.8)
     spelled = " ".join(name(token) for token in life.tokens)
-    shown = f"Steps {first + 1} to {first + SHOWN_STEPS} (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
-    title = f"{shown}, and the life of the n-gram  {spelled}"
+    caption = f"Steps {first + 1} to {first + SHOWN_STEPS} (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
+    title = f"{caption}, and the life of the n-gram  {spelled}"
     handles = patches(
         PREDICTED, (CANDIDATE, "accepted candidate (green)"), (ROWS[-1], "the n-gram that is followed (black)")
     )

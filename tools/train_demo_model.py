@@ -123,8 +123,8 @@ def _train(
             f"--output {output} already holds a finished model: choose another folder, or give --no-resume "
             "to train anew and replace it"
         )
-    found = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if not (checkpoint.exists() or RECORD_NAME in found or found <= {f"{CHECKPOINT_NAME}.partial"}):
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if not (checkpoint.exists() or RECORD_NAME in names or names <= {f"{CHECKPOINT_NAME}.partial"}):
         raise TrainingError(f"--output {output} holds files that are no model of this tool: choose another folder")
     data = open_token_data(settings, work, state["data_key"] if state else None, console)
     run = start_run(settings, device)

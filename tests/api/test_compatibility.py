@@ -480,8 +480,8 @@ def test_padding_and_holes_are_hidden_as_in_generate(llama: PreTrainedModel) -> 
     for mask in (padded(8)[1], holes):
         expected = llama.generate(PROMPT, attention_mask=mask, **GREEDY)
         assert not torch.equal(expected, llama.generate(PROMPT, **GREEDY))
-        for given in (mask, mask.bool(), mask.float()):
-            assert torch.equal(ours_with(llama, input_ids=PROMPT, attention_mask=given, **GREEDY), expected)
+        for attention_mask in (mask, mask.bool(), mask.float()):
+            assert torch.equal(ours_with(llama, input_ids=PROMPT, attention_mask=attention_mask, **GREEDY), expected)
 
 
 def test_attention_mask_that_hides_the_last_token(llama: PreTrainedModel) -> None:

@@ -160,8 +160,8 @@ def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.
     assert torch.equal(ours.sequences, plain.sequences)
     for name in ("scores", "logits"):
         assert len(ours[name]) == len(plain[name]) == 30
-        for got, wanted in zip(ours[name], plain[name], strict=True):
-            torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+        for got, theirs in zip(ours[name], plain[name], strict=True):
+            torch.testing.assert_close(got, theirs, atol=2e-4, rtol=1e-4)
     statistics = ours.statistics
     assert statistics.tokens == 30
     assert statistics.steps == len(statistics.nodes_per_step) == len(statistics.accepted_lengths) < 30

@@ -107,7 +107,7 @@ def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None
     """Even if the refusal comes after the first pass, as for some prompts with images."""
     model, plain, ours = zoo("llama"), Recorder(), Recorder()
 
-    def refuse(*given: object) -> None:
+    def refuse(*arguments: object) -> None:
         raise UnsupportedModelError("model=Llama cannot be run on this prompt")
 
     expected = model.generate(ids(), max_new_tokens=9, do_sample=False, streamer=plain)

@@ -123,7 +123,7 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
             assert rows.equal().total() == equal
         assert [outcome.case.seed for outcome in outcomes] == seeds
     with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
-        assert {family: len(set(found)) for family, found in rows.reasons().items()} == {"llama": 1, "xlnet": 1}
+        assert {family: len(set(reasons)) for family, reasons in rows.reasons().items()} == {"llama": 1, "xlnet": 1}
 
 
 @pytest.mark.slow_by_nature("builds six models and makes all their calls")

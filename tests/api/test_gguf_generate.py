@@ -98,17 +98,17 @@ def test_processors_and_collected_scores(model: Any, prompt: torch.Tensor) -> No
 def test_calls_in_threads(model: Any) -> None:
     prompts = [torch.randint(1, 72, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     expected = [build("llama").generate(ids, max_new_tokens=40, do_sample=False).tolist() for ids in prompts]
-    found: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
 
     def run(number: int) -> None:
-        found[number] = lookahead.generate(model, prompts[number], max_new_tokens=40, do_sample=False).tolist()
+        outputs[number] = lookahead.generate(model, prompts[number], max_new_tokens=40, do_sample=False).tolist()
 
     threads = [Thread(target=run, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[number] for number in range(4)] == expected
+    assert [outputs[number] for number in range(4)] == expected
 
 
 def test_memory_of_a_process_and_of_a_file(model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:

@@ -296,14 +296,14 @@ def test_algorithm_4_where_the_model_leaves_no_choice(candidates: list[tuple[int
 
 
 def test_algorithm_4_only_computes_verified_positions() -> None:
-    asked: list[Text] = []
+    texts: list[Text] = []
 
     def law(decided: Text) -> torch.Tensor:
-        asked.append(decided)
+        texts.append(decided)
         return certain(3, 1, 4)(decided)
 
     verify_by_rejection([(3, 2), (3, 4)], law)
-    assert asked == [(), (3,)]
+    assert texts == [(), (3,)]
 
 
 def test_algorithm_4_draws_from_the_default_generator_if_none_is_given() -> None:

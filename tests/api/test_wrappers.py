@@ -257,7 +257,7 @@ def test_quantised_products_of_a_processor(dtype: torch.dtype) -> None:
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(PROMPT, **options)
     plain = lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(preset="autoregressive"), **options)
-    assert all(torch.equal(got, wanted) for got, wanted in zip(plain.logits, expected.logits, strict=True))
+    assert all(torch.equal(got, theirs) for got, theirs in zip(plain.logits, expected.logits, strict=True))
     if dtype is torch.float32:
         check(model)
     else:

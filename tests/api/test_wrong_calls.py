@@ -81,9 +81,9 @@ def test_generate(model: PreTrainedModel) -> None:
     refused("prefill_chunk_size", call("prefill_chunk_size"), NO_SIZES)
     for length in (nan, inf, 1.5, True):  # transformers never ends with nan
         config = GenerationConfig(max_new_tokens=length)
-        refused("max_new_tokens", lambda given: lookahead.generate(model, IDS, generation_config=given), [config])
+        refused("max_new_tokens", lambda options: lookahead.generate(model, IDS, generation_config=options), [config])
         own = {"max_new_tokens": length, "custom_generate": lookahead.generate}
-        refused("max_new_tokens", lambda given: model.generate(IDS, **given), [own])
+        refused("max_new_tokens", lambda options: model.generate(IDS, **options), [own])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -198,6 +198,6 @@ def test_traces_and_ranks() -> None:
     ("name", "value"), [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "99999")]
 )
 def test_an_environment_that_cannot_work(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    for variable, given in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}.items():
-        monkeypatch.setenv(variable, given)
+    for variable, content in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}.items():
+        monkeypatch.setenv(variable, content)
     refused(f"environment variable {name}=", lambda timeout: join(timeout=timeout), [3.0])

@@ -37,11 +37,11 @@ def plain(model: PreTrainedModel) -> torch.Tensor:
 
 def tensors(cache: Any) -> list[torch.Tensor]:
     """Return copies of all tensors in a cache."""
-    found: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found.append(value.clone())
+            copies.append(value.clone())
         elif isinstance(value, dict):
             list(map(visit, value.values()))
         elif isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def tensors(cache: Any) -> list[torch.Tensor]:
             visit({name: each for name, each in vars(value).items() if name != "config"})
 
     visit(cache)
-    return found
+    return copies
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -53,8 +53,8 @@ def decode(model: PreTrainedModel, prompt: torch.Tensor, config: LookaheadConfig
 
 def assert_same_bits(output: Any, expected: Any, note: object = "") -> None:
     assert torch.equal(output.sequences, expected.sequences), note
-    for place, (got, wanted) in enumerate(zip(output.logits, expected.logits, strict=True)):
-        assert torch.equal(got, wanted), (note, place)
+    for place, (got, theirs) in enumerate(zip(output.logits, expected.logits, strict=True)):
+        assert torch.equal(got, theirs), (note, place)
 
 
 # Both kinds of products: with all rows, and with the tokens of an expert.
@@ -129,8 +129,8 @@ def test_rows_of_a_batch_have_the_bits_of_single_rows(pack_weights: bool) -> Non
         output = decode(model, prompts[:count], config, **kwargs)
         for row in range(count):
             assert torch.equal(output.sequences[row, 21:], alone[row].sequences[0, 21 - 2 * row :])
-            for got, wanted in zip(output.logits, alone[row].logits, strict=True):
-                assert torch.equal(got[row : row + 1], wanted)
+            for got, theirs in zip(output.logits, alone[row].logits, strict=True):
+                assert torch.equal(got[row : row + 1], theirs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -58,8 +58,8 @@ def test_rows_of_a_batch_have_the_bits_of_single_rows(sampled: dict[str, Any]) -
             for row in range(count):
                 alone = decode(model, prompts[row : row + 1], PLAIN, **few)
                 assert torch.equal(plain.sequences[row], alone.sequences[0])
-                for got, wanted in zip(plain.logits, alone.logits, strict=True):
-                    assert torch.equal(got[row : row + 1], wanted)
+                for got, theirs in zip(plain.logits, alone.logits, strict=True):
+                    assert torch.equal(got[row : row + 1], theirs)
 
 
 def test_a_text_is_the_same_wherever_it_was_split_and_however_long_its_buffers_are() -> None:

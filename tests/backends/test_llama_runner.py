@@ -137,12 +137,12 @@ def test_a_row_stays_empty_where_one_that_was_set_apart_finds_no_room(model: Lla
     runner = LlamaRunner(LlamaContext(model, 256, 4), 1)
     old, running = (draws.integers(0, 72, 150).tolist() for _ in range(2))
     read(runner, old)
-    (kept,) = runner.rows
-    kept.set_apart()
+    (remaining,) = runner.rows
+    remaining.set_apart()
     runner.rows = [runner.new_row()]
     read(runner, running)
     empty = runner.new_row()
-    empty.copy_start(kept, 100)
+    empty.copy_start(remaining, 100)
     assert empty.length == 0
     running.append(7)
     expected = reference(torch.tensor([running])).logits[:, -1].detach()

@@ -91,7 +91,7 @@ def test_noise_drawn_ahead_is_used_later(rows: int, most_bytes: int) -> None:
     noise = SamplingNoise(rows, generator, most_bytes)
     tokens: list[list[int]] = [[] for _ in range(rows)]
     while any(len(row) < PLACES for row in tokens):
-        row = random.choice([row for row, found in enumerate(tokens) if len(found) < PLACES])
+        row = random.choice([row for row, chosen in enumerate(tokens) if len(chosen) < PLACES])
         before = generator.get_state()
         places = random.randint(1, min(5, PLACES - len(tokens[row])))
         first = len(tokens[row])

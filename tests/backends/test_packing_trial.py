@@ -38,7 +38,7 @@ class Clock:
         self.runs = 0
 
     def __call__(self, layers: packed_linear.Layers) -> dict[int, tuple[float, float]]:
-        assert all(isinstance(layer, torch.nn.Linear) for found in layers.values() for layer in found)
+        assert all(isinstance(layer, torch.nn.Linear) for group in layers.values() for layer in group)
         self.runs += 1
         return dict(zip((1, 2, 4, 8, 16), self.seconds, strict=True))
 

@@ -25,18 +25,18 @@ def test_it_holds_exactly_the_committed_states(data: st.DataObject) -> None:
         for layer in range(2):
             keys, values = cache.update(states(fresh), -states(fresh), layer)
         assert keys.shape[2] == values.shape[2] == longest + nodes
-        for text, (kept, new) in enumerate(zip(expected, fresh, strict=True)):
-            assert keys[text, 0, :, 0].tolist()[: len(kept)] == kept
+        for text, (cached, new) in enumerate(zip(expected, fresh, strict=True)):
+            assert keys[text, 0, :, 0].tolist()[: len(cached)] == cached
             assert keys[text, 0, longest:, 0].tolist() == new
             assert values[text, 1, longest:, 2].tolist() == [-token for token in new]
         slots = [sorted(data.draw(st.sets(st.integers(0, nodes - 1)))) for _ in range(texts)]
         cache.commit(slots)
-        for text, (kept, new) in enumerate(zip(expected, fresh, strict=True)):
-            kept += [new[slot] for slot in slots[text]]
+        for text, (cached, new) in enumerate(zip(expected, fresh, strict=True)):
+            cached += [new[slot] for slot in slots[text]]
             for layer in cache.layers:
-                assert layer.keys[text, 0, : len(kept), 0].tolist() == kept
-                assert layer.values[text, 1, : len(kept), 1].tolist() == [-token for token in kept]
-        assert cache.lengths == [len(kept) for kept in expected]
+                assert layer.keys[text, 0, : len(cached), 0].tolist() == cached
+                assert layer.values[text, 1, : len(cached), 1].tolist() == [-token for token in cached]
+        assert cache.lengths == [len(cached) for cached in expected]
         assert cache.longest == cache.get_seq_length() == max(cache.lengths)
 
 

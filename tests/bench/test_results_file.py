@@ -22,8 +22,8 @@ def is_ours(row: dict[str, Any]) -> bool:
     return "id" in row
 
 
-def open_rows(path: Path, kept: list[dict[str, Any]] | None = None) -> RowsFile:
-    return RowsFile(path, kept or [], lambda row: row["id"])
+def open_rows(path: Path, rows: list[dict[str, Any]] | None = None) -> RowsFile:
+    return RowsFile(path, rows or [], lambda row: row["id"])
 
 
 @pytest.mark.parametrize("exists", [True, False])

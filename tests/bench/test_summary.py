@@ -144,7 +144,7 @@ def test_identical_says_whether_a_difference_is_an_error() -> None:
     other = row("engine", "a", [1, 1, 1], 1.0, output=[0, 1, 7])
     rows = [row("plain", "a", [1, 1, 1], 1.0), other]
     assert first(summarise(rows)).methods[1].identical == "NO, 0 of 1"
-    assert [str(found) for found in differences(rows, references(rows))] == [
+    assert [str(difference) for difference in differences(rows, references(rows))] == [
         "engine on a (tiny, words, pass 1): differs from the reference at new token 2"
     ]
     other["exact"] = False

@@ -149,9 +149,9 @@ def test_candidates_that_break_their_promises_are_sent_now_and_then_until_they_k
     for seconds in (1.0, 1.0):
         pace.book(StepTime(1, 100, seconds, 1, 1, False))
 
-    def send(kept: int) -> int:
+    def send(accepted: int) -> int:
         sent = pace.choose(likely)
-        pace.book(StepTime(1 + sent, 100, seconds_of("AVX-512", 1 + sent), 1 + min(kept, sent), 1, True))
+        pace.book(StepTime(1 + sent, 100, seconds_of("AVX-512", 1 + sent), 1 + min(accepted, sent), 1, True))
         return sent
 
     assert send(0) == len(likely)

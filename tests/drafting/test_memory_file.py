@@ -134,15 +134,15 @@ def test_merging_agrees_with_a_dictionary() -> None:
     """While nothing is evicted, the result has the contexts of both, each with the predictions of one."""
     rng = np.random.default_rng(0)
     memories = [DraftMemory(2, 4096, 2) for _ in range(2)]
-    told: list[dict[int, int]] = [{}, {}]
+    lessons: list[dict[int, int]] = [{}, {}]
     for _ in range(300):
         side, token, following = int(rng.integers(2)), int(rng.integers(60)), int(rng.integers(500))
         teach(memories[side], token, following)
-        told[side][token] = following
+        lessons[side][token] = following
     one, two = memories
     merge(one, two)
     for token in range(60):
-        options = {side[token] for side in told if token in side}
+        options = {side[token] for side in lessons if token in side}
         assert (known(one, token) in options) if options else known(one, token) is None
     copy = copied(one)
     merge(copy, two)

@@ -98,8 +98,8 @@ def test_vllm_calls_propose_with_the_expected_arguments(plain: Any, called: Any)
 
 
 def test_logits_have_a_row_for_each_drafted_token(plain: Any, called: Any, drafting: Any) -> None:
-    for found in (called, drafting):
-        assert found["statistics"]["unread"] == 0, changed(
+    for result in (called, drafting):
+        assert result["statistics"]["unread"] == 0, changed(
             plain, "compute_logits is not called through the target, or not with a row for each drafted token"
         )
 

@@ -335,9 +335,9 @@ def test_call_formats_are_recognised_by_chat_template() -> None:
 def test_reasoning_is_separated_from_the_answer() -> None:
     text = "\n<think>a < b </thin </think>\n\nyes <think> no"
     for size in (1, 4, 100):
-        for thinking, given in ((Thinking.MAY, text), (Thinking.BEGUN, text[len("\n<think>") :])):
+        for thinking, answer in ((Thinking.MAY, text), (Thinking.BEGUN, text[len("\n<think>") :])):
             reader = AnswerReader(thinking, None)
-            parts = [reader.add(given[place : place + size]) for place in range(0, len(given), size)]
+            parts = [reader.add(answer[place : place + size]) for place in range(0, len(answer), size)]
             rest, calls = reader.finish()
             parts.append(rest)
             assert not calls

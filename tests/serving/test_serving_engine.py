@@ -394,10 +394,10 @@ def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> Non
         engine.step()
         engine.step()
     engine.run()
-    for handle, wanted in zip(handles, expected, strict=True):
+    for handle, theirs in zip(handles, expected, strict=True):
         output: Any = handle.result()
-        assert torch.equal(output.sequences, wanted.sequences)
-        assert all(torch.equal(*pair) for pair in zip(output.logits, wanted.logits, strict=True))
+        assert torch.equal(output.sequences, theirs.sequences)
+        assert all(torch.equal(*pair) for pair in zip(output.logits, theirs.logits, strict=True))
         assert output.statistics.invariant_rows >= 1
 
 

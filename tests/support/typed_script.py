@@ -38,8 +38,8 @@ def with_settings(settings: GenerationConfig) -> None:
     assert_type(output, torch.Tensor | LookaheadOutput)
 
 
-def returns_dict(asked: bool) -> torch.Tensor | LookaheadOutput:
-    return lookahead.generate(model, prompt, return_dict_in_generate=asked)
+def returns_dict(as_dict: bool) -> torch.Tensor | LookaheadOutput:
+    return lookahead.generate(model, prompt, return_dict_in_generate=as_dict)
 
 
 trace = Trace("trace.html", tokenizer)

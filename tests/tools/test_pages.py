@@ -84,11 +84,11 @@ def test_a_command_on_a_page_is_accepted(page: str, words: list[str]) -> None:
 
 def parse_lookahead(words: list[str]) -> None:
     """Parse the options of a `lookahead` command without running it."""
-    found: Any = typer.main.get_command(app)
-    while hasattr(found, "commands"):
+    group: Any = typer.main.get_command(app)
+    while hasattr(group, "commands"):
         name, *words = words
-        found = found.commands[name]
-    found.make_context(found.name, list(words))
+        group = group.commands[name]
+    group.make_context(group.name, list(words))
 
 
 def parse_benchmark(words: list[str]) -> None:

@@ -175,13 +175,13 @@ def test_the_page_shows_the_recorded_steps_and_needs_nothing_else(
     assert not re.search(r"""(src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", page)
     assert "default-src 'none'" in page
     data = data_of(page)
-    (text,), (told,) = trace.texts, data["texts"]
-    assert told["prompt"] == prompt
-    assert "".join(step["x"] for step in told["steps"]) == tokenizer.decode(text.tokens)
-    assert (told["tokens"], told["nodes"]) == (len(text.tokens), text.nodes)
+    (text,), (drawn,) = trace.texts, data["texts"]
+    assert drawn["prompt"] == prompt
+    assert "".join(step["x"] for step in drawn["steps"]) == tokenizer.decode(text.tokens)
+    assert (drawn["tokens"], drawn["nodes"]) == (len(text.tokens), text.nodes)
     names = [tokenizer.decode([token]) for token in text.tokens]
-    assert [data["vocabulary"][token] for step in told["steps"] for token in step["k"]] == names
-    for step, recorded in zip(told["steps"], text.steps, strict=True):
+    assert [data["vocabulary"][token] for step in drawn["steps"] for token in step["k"]] == names
+    for step, recorded in zip(drawn["steps"], text.steps, strict=True):
         assert step["a"] == recorded.path
         sources = [data["sources"][data["evidence"][each][0]] for each in step["e"]]
         assert sources == [origin.evidence[0] for origin in recorded.origins]
@@ -275,8 +275,8 @@ def test_an_interrupted_call_writes_the_steps_so_far(
     path = tmp_path / "trace.html"
     with pytest.raises(KeyboardInterrupt):
         interrupted(path)
-    (told,) = data_of(path.read_text(encoding="utf-8"))["texts"]
-    assert [len(step["k"]) for step in told["steps"]] == [len(record.tokens) for record in seen]
+    (text,) = data_of(path.read_text(encoding="utf-8"))["texts"]
+    assert [len(step["k"]) for step in text["steps"]] == [len(record.tokens) for record in seen]
 
 
 def test_a_configuration_takes_a_recorder_and_copies_share_it() -> None:

@@ -12,17 +12,17 @@ MUON_AND_ADAMW = "muon"
 ADAMW_ONLY = "adamw"
 
 
-def choose_optimizer(wanted: str) -> str:
+def choose_optimizer(name: str) -> str:
     """Resolve `auto` early, as optimizers cannot load each other's checkpoints."""
     available = hasattr(torch.optim, "Muon")
-    if wanted == MUON_AND_ADAMW and not available:
+    if name == MUON_AND_ADAMW and not available:
         raise TrainingError(
             f"--optimizer muon needs torch.optim.Muon, which torch {torch.__version__} lacks: install torch "
             "2.9 or later, or give --optimizer adamw"
         )
-    if wanted == "auto":
+    if name == "auto":
         return MUON_AND_ADAMW if available else ADAMW_ONLY
-    return wanted
+    return name
 
 
 def build_optimizers(model: LlamaForCausalLM, settings: TrainingSettings) -> list[torch.optim.Optimizer]:

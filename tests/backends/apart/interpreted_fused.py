@@ -57,8 +57,8 @@ def test_rotary_embeddings_give_the_bits_of_the_function(
     original = unwrap(attention.forward).__globals__["apply_rotary_pos_emb"]
     query, key = (torch.randn(2, 5, heads, size).transpose(1, 2).to(dtype) for heads in (4, 2))
     cos, sin = torch.randn(1, 5, part).expand(2, -1, -1).to(dtype), torch.randn(2, 5, part).to(dtype)
-    for found, expected in zip(rotate(query, key, cos, sin), original(query, key, cos, sin), strict=True):
-        assert torch.equal(found, expected)
+    for rotated, expected in zip(rotate(query, key, cos, sin), original(query, key, cos, sin), strict=True):
+        assert torch.equal(rotated, expected)
 
 
 def test_attention_finds_the_function_that_rotates_alike() -> None:

@@ -278,8 +278,8 @@ def difference(ours: Answer, plain: Answer, turn: Turn) -> str:
         for step, (first, second) in enumerate(zip(one or (), two or (), strict=True)):
             if name == "scores" and "SynthID" in turn.settings:
                 first, second = _probable(first, second)
-            if found := _difference_of_scores(first, second, None if running is None else running[:, step]):
-                return f"{name} at step {step} {found}"
+            if description := _difference_of_scores(first, second, None if running is None else running[:, step]):
+                return f"{name} at step {step} {description}"
     return ""
 
 

@@ -56,8 +56,8 @@ def run_on_ranks(case: Case, team: Team | None = None) -> Outcome:
 def _problem(case: Case, rank: int, got: Answer, expected: Answer) -> str:
     if rank:  # only rank 0 streams
         expected = replace(expected, streamed=[] if expected.streamed is not None else None)
-    if found := difference(got, expected, case.turns[0]):
-        return found
+    if description := difference(got, expected, case.turns[0]):
+        return description
     # Steps may differ with drafts by probabilities, which are sent in half precision.
     by_probability = case.turns[0].drafting.get("preset", "auto") in BUDGETED
     if not by_probability and len(got.accepted) != len(expected.accepted):
