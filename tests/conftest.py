@@ -30,7 +30,7 @@ def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(scope="session", autouse=True)
 def _findings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Neither read nor change the findings in the user's cache; the last of these folders holds them."""
+    """Neither read nor change the findings in the user's cache; use the last of these folders."""
     folders = [tmp_path_factory.mktemp("cache")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: folders[-1])
@@ -48,7 +48,7 @@ def _packed_where_asked_for() -> Iterator[None]:
 
 @pytest.fixture
 def own_findings(_findings: list[Path], tmp_path: Path) -> Iterator[Path]:
-    """The folder of findings about models and machines, for this test alone."""
+    """A separate folder of findings for this test."""
     _findings.append(tmp_path)
     yield tmp_path
     _findings.pop()
@@ -56,7 +56,7 @@ def own_findings(_findings: list[Path], tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def full_disk() -> Callable[[], AbstractContextManager[None]]:
-    """A `with` block in which this process cannot write to any file."""
+    """Return a context manager that simulates a full disk: this process cannot write to files."""
     resource = pytest.importorskip("resource")
 
     @contextmanager

@@ -1,13 +1,12 @@
 """Change one place of the code at a time, and count the changes that tests notice: mutation testing.
 
-    python tools/mutants.py --output build/out/mutants.jsonl               # what `make mutants` does
+    python tools/mutants.py --output build/out/mutants.jsonl               # as `make mutants`
     python tools/mutants.py --output FILE --count 20 --only core/walk.py   # some changes of one file
     python tools/mutants.py --output FILE --table                          # the table of what FILE has
 
-cosmic-ray knows which places can be changed, and how. A seeded sample of places is taken from the files in which a
-wrong line writes a wrong token, and one change is made at each. Tests of that file are run up to the first failure.
-Changes that they miss are then tried with the tests of `BROAD` (not with `--first`). A change that all of them miss is
-a survivor: either the program does the same with it, or a test is missing.
+cosmic-ray defines the possible changes. A seeded sample of places is drawn from the files that decide tokens, with one
+change at each. The tests of the file run up to the first failure. Changes that they miss are then tried with the tests
+of `BROAD` (not with `--first`). A change that all tests miss is a survivor: either it has no effect, or a test is missing.
 
 Rows are appended to FILE, and a change that has a row there is not tried again: stop and continue at any time. Tests
 run in copies of a process that has imported torch and transformers, on a copy of this checkout below build/mutants.
@@ -172,7 +171,7 @@ def sample(files: Sequence[str], count: int, seed: int) -> list[Mutant]:
 
 
 class Checkout:
-    """A copy of this checkout in which files are changed, and its tests run.
+    """A copy of this checkout, to change files and run tests.
 
     Args:
         number: Number of the copy.
@@ -198,7 +197,7 @@ class Checkout:
             file: The file, below src/lookahead.
             text: Its text.
             tests: Files or folders below tests/.
-            seconds: Processor time after which they count as hung.
+            seconds: Limit of processor time; longer runs count as hung.
 
         Returns:
             The result, and the test that failed.
@@ -240,7 +239,7 @@ class Checkout:
             else:
                 from lookahead.core import compiled
 
-                compiled._stamp = lambda: self._stamp  # the loops are those of the checkout without the change
+                compiled._stamp = lambda: self._stamp  # use the loops of the unchanged checkout
             paths = [f"tests/{test}" for test in tests]
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *paths]))
             sys.stdout.flush()
@@ -256,14 +255,14 @@ class Checkout:
             status = found if done else None
             time.sleep(0.05)
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # it, or processes of its tests
+            os.killpg(child, signal.SIGKILL)  # ends processes of its tests too
         if status is None:
             os.waitpid(child, 0)
         return status
 
 
 def try_mutants(mutants: Sequence[Mutant], checkout: Checkout, output: Path, broad: bool) -> None:
-    """Try the changes, and append a row for each; `broad`: with the tests of `BROAD`, not those of the file."""
+    """Try the changes, and append a row for each; with `broad`, run the tests of `BROAD` instead of the file's."""
     for mutant in mutants:
         begin = time.monotonic()
         text = mutated(mutant)

@@ -467,7 +467,7 @@ def test_a_cache_with_layers_that_hold_nothing(filled_by: Callable[..., Any]) ->
 
 
 def sharing_model() -> PreTrainedModel:
-    """Return a tiny model in which the last layers read the keys and values of the first layers."""
+    """Return a tiny model with shared keys and values: its last layers read the first layers' ones."""
     layers = ["sliding_attention", "full_attention"] * 2
     config = AutoConfig.for_model(
         "gemma4_text",

@@ -173,10 +173,10 @@ def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.
 
 
 @pytest.mark.parametrize("entry", ALL_ENTRIES)
-def test_what_comes_before_the_first_step_is_a_part_of_the_time(
+def test_the_time_includes_the_preparation_before_the_first_step(
     entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
-    model = copy.deepcopy(llama)  # which has to be checked first
+    model = copy.deepcopy(llama)  # a new object is checked first
     start = perf_counter()
     output = entry(model, prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     seconds = output.statistics.seconds

@@ -92,7 +92,7 @@ def test_first_calls_at_the_same_time(model: PreTrainedModel, config: dict[str, 
 
 @pytest.fixture
 def frequent_switches() -> Iterator[None]:
-    """Threads take turns a thousand times as often as usual."""
+    """Let threads switch a thousand times as often as usual."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 1000)
     yield
@@ -101,9 +101,9 @@ def frequent_switches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("scope", ["process", "file"])
-def test_what_is_kept_for_a_model_is_made_once(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
+def test_shared_state_of_a_model_is_created_once(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
     config = LookaheadConfig(memory=tmp_path / "memory.npz" if scope == "file" else scope)
-    Drafting(model, config).keep()  # a file to be read
+    Drafting(model, config).keep()  # creates the file
     other = copy.deepcopy(model)
     made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)[0]), THREADS)
     for kind in zip(*made, strict=True):

@@ -1,4 +1,4 @@
-"""Standard input of commands, and the steps that they see."""
+"""Fixtures for commands: standard input, and a hook on steps."""
 
 from __future__ import annotations
 

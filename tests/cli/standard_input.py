@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 
 class Terminal(io.TextIOBase):
-    """A terminal: each line is typed, or raises an exception, such as that of Ctrl-C."""
+    """A terminal with typed lines; an exception in their place is raised, for example `KeyboardInterrupt`."""
 
     def __init__(self, typed: Iterator[str | BaseException]) -> None:
         self._typed = typed
@@ -28,7 +28,7 @@ class StandardInput:
     """Standard input of the commands of one test.
 
     Args:
-        put: Puts a stream in its place.
+        put: Function that replaces standard input by a stream.
     """
 
     def __init__(self, put: Callable[[io.TextIOBase], None]) -> None:
@@ -36,15 +36,15 @@ class StandardInput:
         self.pipe(b"")
 
     def pipe(self, content: bytes) -> None:
-        """Let it be a pipe with some bytes."""
+        """Make standard input a pipe with these bytes."""
         self._put(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
     def lines(self, *lines: str) -> None:
-        """Let it be a pipe with some lines."""
+        """Make standard input a pipe with these lines."""
         self.pipe("".join(line + "\n" for line in lines).encode())
 
     def type_in(self, *lines: str | BaseException) -> Terminal:
-        """Let it be a terminal with some lines and keys."""
+        """Make standard input a terminal with these lines and keys."""
         terminal = Terminal(iter(lines))
         self._put(terminal)
         return terminal

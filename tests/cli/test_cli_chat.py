@@ -298,16 +298,15 @@ def test_an_interrupted_answer_stays(loaded: LoadedModel, on_steps: OnSteps) -> 
 
 
 def press_twice(*_: object) -> None:
-    """Press Ctrl-C, and do not wait for the end of the step."""
+    """Press Ctrl-C twice, without waiting for the end of the step."""
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 
 
 def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel) -> None:
-    """A second Ctrl-C does not wait: it may come when some layers have the keys of a step, and others have not. Then
-    the cache is that of the turn before."""
+    """A second Ctrl-C may leave a step's keys in some layers only; the cache returns to the turn before."""
     talk = conversation(loaded)
-    keys: list[Callable[[], None]] = []  # for the coming passes, the last one first
+    keys: list[Callable[[], None]] = []  # for the next passes, in reverse order
     with loaded.model.model.layers[3].register_forward_pre_hook(lambda *_: keys.pop()() if keys else None):
         check_turn(loaded, talk, TURNS[0])
         known = len(talk.cached)
@@ -344,12 +343,12 @@ def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, on_steps: OnSteps)
 
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
-    said = [*talk.messages]
+    history = [*talk.messages]
     on_steps(fail)
     with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):
         talk.answer(talk.prompt(TURNS[1]))
     on_steps(lambda step: step)
-    assert talk.messages == said
+    assert talk.messages == history
     check_turn(loaded, talk, TURNS[1])
 
 
@@ -417,7 +416,7 @@ def test_typed_turns(
     out, err = capsys.readouterr()
     _, answer = check_turn(loaded, conversation(loaded, max_new_tokens=6), TURNS[0], max_new_tokens=6)
     assert out == answer.text + "\n"
-    assert terminal.read == err.count("> ") == 4  # not in the output, which is no terminal here
+    assert terminal.read == err.count("> ") == 4  # markers are not in the output, which is no terminal
     assert "error: /nonsense is not a command" in err
     assert "not valid UTF-8" in err
     stdin.type_in(KeyboardInterrupt())
@@ -502,7 +501,7 @@ def test_models_that_ship_stop_strings(
     capsys: pytest.CaptureFixture[str], stdin: StandardInput, loaded: LoadedModel, model_path: Path, tmp_path: Path
 ) -> None:
     path = variant(model_path, tmp_path)
-    change(path / "generation_config.json", stop_strings=["e"])  # sooner or later
+    change(path / "generation_config.json", stop_strings=["e"])  # the answer will contain it
     stdin.lines(*TURNS)
     assert main(["chat", "--model", str(path), *CPU, "-n", str(NEW_TOKENS), "--json"]) == 0
     answers = reports(capsys.readouterr().out)

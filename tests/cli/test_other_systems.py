@@ -24,7 +24,7 @@ NEW_TOKENS = 8
 
 @pytest.fixture(params=["windows", "macos"])
 def system(request: pytest.FixtureRequest) -> dict[str, str]:
-    """The environment in which child processes take this system for another."""
+    """Environment variables that simulate another system in child processes."""
     paths = [SYSTEMS / request.param, Path(lookahead.__file__).parents[1]]
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 

@@ -162,7 +162,7 @@ def _broken_config(folder: Path) -> list[str]:
         (lambda folder: ["--parallel", "0"], "at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_before_ranks_start(
+def test_impossible_options_are_refused_before_ranks_start(
     options: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(options)

@@ -22,7 +22,7 @@ class ServerProcess:
         options: Of the command.
         from_scratch: Start Python anew, as users do, which takes seconds, rather than copy a process that has imported
             everything.
-        environment: Variables of a server that is started from scratch; without them those of this process.
+        environment: Environment variables of a server with `from_scratch`; this process's by default.
 
     Attributes:
         url: Address of the server.

@@ -22,7 +22,7 @@ class Variant:
         window: Length of sliding windows, and other limits of a layer's attention.
         context: Length of the position table, or maximum length of RoPE.
         rope: Kind of RoPE, if the family supports it.
-        rope_context: Longest text for which scaled RoPE uses its factors for short texts.
+        rope_context: Length limit of the factors for short texts in scaled RoPE.
         embedding_gain: Standard deviation of the token embeddings.
         spread: Standard deviation of the logits.
         experts: Implementation of mixtures of experts.
