@@ -6,7 +6,7 @@
 
 cosmic-ray defines the possible changes. A seeded sample of places is drawn from the files that decide tokens, with one
 change at each. The tests of the file run up to the first failure. Changes that they miss are then tried with the tests
-of `BROAD` (not with `--first`). A change that all tests miss is a survivor: either it has no effect, or a test is missing.
+of `BROAD` (not with `--first`). A change that all tests miss is a survivor: it has no effect, or a test is missing.
 
 Rows are appended to FILE, and a change that has a row there is not tried again: stop and continue at any time. Tests
 run in copies of a process that has imported torch and transformers, on a copy of this checkout below build/mutants.
