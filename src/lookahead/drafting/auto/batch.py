@@ -313,7 +313,8 @@ class DraftBatch:
                 drafter.catch_up(self)
             shown = np.empty(len(places), dtype=SHOWN)
             shown["place"], shown["root"] = places, forest.roots[of_rows]
-            shown["nodes"], shown["added"] = shown["root"] + 1 + self.sent[places], walks.counts[of_rows]
+            shown["nodes"] = np.minimum(shown["root"] + 1 + self.sent[places], forest.counts[of_rows])
+            shown["added"] = walks.counts[of_rows]
             self.sent[places] = 0
             nodes = spread(forest.firsts[of_rows], shown["nodes"])
             if self.reads and listed:
@@ -331,7 +332,7 @@ class DraftBatch:
         place = drafter.place
         with self.memory.lock:
             drafter.catch_up(self)
-            count = root + 1 + int(self.sent[place])
+            count = min(root + 1 + int(self.sent[place]), len(result.tree))  # another tree may have been sent
             self.sent[place] = 0
             if self.reads and result.top_ids.shape[1]:
                 predictions = result.top_ids[:count].copy(), result.top_probabilities[:count].copy()
