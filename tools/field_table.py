@@ -46,11 +46,11 @@ def field_table() -> str:
 def _fate(unused: Unused) -> str:
     """What happens to a field that is not used."""
     if unused.harmless is ANY:
-        return f"asks for nothing: {unused.reason}"
+        return f"ignored: {unused.reason}"
     if not unused.harmless:
         return f"refused: {unused.reason}"
     values = " or ".join(f"`{json.dumps(value)}`" for value in unused.harmless)
-    return f"{values} asks for nothing, all else is refused: {unused.reason}"
+    return f"{values} is ignored, all else is refused: {unused.reason}"
 
 
 def renewed(page: str) -> str:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lookahead.server.grammar import GrammarProcessor, GrammarSource, grammar_tokenizer, read_grammar
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, compile_grammar, grammar_tokenizer
 from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from lookahead.server.responses_request import ResponsesRequest
 from preloaded import Command
@@ -102,10 +102,10 @@ def test_drafts_for_an_ambiguous_grammar_end(demo: Any) -> None:
     _, tokenizer = demo
     tokens = grammar_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     (letter,) = tokenizer("a", add_special_tokens=False)["input_ids"]
-    source = GrammarSource(read_grammar(AMBIGUOUS, tokens, "grammar"))
+    source = GrammarSource(compile_grammar(AMBIGUOUS, tokens, "grammar"))
     with pytest.raises(ValueError, match="the grammar"):
         source.permits([letter] * 16, range(16))
-    processor, text = GrammarProcessor(read_grammar(AMBIGUOUS, tokens, "grammar"), 0), torch.tensor([[letter] * 16])
+    processor, text = GrammarProcessor(compile_grammar(AMBIGUOUS, tokens, "grammar"), 0), torch.tensor([[letter] * 16])
     with pytest.raises(ValueError, match="the grammar"):
         processor(text, torch.zeros(1, len(tokenizer)))
 

@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from lookahead.server.app import create_app
 from lookahead.server.guard import ServerSettings
-from lookahead.server.tools import HERMES, read_calls
+from lookahead.server.tools import HERMES, parse_calls
 from server_process import served_model
 
 ARGUMENTS = {
@@ -304,7 +304,7 @@ def test_answers_cut_behind_a_call_say_so(client: OpenAI) -> None:
 )
 def test_arguments_come_as_they_were_written(written: str) -> None:
     text = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
-    (call,) = read_calls(HERMES, text)
+    (call,) = parse_calls(HERMES, text)
     assert call["function"] == {"name": "f", "arguments": written}
     json.dumps(call).encode()
-    assert read_calls(HERMES, text.replace(written, "[" * 100_000 + "]" * 100_000)) == []
+    assert parse_calls(HERMES, text.replace(written, "[" * 100_000 + "]" * 100_000)) == []

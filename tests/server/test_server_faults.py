@@ -47,7 +47,7 @@ def with_format(schema: str) -> str:
         (called(f'{{"a": {nested(3000)}}}'), "messages", "nested too deep"),
         (called(f'{{"a": {nested(100_000)}}}'), "messages", "nested too deep"),
         (called(f'{{"a": 1{"0" * 5000}}}'), "messages", "more than 4300 digits"),
-        (called("[1]"), "messages", "no JSON object"),
+        (called("[1]"), "messages", "not a JSON object"),
         (with_format('{"type": "json_schema"}'), "response_format.json_schema", "json_schema is missing"),
         (with_format('{"type": "json_schema", "json_schema": {}}'), "response_format.json_schema.name", "is missing"),
         (with_format('{"type": "king"}'), "response_format", "json_schema"),
@@ -77,7 +77,7 @@ def test_bodies_other_than_plain_json_are_distinguished(http: httpx.Client) -> N
     answer = http.post(PATHS["chat"], content=packed, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         400,
-        "the body is not valid JSON: byte 1 is no UTF-8",
+        "the body is not valid JSON: byte 1 is not UTF-8",
     )
 
 

@@ -21,7 +21,7 @@ from lookahead.server.guard import ServerSettings
 from lookahead.server.messages import Message
 from lookahead.server.plan import make_plan
 from lookahead.server.requests import ChatRequest
-from lookahead.server.served_model import Prompt
+from lookahead.server.served_model import EncodedPrompt
 from lookahead.server.tools import FORMATS, HARMONY, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from lookahead.text import TextBuilder
 from random_schemas import random_schema
@@ -222,7 +222,7 @@ def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
             assert accepted("Of course.", request, Thinking.NEVER, format_) is (choice == "auto")
             assert not accepted(one.replace("clock", "watch"), request, Thinking.NEVER, format_)
             assert accepted(f"<think>So?</think>\n\n{one}", request, Thinking.MAY, format_)
-            assert accepted(f"So?</think>{one}", request, Thinking.BEGUN, format_)
+            assert accepted(f"So?</think>{one}", request, Thinking.OPEN, format_)
     for text, count in ((one, 1), (two, 2), (one[: one.rindex("{}") + 1], 0)):
         for size in (1, 3, 1000):
             reader = AnswerReader(Thinking.NEVER, format_)
@@ -287,7 +287,7 @@ def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
     _, tokenizer = demo
     served = served_model("x", demo[0], tokenizer)
     request = chat_request(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}})
-    plan = make_plan(served, request, Prompt([1, 2]), ServerSettings())
+    plan = make_plan(served, request, EncodedPrompt([1, 2]), ServerSettings())
     (processor,), config = plan.steer()
     (source,) = [make() for make in config.sources]
     before = processor(torch.tensor([[1, 2]]), torch.zeros(1, len(tokenizer)))
@@ -303,7 +303,7 @@ def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
 def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:
     request = chat_request(tools=[CLOCK], response_format={"type": "json_object"})
     *others, last = TEXT_FORMATS
-    with pytest.raises(ApiError, match="begin like JSON"):
+    with pytest.raises(ApiError, match="its calls are JSON"):
         grammar_of(request, Thinking.NEVER, last, {})
     for format_ in others:
         assert accepted('{"a": 1}', request, Thinking.NEVER, format_)
@@ -335,7 +335,7 @@ def test_call_formats_are_recognised_by_chat_template() -> None:
 def test_reasoning_is_separated_from_the_answer() -> None:
     text = "\n<think>a < b </thin </think>\n\nyes <think> no"
     for size in (1, 4, 100):
-        for thinking, answer in ((Thinking.MAY, text), (Thinking.BEGUN, text[len("\n<think>") :])):
+        for thinking, answer in ((Thinking.MAY, text), (Thinking.OPEN, text[len("\n<think>") :])):
             reader = AnswerReader(thinking, None)
             parts = [reader.add(answer[place : place + size]) for place in range(0, len(answer), size)]
             rest, calls = reader.finish()
@@ -362,7 +362,7 @@ def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
     objects = ('{"name": "f", "arguments": {"a": {"b": [1, "x"]}}}', '{"name": "f", "arguments": {}}')
     assert text.split(";")[:2] == list(objects)
     for wrong in ('{"a": ', "[1]", '"text"'):
-        with pytest.raises(ApiError, match="no JSON object"):
+        with pytest.raises(ApiError, match="not a JSON object"):
             served.encode_chat([turn(wrong)])
 
 

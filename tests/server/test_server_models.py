@@ -241,11 +241,11 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
         assert response.output_text == expected[0]
         assert text_for([{"role": "user", "content": "w5 w6"}]), "text alone is a prompt as well"
         for url, message in {
-            "http://127.0.0.1:1/picture": "no host",
+            "http://127.0.0.1:1/picture": "does not allow",
             f"http://{host}/moved": "status 302",
             f"http://{host}/none": "status 404",
             f"http://{host}/large": "more than 100000 bytes",
-            f"file:///{host}/picture": "no host",
+            f"file:///{host}/picture": "does not allow",
             "http://[": "cannot be read",
             "data:image/png;base64,%%%": "base64",
             as_url(b"no image"): "no image",
@@ -253,7 +253,7 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
         }.items():
             with pytest.raises(BadRequestError, match=message):
                 text_for(image_turn(url))
-        with pytest.raises(BadRequestError, match="the most is 16"):
+        with pytest.raises(BadRequestError, match="send at most 16"):
             text_for(image_turn(as_url(picture(1))) * 17)
 
 
@@ -266,10 +266,10 @@ def test_images_are_bounded_and_only_from_allowed_hosts(seeing: Path, host: str)
         padded = f"http://{allowed}".rjust(2048) + f":{port}/picture"
         picture_url = as_url(picture(1))
         for urls, message in (
-            ([padded], "characters; the most is"),
-            ([padded.strip()], "no host"),
-            ([f"http://{allowed}@{host}/picture"], "no host"),
-            ([f"HTTP://{host}/picture"], "no host"),
+            ([padded], "characters; send at most"),
+            ([padded.strip()], "does not allow"),
+            ([f"http://{allowed}@{host}/picture"], "does not allow"),
+            ([f"HTTP://{host}/picture"], "does not allow"),
             ([as_url(large.getvalue())] * 3, "pixels in all"),
             ([f"data:image/png,{'%41' * 10}"], "no image"),
         ):
@@ -282,5 +282,5 @@ def test_images_are_bounded_and_only_from_allowed_hosts(seeing: Path, host: str)
 
 
 def test_a_model_that_reads_text_alone_refuses_images(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError, match="reads text alone"):
+    with pytest.raises(BadRequestError, match="reads only text"):
         client.chat.completions.create(model="chatty", messages=image_turn(as_url(picture(1))))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import PRESETS
-from lookahead.server.errors import of_validation
+from lookahead.server.errors import validation_error
 from lookahead.server.fields import ANY, UNUSED
 from lookahead.server.messages import Message
 from lookahead.server.requests import ChatRequest, CompletionRequest
@@ -280,7 +280,7 @@ def test_fields_that_ask_for_nothing_are_left_out_and_others_named(place: str) -
         if unused.harmless is not ANY:
             with pytest.raises(ValidationError) as raised:
                 ENDPOINTS[place].model_validate(least | {unused.name: "something"})
-            error = of_validation(
+            error = validation_error(
                 [{**raised.value.errors()[0], "loc": ("body", unused.name)}], {unused.name: "something"}
             )
             assert (error.param, error.status_code) == (unused.name, 400)

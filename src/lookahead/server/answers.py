@@ -21,8 +21,8 @@ from lookahead.trace import TracedStep
 from lookahead.version import __version__
 
 
-class Form(ABC):
-    """How the answers of a generation to its request are written."""
+class AnswerForm(ABC):
+    """Response format of one endpoint: JSON of whole answers, and of the chunks of a stream."""
 
     prefix: str
     object: str
@@ -40,16 +40,16 @@ class Form(ABC):
         self._streamed = 0
 
     def whole(self, wholes: Sequence[Piece]) -> dict[str, Any]:
-        """The answer to a request that does not stream, of all text and log-probabilities of each choice."""
+        """Return the body of a response without streaming; `wholes` has one complete piece for each answer."""
         choices = [self.choice(answer, whole) for answer, whole in zip(self.generation.answers, wholes, strict=True)]
         return {**self._head, "object": self.object, "choices": choices, **self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before all others."""
+        """Return the first chunks of a stream."""
         return []
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
-        """The chunks for a piece, or for the end of an answer; none if there is nothing to tell yet."""
+        """Return the chunks for a piece, or for the end of an answer if `piece` is `None`."""
         self._streamed += 0 if piece is None else len(piece.tokens)
         if piece is not None and not (piece.text or piece.logprobs or self.request.lookahead.steps):
             return []
@@ -61,7 +61,7 @@ class Form(ABC):
         return [chunk]
 
     def _tree(self, step: TracedStep) -> dict[str, list[Any]]:
-        """What a step proposed, and what of it was accepted. Its first node is the root, whose parent is -1."""
+        """Describe the tree of a step and its accepted path. The root is node 0, with parent -1."""
         likely = [origin.probability for origin in step.origins]
         return {
             "tokens": [self._served.text_of(token) for token in step.tokens],
@@ -72,11 +72,11 @@ class Form(ABC):
         }
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The chunk that tells of an error."""
+        """Return the chunk for an error."""
         return error.body()
 
     def closing(self) -> list[dict[str, Any]]:
-        """Chunks that come after all others."""
+        """Return the last chunks of a stream."""
         chunk = self.usage()
         if not self.request.stream_options.include_usage:
             chunk = {name: value for name, value in chunk.items() if name == "lookahead"}
@@ -86,7 +86,7 @@ class Form(ABC):
         return {**self._head, "object": self.chunk_object, "choices": list(choices)}
 
     def usage(self) -> dict[str, Any]:
-        """Counts of the whole request."""
+        """Return the token counts of the whole request, and statistics of its drafts."""
         answers = self.generation.answers
         counts = [answer.handle.statistics for answer in answers]
         completion = sum(count.tokens for count in counts)
@@ -112,11 +112,11 @@ class Form(ABC):
 
     @abstractmethod
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
-        """One answer, complete."""
+        """Return one complete answer."""
 
     @abstractmethod
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
-        """What a chunk says of one answer."""
+        """Return the part of a chunk for one answer."""
 
     def _counts(self, completion: int) -> dict[str, Any]:
         prompt = sum(len(plan.prompt) for plan in self.generation.plans)
@@ -124,25 +124,21 @@ class Form(ABC):
 
 
 def _speculation(drafts: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """What was drafted for a request, and accepted, in vLLM's form.
-
-    Args:
-        drafts: How many tokens each draft had, and how many of them were accepted.
-    """
-    sent, accepted = (sum(counts) for counts in zip(*drafts, strict=True))
+    """Return draft statistics in vLLM's format; `drafts` has the drafted and the accepted tokens of each step."""
+    drafted, accepted = (sum(counts) for counts in zip(*drafts, strict=True))
     histogram = Counter(tokens for _, tokens in drafts)
     return {
         "mean_acceptance_length": 1 + accepted / len(drafts),
-        "draft_acceptance_rate": accepted / sent,
+        "draft_acceptance_rate": accepted / drafted,
         "acceptance_histogram": [histogram[tokens] for tokens in range(max(histogram) + 1)],
         "num_spec_steps": len(drafts),
         "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": sent,
+        "num_draft_tokens": drafted,
     }
 
 
-class CompletionForm(Form):
-    """Of `/v1/completions`."""
+class CompletionForm(AnswerForm):
+    """Response format of `/v1/completions`."""
 
     prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -153,27 +149,27 @@ class CompletionForm(Form):
         self._offsets: dict[int, int] = {}
 
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
-        """See `Form`."""
+        """Return one complete answer, after the prompt if `echo` is set."""
         echo = self._echo(answer)
         whole = Piece(text=echo.text + whole.text, logprobs=echo.logprobs + whole.logprobs)
         return self.delta(answer, whole) | {"finish_reason": answer.handle.finish_reason}
 
     def opening(self) -> list[dict[str, Any]]:
-        """See `Form`: the prompts, if they are to be told."""
+        """Return the prompts as chunks, if `echo` is set."""
         answers = self.generation.answers if self.request.echo else []
         return [self._chunk(self.delta(answer, self._echo(answer))) for answer in answers]
 
     def _echo(self, answer: Answer) -> Piece:
-        """What stands before the answer."""
+        """Return the text of the prompt and its log-probabilities, if `echo` is set."""
         if not self.request.echo:
             return Piece()
         place = answer.index // self.request.n
-        prompt, scored = self.request.prompts[place], self.generation.scored
+        prompt, scores = self.request.prompts[place], self.generation.prompt_scores
         text = prompt if isinstance(prompt, str) else str(self._served.tokenizer.decode(prompt))
-        return Piece(text=text, logprobs=scored[place] if scored else [])
+        return Piece(text=text, logprobs=scores[place] if scores else [])
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
-        """See `Form`."""
+        """Return text and log-probabilities of a piece, or the finish reason."""
         if piece is None:
             return {"index": answer.index, "text": "", "logprobs": None, "finish_reason": answer.handle.finish_reason}
         logprobs = self._logprobs(answer.index, piece.logprobs) if piece.logprobs else None
@@ -196,8 +192,8 @@ class CompletionForm(Form):
         }
 
 
-class ChatForm(Form):
-    """Of `/v1/chat/completions`."""
+class ChatForm(AnswerForm):
+    """Response format of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     object = "chat.completion"
@@ -211,24 +207,24 @@ class ChatForm(Form):
         self._readers = [AnswerReader(served.thinking(prompt), format_, served.reasoning) for _ in generation.answers]
 
     def choice(self, answer: Answer, whole: Piece) -> dict[str, Any]:
-        """See `Form`."""
+        """Return one complete answer as a message with reasoning and calls."""
         begin = self._readers[answer.index].add(whole.text)
         rest, calls = self._readers[answer.index].finish()
         content, reasoning = begin.content + rest.content, begin.reasoning + rest.reasoning
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        logprobs, reason = self._logprobs(whole.logprobs), self._why_ended(answer, calls)
+        logprobs, reason = self._logprobs(whole.logprobs), self._finish_reason(answer, calls)
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return a chunk with the role for each answer."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        begun = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return [self._chunk({"index": answer.index, **begun}) for answer in self.generation.answers]
+        fields = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk({"index": answer.index, **fields}) for answer in self.generation.answers]
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
-        """See `Form`."""
+        """Return reasoning and content of a piece; at the end of an answer its calls and finish reason."""
         if piece is None:
             return self._last(answer)
         part = self._readers[answer.index].add(piece.text)
@@ -241,17 +237,16 @@ class ChatForm(Form):
         }
 
     def _last(self, answer: Answer) -> dict[str, Any]:
-        """How an answer ends: with its calls, which come whole."""
         rest, calls = self._readers[answer.index].finish()
         pieces = {"reasoning_content": rest.reasoning, "content": rest.content}
         delta: dict[str, Any] = {name: text for name, text in pieces.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        reason = self._why_ended(answer, calls)
+        reason = self._finish_reason(answer, calls)
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _why_ended(self, answer: Answer, calls: Sequence[Any]) -> str | None:
-        """Why an answer ended: with its calls, unless it was cut where there might have been more."""
+    def _finish_reason(self, answer: Answer, calls: Sequence[Any]) -> str | None:
+        """Return `"tool_calls"` if there are calls, unless the length limit may have cut off further ones."""
         reason = answer.handle.finish_reason
         if not calls or (reason == "length" and may_call_again(self.request, self._served.tool_format)):
             return reason

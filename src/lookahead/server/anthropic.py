@@ -1,4 +1,4 @@
-"""`/v1/messages`, Anthropic's protocol: requests as those of a chat, answers as blocks and events about them."""
+"""`/v1/messages`, Anthropic's protocol: requests as chat requests, answers as blocks and events."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class InputTool(Fields, place=TOOL):
 
 
 class ToolChoice(Fields):
-    """Whether functions may be called, or have to be, and which."""
+    """Permission or duty to call functions."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = Field(default="", max_length=128)
@@ -94,7 +94,7 @@ class OutputFormat(Fields):
 
 
 class OutputConfig(Fields):
-    """The form of the answer, and how much to reason."""
+    """Format of the answer, and reasoning effort."""
 
     effort: str | None = Field(default=None, max_length=64)
     format: OutputFormat | None = None
@@ -109,25 +109,25 @@ class MessagesRequest(TextRequest, place=MESSAGES):
     max_tokens: Count = Field(description="most tokens of the answer")
     system: str | Many[TextBlock] = Field(default="", description="a system message before all others")
     stop_sequences: StopStrings = Field(default_factory=list, description="another name of `stop`")
-    tools: list[InputTool] = Field(default_factory=list, max_length=128, description="functions; see below")
+    tools: list[InputTool] = Field(default_factory=list, max_length=128, description="functions; see above")
     tool_choice: ToolChoice | None = Field(default=None, description="`auto`, `any`, `none`, or a function")
     thinking: dict[str, Any] = Field(
-        default_factory=dict, description="`type`: `enable_thinking` of the chat template, which may have no such"
+        default_factory=dict, description="`type`: `enable_thinking` of the chat template, if it has one"
     )
     output_config: OutputConfig = Field(
         default_factory=OutputConfig, description="`format` and `effort`: as `response_format` and `reasoning_effort`"
     )
 
     def as_chat(self) -> ChatRequest:
-        """The same request for a chat completion."""
+        """Convert to a chat request."""
         system = self.system if isinstance(self.system, str) else "".join(block.text for block in self.system)
         messages = [chats.Message(role="system", content=system)] if system else []
         for turn in self.messages:
             messages += _messages(turn)
-        begun = messages[-1].role == "assistant"
+        continues = messages[-1].role == "assistant"
         choice, form = self.tool_choice or ToolChoice(type="auto"), self.output_config.format
-        named = chats.NamedTool(type="function", function=chats.FunctionName(name=choice.name))
-        choices: dict[str, Any] = {"any": "required", "tool": named}
+        tool_choice = chats.NamedTool(type="function", function=chats.FunctionName(name=choice.name))
+        choices: dict[str, Any] = {"any": "required", "tool": tool_choice}
         tools = [
             chats.Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools
@@ -144,8 +144,8 @@ class MessagesRequest(TextRequest, place=MESSAGES):
             response_format=None if schema is None else JsonSchemaFormat(type="json_schema", json_schema=schema),
             reasoning_effort=self.output_config.effort,
             chat_template_kwargs={"enable_thinking": self.thinking.get("type") != "disabled"} if self.thinking else {},
-            continue_final_message=begun,
-            add_generation_prompt=not begun,
+            continue_final_message=continues,
+            add_generation_prompt=not continues,
             **fields,
         )
 
@@ -157,10 +157,10 @@ class CountRequest(MessagesRequest, place=MESSAGES):
 
 
 def _messages(turn: Turn) -> list[chats.Message]:
-    """A message as a chat has it; results of functions are messages of their own."""
+    """Convert a turn to chat messages; each result of a function is a message."""
     if isinstance(turn.content, str):
         return [chats.Message(role=turn.role, content=turn.content)]
-    messages, seen, thoughts, calls = [], [], [], []
+    messages, contents, thoughts, calls = [], [], [], []
     for block in turn.content:
         if isinstance(block, ResultBlock):
             messages.append(chats.Message(role="tool", tool_call_id=block.tool_use_id, content=_parts(block.content)))
@@ -170,9 +170,9 @@ def _messages(turn: Turn) -> list[chats.Message]:
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         else:
-            seen.append(block)
-    if seen or calls or thoughts or not messages:
-        content = _parts(seen) if turn.role == "user" else chats.joined(_parts(seen))
+            contents.append(block)
+    if contents or calls or thoughts or not messages:
+        content = _parts(contents) if turn.role == "user" else chats.joined(_parts(contents))
         thought = "".join(thoughts) or None
         messages.append(
             chats.Message(role=turn.role, content=content, reasoning_content=thought, tool_calls=calls or None)
@@ -192,13 +192,13 @@ def _parts(blocks: Any) -> list[chats.ContentPart]:
     return parts
 
 
-def _value(written: str) -> Any:
-    """Arguments as `input` has them, or their text where no JSON can hold their values."""
+def _value(arguments: str) -> Any:
+    """Parse the arguments of a call; wrap their text if JSON cannot represent the values."""
     try:
-        value = json.loads(written)
+        value = json.loads(arguments)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return {"arguments": written}
+        return {"arguments": arguments}
     return value
 
 
@@ -206,37 +206,37 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesForm(ChatForm):
-    """Of `/v1/messages`. A stream consists of named events."""
+    """Response format of `/v1/messages`. A stream consists of named events."""
 
     prefix, last_event = "msg", b""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
         self._blocks: list[dict[str, Any]] = []
-        self._ended: str | None = None
+        self._reason: str | None = None
 
     def whole(self, wholes: Sequence[Piece]) -> dict[str, Any]:
-        """See `Form`."""
+        """Return the message of a response without streaming."""
         answer = self.generation.answers[0]
         self._add(self._readers[0].add(wholes[0].text))
         self._finish(answer)
         return self._message(self._blocks) | self._ending() | {"usage": self._usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return the event that begins the message."""
         return [{"type": "message_start", "message": self._message([]) | {"usage": self._usage()}}]
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return the events of a piece, or of the end of the answer."""
         return self._finish(answer) if piece is None else self._add(self._readers[0].add(piece.text))
 
     def closing(self) -> list[dict[str, Any]]:
-        """See `Form`."""
-        ended = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
-        return [ended, {"type": "message_stop"}]
+        """Return the events that end the message."""
+        delta = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        return [delta, {"type": "message_stop"}]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """See `Form`."""
+        """Return the event of an error."""
         return {"type": "error"} | error.body()
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,10 +244,10 @@ class MessagesForm(ChatForm):
         return names | {"content": content, "stop_reason": None, "stop_sequence": None}
 
     def _ending(self) -> dict[str, Any]:
-        found = self.generation.answers[0].stop_found
-        if found is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
-        return {"stop_reason": _REASONS.get(self._ended or "", "end_turn"), "stop_sequence": None}
+        stop = self.generation.answers[0].stop_string
+        if stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _REASONS.get(self._reason or "", "end_turn"), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         usage = self.usage()["usage"]
@@ -260,7 +260,7 @@ class MessagesForm(ChatForm):
         }
 
     def _add(self, part: Part) -> list[dict[str, Any]]:
-        """The events of a piece: a block is begun when there is something to put into it."""
+        """Return the events of a piece. The first text of a kind begins a block."""
         events = []
         for kind, field, text in (("thinking", "thinking", part.reasoning), ("text", "text", part.content)):
             if text:
@@ -272,16 +272,16 @@ class MessagesForm(ChatForm):
         return events
 
     def _finish(self, answer: Answer) -> list[dict[str, Any]]:
-        """The events of the end: what was left, and the calls, which come whole."""
+        """Return the last events of an answer: remaining text, then each call."""
         rest, calls = self._readers[0].finish()
-        self._ended = self._why_ended(answer, calls)
+        self._reason = self._finish_reason(answer, calls)
         events = [*self._add(rest), *self._close()]
         for call in calls:
-            name, written = call["function"]["name"], call["function"]["arguments"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
             events.append(self._open({"type": "tool_use", "id": call["id"], "name": name, "input": {}}))
-            delta = {"type": "input_json_delta", "partial_json": written}
+            delta = {"type": "input_json_delta", "partial_json": arguments}
             events += [self._event("content_block_delta", delta=delta), *self._close()]
-            self._blocks[-1]["input"] = _value(written)
+            self._blocks[-1]["input"] = _value(arguments)
         return events
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The web application: routes, and errors in OpenAI's form."""
+"""Web application: routes and error responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lookahead.errors import LookaheadError
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.anthropic import CountRequest, MessagesForm, MessagesRequest
 from lookahead.server.errors import ApiError, as_api_error
-from lookahead.server.fields import text_fault
+from lookahead.server.fields import json_error_message
 from lookahead.server.guard import Guard, ServerSettings
 from lookahead.server.metrics import REFUSED
 from lookahead.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -38,7 +38,7 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 
 
 
 def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
-    """The application that serves models. Their engines are started with it, and closed."""
+    """Return the application. It starts the engines of the models, and closes them."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,8 +51,8 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing:
                 await asyncio.to_thread(served.engine.close, True)
             service.close()
 
-    failures: dict[Any, Any] = dict.fromkeys(
-        (HTTPException, RequestValidationError, LookaheadError, Exception), _failed
+    handlers: dict[Any, Any] = dict.fromkeys(
+        (HTTPException, RequestValidationError, LookaheadError, Exception), _error_response
     )
     app = FastAPI(
         title="lookahead",
@@ -60,7 +60,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        exception_handlers=failures,
+        exception_handlers=handlers,
     )
     service = app.state.service = Service(models, settings, tracing)
     refused = partial(service.metrics.count, models[0].name, REFUSED, 1)
@@ -78,7 +78,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        """A chat that shows what lookahead decoding does."""
+        """Chat page that shows the steps of lookahead decoding."""
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
     app.mount("/page", StaticFiles(directory=PAGE))
@@ -86,35 +86,35 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings, tracing:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    """What is asked about the server and its models."""
+    """Add the routes for the state of the server and its models."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the server is there."""
+        """Health of the server."""
         return {"status": "ok"}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Which version of the library it is."""
+        """Version of the library."""
         return {"version": __version__}
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        """How much there is to do at the moment."""
+        """Current load: running and waiting answers, and the memory for keys and values."""
         loads = [asdict(served.engine.load) for served in service.models.values()]
-        now = {name: sum(load[name] or 0 for load in loads) for name in loads[0]}
-        limit = now.pop("most_kv_bytes")
-        now["server_load"] = now["running"] + now["waiting"]
-        return now | ({"kv_limit_bytes": limit} if limit else {})
+        total = {name: sum(load[name] or 0 for load in loads) for name in loads[0]}
+        limit = total.pop("most_kv_bytes")
+        total["server_load"] = total["running"] + total["waiting"]
+        return total | ({"kv_limit_bytes": limit} if limit else {})
 
     @app.get("/metrics")
     async def metric_counts() -> Response:
-        """Counts, for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that are served."""
+        """Served models."""
         return {"object": "list", "data": [_card(served) for served in service.models.values()]}
 
     @app.get("/v1/models/{name:path}")
@@ -124,7 +124,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
-    """What makes texts, or reads them."""
+    """Add the routes that generate, encode or decode texts."""
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
@@ -140,8 +140,8 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         try:
-            if left_out := request.left_out:
-                http.state.notes["left_out"] = left_out
+            if hosted_tools := request.hosted_tools:
+                http.state.notes["left_out"] = hosted_tools
             return await service.answer(request.as_chat(), http, partial(ResponsesForm, request))
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
@@ -153,7 +153,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: CountRequest, http: Request) -> dict[str, int]:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         served, chat = service.model(request.model), request.as_chat()
         with service.place():
             prompts = await service.with_images(served, chat.messages, http, partial(served.prompts, chat))
@@ -161,22 +161,22 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest, http: Request) -> dict[str, Any]:
-        """The tokens of a text, or of a conversation."""
+        """Encode a text or a conversation."""
         served = service.model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "give prompt or messages, one of them", "prompt", "invalid_value")
+            raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
         with service.place():
             if (prompt := request.prompt) is not None:
                 tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens), http)
             else:
                 messages = request.messages or []
-                read = partial(served.encode_chat, messages, (), None)
-                tokens = (await service.with_images(served, messages, http, read)).tokens
+                encode = partial(served.encode_chat, messages, (), None)
+                tokens = (await service.with_images(served, messages, http, encode)).tokens
         return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest, http: Request) -> dict[str, str]:
-        """The text of tokens."""
+        """Decode token ids."""
         served = service.model(request.model)
         served.check_length(request.tokens, "tokens")
         served.check_tokens(request.tokens, "tokens")
@@ -194,14 +194,13 @@ def _card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """The answer to a request that failed."""
+async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        said = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json tells what there is"
+        message = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json lists all routes"
         if isinstance(error.__cause__, Exception):
-            said = f"the body is not valid JSON: {text_fault(error.__cause__)}"
-        error = ApiError(error.status_code, said, headers=error.headers)
-    told = as_api_error(error, request.headers.get("content-type", ""))
-    if request.url.path.startswith("/v1/messages"):  # whose clients read the kind of the whole body
-        return JSONResponse({"type": "error"} | told.body(), told.status_code, told.headers)
-    return told.response()
+            message = f"the body is not valid JSON: {json_error_message(error.__cause__)}"
+        error = ApiError(error.status_code, message, headers=error.headers)
+    error = as_api_error(error, request.headers.get("content-type", ""))
+    if request.url.path.startswith("/v1/messages"):  # Anthropic's clients expect the type of the body
+        return JSONResponse({"type": "error"} | error.body(), error.status_code, error.headers)
+    return error.response()

@@ -23,26 +23,27 @@ _TYPES = {
     504: "timeout_error",
 }
 
-_LONGEST_NAME = 100
+_MAX_CHARACTERS = 100
+"""Characters of a client's own text that an error repeats."""
 
 FAILED = 500
 
-CLIENT_LEFT = 499
-"""In the log, for a client that has gone before its answer."""
+CLIENT_CLOSED_REQUEST = 499
+"""Status in the log if the client disconnects before its answer, as in nginx."""
 
 CLOSE = {"Connection": "close"}
-"""Header of an answer after which the connection is of no use."""
+"""Header of an error that also ends the connection."""
 
 
 class ApiError(HTTPException):
-    """What a client is told instead of an answer.
+    """Error response.
 
     Args:
-        status: The HTTP status.
-        message: What is wrong, and what to do.
-        param: The field of the request that is to blame, if one is.
-        code: A word for programs, such as `"model_not_found"`.
-        headers: Further headers of the answer.
+        status: HTTP status.
+        message: Cause and remedy.
+        param: Invalid field of the request, if the error is about one.
+        code: Machine-readable cause, e.g. `"model_not_found"`.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error, where the field to blame has the name that `names` gives it."""
+        """Return the same error with `param` renamed by `names`, in its message too."""
         name = names.get(self.param or "", self.param)
         message = self.detail
         if self.param is not None and name is not None and message.startswith(self.param):
@@ -65,28 +66,31 @@ class ApiError(HTTPException):
         return ApiError(self.status_code, message, name, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Return the JSON body."""
         kind = _TYPES.get(self.status_code, "server_error" if self.status_code >= FAILED else "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Return the response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def refused(param: str, message: str) -> ApiError:
-    """A field that cannot be met: status 400."""
+    """Return the error (status 400) for an unsupported value of a field."""
     return ApiError(400, message, param, "unsupported_value")
 
 
 def as_api_error(error: Exception, content_type: str = "") -> ApiError:
-    """Any error in the form that clients know: what the library refuses is the request's fault. `content_type` is what
-    the request says that its body is."""
+    """Convert any exception to an error response; errors of this library mean an invalid request.
+
+    Args:
+        content_type: The `Content-Type` header of the request.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        sent_otherwise = isinstance(error.body, bytes) or not content_type
-        return _not_json(content_type) if sent_otherwise else of_validation(list(error.errors()), error.body)
+        is_not_json = isinstance(error.body, bytes) or not content_type
+        return _not_json(content_type) if is_not_json else validation_error(list(error.errors()), error.body)
     if isinstance(error, ModelChangedError):
         return ApiError(503, str(error), None, "model_changed")
     if isinstance(error, LookaheadError):
@@ -94,15 +98,15 @@ def as_api_error(error: Exception, content_type: str = "") -> ApiError:
     return ApiError(FAILED, "the server failed; its log says why")
 
 
-def described(error: BaseException) -> str:
-    """An error in a line of the log: its class, what it says, and where it was raised."""
+def error_summary(error: BaseException) -> str:
+    """Return class, message and source line of an error, for the log."""
     place = extract_tb(error.__traceback__)[-1]
     return f"{type(error).__module__}.{type(error).__qualname__}: {error!s:.200} ({place.filename}:{place.lineno})"
 
 
 def _not_json(content_type: str) -> ApiError:
-    """A body that is not sent as JSON, as curl does with `-d` alone."""
-    sent = f"as {content_type[:_LONGEST_NAME]!r}" if content_type else "without the header Content-Type"
+    """Return the error for a body of another type, which curl sends with `-d`."""
+    sent = f"as {content_type[:_MAX_CHARACTERS]!r}" if content_type else "without the header Content-Type"
     return ApiError(
         415,
         f"the body is sent {sent}; send JSON with the header 'Content-Type: application/json' (curl: -H or --json)",
@@ -110,34 +114,39 @@ def _not_json(content_type: str) -> ApiError:
     )
 
 
-def of_validation(details: list[dict[str, Any]], body: Any) -> ApiError:
-    """What pydantic found in a body, of which the first is told."""
+def validation_error(details: list[dict[str, Any]], body: Any) -> ApiError:
+    """Return the error for the first invalid field of a body.
+
+    Args:
+        details: The errors that pydantic found.
+        body: The parsed body.
+    """
     field = details[0]["loc"][:2]
-    # Of a union each alternative says why it is not meant: what got farthest is nearest to what was meant.
-    found = max((detail for detail in details if detail["loc"][:2] == field), key=lambda detail: len(detail["loc"]))
-    place = _place(found["loc"][1:], body)
-    param = ".".join(place)[:_LONGEST_NAME] or None
-    if found["type"] == "extra_forbidden":
-        reason = REASONS.get(place[-1])
-        said = f"{param} is not supported by this server" + (f": {reason}" if reason else "")
-        return ApiError(400, said, param, "unsupported_parameter")
-    if found["type"] == "missing":
+    # Each alternative of a union reports an error: the deepest one belongs to the intended alternative.
+    detail = max((one for one in details if one["loc"][:2] == field), key=lambda one: len(one["loc"]))
+    path = _path(detail["loc"][1:], body)
+    param = ".".join(path)[:_MAX_CHARACTERS] or None
+    if detail["type"] == "extra_forbidden":
+        reason = REASONS.get(path[-1])
+        message = f"{param} is not supported by this server" + (f": {reason}" if reason else "")
+        return ApiError(400, message, param, "unsupported_parameter")
+    if detail["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing", param, "missing_required_parameter")
-    if found["type"] == "json_invalid":
-        said = f"the body is not valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
-        return ApiError(400, said, None, "invalid_json")
-    said = param or "the body"
-    if param is not None and isinstance(found["input"], (str, int, float)):
-        said += f"={found['input']!r:.{_LONGEST_NAME}}"
-    return ApiError(400, f"{said}: {found['msg'].removeprefix('Value error, ')}", param, "invalid_value")
+    if detail["type"] == "json_invalid":
+        message = f"the body is not valid JSON: {detail['ctx']['error']} at character {detail['loc'][-1]}"
+        return ApiError(400, message, None, "invalid_json")
+    subject = param or "the body"
+    if param is not None and isinstance(detail["input"], (str, int, float)):
+        subject += f"={detail['input']!r:.{_MAX_CHARACTERS}}"
+    return ApiError(400, f"{subject}: {detail['msg'].removeprefix('Value error, ')}", param, "invalid_value")
 
 
-def _place(parts: Sequence[Any], body: Any) -> list[str]:
-    """The place of an error in a body, without the alternatives of unions, which pydantic has as parts of it."""
-    place: list[str] = []
+def _path(parts: Sequence[Any], body: Any) -> list[str]:
+    """Return the path of an invalid field, without the names of union alternatives that pydantic inserts."""
+    path: list[str] = []
     for part in parts:
         if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            place.append(str(part))
+            path.append(str(part))
             body = body[part]
-    is_missing = bool(parts) and isinstance(body, dict) and place[-1:] != [str(parts[-1])]
-    return [*place, str(parts[-1])] if is_missing else place
+    is_missing = bool(parts) and isinstance(body, dict) and path[-1:] != [str(parts[-1])]
+    return [*path, str(parts[-1])] if is_missing else path

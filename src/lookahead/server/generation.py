@@ -1,4 +1,4 @@
-"""The answers to one request while they are made: from the engine's thread to the event loop."""
+"""Running answers to one request: from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lookahead.core.statistics import StepRecord
-from lookahead.server.errors import CLIENT_LEFT, ApiError
-from lookahead.server.grammar import asks_for_json
+from lookahead.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from lookahead.server.grammar import requires_json
 from lookahead.server.guard import ServerSettings
-from lookahead.server.metrics import FINISHED, LEFT, WHOLE, Metrics
+from lookahead.server.metrics import DISCONNECTED, FINISHED, WHOLE, Metrics
 from lookahead.server.outbox import Outbox, Piece
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
-from lookahead.server.scoring import scored
+from lookahead.server.scoring import score_prompt
 from lookahead.server.served_model import ServedModel
 from lookahead.server.tools import ReasoningFormat
 from lookahead.serving import RequestHandle
@@ -31,20 +31,25 @@ from lookahead.text import TextBuilder
 from lookahead.trace import Trace
 
 _LAST_TOKENS = 256
-"""Tokens of a faulty answer that are told."""
+"""Last tokens of an invalid JSON answer that the log contains."""
 
 
 class Answer:
-    """One answer.
+    """One running answer.
 
     Args:
-        begin: When the request arrived, in seconds of `time.monotonic`.
+        served: The model.
+        plan: Plan of its prompt.
+        index: Index of the answer in its request.
+        seed: Seed of sampling.
+        group: Group of the request in the engine.
+        begin: Arrival of the request, in seconds of `time.monotonic`.
         send: Called in the engine's thread with the `Piece` of each step.
 
     Attributes:
         index: Index of the answer in its request.
-        handle: The engine's request, with its counts.
-        complete: Whether all of its text was read.
+        handle: Request in the engine.
+        complete: Whether the whole text was read.
         first_token_seconds: Time from the request to the first token; `None` before there is one.
     """
 
@@ -58,7 +63,10 @@ class Answer:
         begin: float,
         send: Callable[[Piece], None],
     ) -> None:
-        self.plan, self.index, self._last, self._send = plan, index, begin, send
+        self.plan = plan
+        self.index = index
+        self._last = begin  # time of the last step
+        self._send = send
         self.complete = False
         self.first_token_seconds: float | None = None
         self._builder = self._new_builder(served)
@@ -82,10 +90,10 @@ class Answer:
 
     @property
     def predicted(self) -> tuple[int, int]:
-        """How many tokens of the predicted text came, and how many did not."""
-        expected = len(self.plan.arguments["prediction"] or ())
-        came = min(self.handle.statistics.predicted_tokens, expected)
-        return came, expected - came
+        """Numbers of accepted and of rejected tokens of the predicted text."""
+        tokens = len(self.plan.arguments["prediction"] or ())
+        accepted = min(self.handle.statistics.predicted_tokens, tokens)
+        return accepted, tokens - accepted
 
     def _on_step(self, record: StepRecord) -> None:
         step = None if self._trace is None else self._trace.texts[0].steps.pop()
@@ -108,17 +116,17 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text so far."""
         return self._builder.text
 
     @property
-    def stop_found(self) -> str | None:
-        """The stop string that ended it, if one did."""
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if any."""
         return self._builder.stop
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended where the request has it end, whatever the text is."""
+        """Whether a limit, a stop string or an error ended the text, rather than the model."""
         is_full = len(self.handle.tokens) >= self.plan.arguments["max_new_tokens"]
         return (
             self._builder.stopped or is_full or not self.complete or self.handle.finish_reason not in ("stop", "length")
@@ -126,7 +134,7 @@ class Answer:
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]
-    """Ends a text at a stop string."""
+    """Stopping criterion for stop strings."""
 
     def __init__(self, builder: TextBuilder) -> None:
         self._builder = builder
@@ -136,17 +144,20 @@ class _StopText(StoppingCriteria):  # type: ignore[misc]
 
 
 class Generation:
-    """All answers to one request. Iterating gives lists of answers with a piece each, or with `None` at their end.
+    """All answers to one request. Iteration yields lists of pairs: an answer, and a piece or `None` at its end.
 
     Args:
-        settings: Limits of requests.
+        served: The model.
+        request: The request.
+        settings: Limits of the request.
+        metrics: Metrics to update.
         outbox: Passes pieces to the event loop.
-        ended: Called once when it is through.
+        on_end: Called once, when all answers are complete or cancelled.
 
     Attributes:
-        plans: One for each prompt, once `prepare` was called.
-        scored: The tokens of each prompt with their log-probabilities, if these were asked for.
-        answers: The answers, once `submit` was; `request.n` for each plan.
+        plans: One plan for each prompt, after `prepare`.
+        prompt_scores: Tokens of each prompt with their log-probabilities, if requested.
+        answers: `request.n` answers for each plan, after `submit`.
     """
 
     def __init__(
@@ -156,46 +167,50 @@ class Generation:
         settings: ServerSettings,
         metrics: Metrics,
         outbox: Outbox,
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
-        self.served, self.request = served, request
-        self._settings, self._metrics, self._outbox, self._ended = settings, metrics, outbox, ended
+        self.served = served
+        self.request = request
+        self._settings = settings
+        self._metrics = metrics
+        self._outbox = outbox
+        self._on_end = on_end
         self._begin = time.monotonic()
         self._pieces: list[tuple[int, Piece | None]] = []
         self._failure: ApiError | None = None
         self._has_news = asyncio.Event()
         self._closed = False
-        self._settled = False  # complete or failed: the client hears how it ended
+        self._settled = False  # complete or failed: the client did not leave early
         self.plans: list[Plan] = []
-        self.scored: list[list[TokenEvent]] = []
+        self.prompt_scores: list[list[TokenEvent]] = []
         self.answers: list[Answer] = []
 
     def prepare(self, images: Sequence[bytes]) -> None:
-        """Make the plans; `images` are the files of those of the request. For another thread than the loop's.
+        """Make the plans from the request and its image files. Call it outside the event loop's thread.
 
         Raises:
-            LookaheadError: The request asks for what cannot be done.
+            LookaheadError: The request is invalid.
         """
         prompts = self.served.prompts(self.request, images)
         for prompt in prompts:
             grammar = self.plans[0].grammar if self.plans else None
             self.plans.append(make_plan(self.served, self.request, prompt, self._settings, grammar))
             if isinstance(self.request, CompletionRequest) and self.request.echo and self.request.logprobs is not None:
-                self.scored.append(scored(self.served, prompt.tokens, self.request.logprobs))
+                self.prompt_scores.append(score_prompt(self.served, prompt.tokens, self.request.logprobs))
 
     def submit(self, loop: asyncio.AbstractEventLoop, index: int) -> None:
-        """Hand an answer to the engine, of which `index` have been before. May be called in another thread than the
-        loop's.
+        """Submit answer number `index` to the engine. Any thread may call it.
 
         Raises:
-            LookaheadError: The request asks for what cannot be done.
+            LookaheadError: The request is invalid.
         """
-        place, number = divmod(index, self.request.n)
-        plan, send = self.plans[place], partial(self._outbox.put, loop, partial(self._receive, index))
+        prompt, number = divmod(index, self.request.n)
+        plan = self.plans[prompt]
+        send = partial(self._outbox.put, loop, partial(self._receive, index))
         answer = Answer(self.served, plan, index, plan.seed + number, self, self._begin, send)
         self.answers.append(answer)
         answer.handle.add_done_callback(partial(send, None))
-        if self._closed:  # meanwhile
+        if self._closed:
             answer.handle.cancel()
 
     @property
@@ -204,29 +219,29 @@ class Generation:
         return time.monotonic() - self._begin
 
     @property
-    def seconds_left(self) -> float:
-        """Seconds until it is given up; none are left where it is negative."""
+    def remaining_seconds(self) -> float:
+        """Seconds until the timeout; negative after it."""
         return self._settings.timeout - self.seconds
 
     def close(self) -> None:
-        """Give up what is not complete, from the next step on: the client has gone, or has what there is."""
+        """Cancel incomplete answers at their next step."""
         if not self._closed:
             self._closed = True
             if self.answers and not self._settled:
-                self._metrics.count(self.served.name, LEFT)
+                self._metrics.count(self.served.name, DISCONNECTED)
             self._metrics.time(self.served.name, WHOLE, self.seconds)
-            self._ended()
+            self._on_end()
         for answer in self.answers:
             answer.handle.cancel()
 
     def fail(self, error: ApiError) -> None:
-        """Have the iteration end with an error."""
+        """End the iteration with an error."""
         self._failure = self._failure or error
         self._has_news.set()
 
-    def faulty(self) -> list[dict[str, Any]]:
-        """What there is to say of answers that ought to be JSON and are none, though nothing has cut them."""
-        if not asks_for_json(self.request):
+    def invalid_json(self) -> list[dict[str, Any]]:
+        """Describe complete answers that should be JSON and are not, for the log."""
+        if not requires_json(self.request):
             return []
         return [
             {
@@ -240,22 +255,24 @@ class Generation:
         ]
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[Answer, Piece | None]]]:
-        timeout = ApiError(504, "the request took longer than this server allows", code="timeout")
-        timer = asyncio.get_running_loop().call_later(max(self.seconds_left, 0), self.fail, timeout)
+        message = f"the request took longer than this server allows ({self._settings.timeout:g} s, --timeout)"
+        timeout = ApiError(504, message, code="timeout")
+        timer = asyncio.get_running_loop().call_later(max(self.remaining_seconds, 0), self.fail, timeout)
         try:
-            left = len(self.answers)
-            while left:
+            running = len(self.answers)
+            while running:
                 await self._has_news.wait()
                 self._has_news.clear()
                 if self._failure is not None:
-                    self._settled = self._failure.status_code != CLIENT_LEFT
+                    self._settled = self._failure.status_code != CLIENT_CLOSED_REQUEST
                     raise self._failure
-                pieces, self._pieces = self._pieces, []
+                pieces = self._pieces
+                self._pieces = []
                 for index, piece in pieces:
                     if piece is None:
-                        self.answers[index].handle.result()  # raises the error that ended it early
-                        left -= 1
-                        self._settled = left == 0
+                        self.answers[index].handle.result()  # raises the error of the answer, if any
+                        running -= 1
+                        self._settled = running == 0
                     else:
                         self.answers[index].read(piece)
                 yield [(self.answers[index], piece) for index, piece in pieces]
@@ -263,7 +280,7 @@ class Generation:
             timer.cancel()
 
     def _receive(self, index: int, piece: Piece | None) -> None:
-        """Take a step of an answer, or its end."""
+        """Receive a step of an answer, or its end."""
         if piece is None:
             self._metrics.count(self.served.name, FINISHED, 1, self.answers[index].handle.finish_reason or "")
         if self._pieces and piece is not None and piece.step is None:
@@ -277,7 +294,7 @@ class Generation:
 
 
 def _is_json(text: str, reasoning: ReasoningFormat) -> bool:
-    """Whether a text is JSON, reasoning before it left out."""
+    """Return whether a text is JSON, after its reasoning."""
     for mark in ("", reasoning.end, reasoning.answer):
         with suppress(ValueError, RecursionError):
             json.loads(text.rpartition(mark)[2] if mark else text)

@@ -1,8 +1,7 @@
-"""Trying grammars in a process of its own: preparing one may take minutes and gigabytes, or crash, and no thread can be
-ended.
+"""Trial of grammars in a separate process: preparing one may take minutes and gigabytes, or crash.
 
-A server has `GrammarTrials`. The process, `python -m lookahead.server.grammar_trial`, reads a line of JSON that
-describes the tokens, then a line for each grammar, which it answers with a line. It imports little, to start at once.
+A server has `GrammarTrials`. The process, `python -m lookahead.server.grammar_trial`, reads a line of JSON with the
+vocabulary, then a line for each grammar, and answers each with a line. Few imports let it start fast.
 """
 
 from __future__ import annotations
@@ -22,30 +21,32 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 SECONDS = 4
-"""CPU time that preparing a grammar may take."""
+"""Limit of CPU time to prepare a grammar."""
 
 MEBIBYTES = 512
-"""Memory that it may take."""
+"""Limit of memory to prepare a grammar."""
 
-MOST_CHARACTERS = 2**20
-"""Of a grammar, as JSON."""
+MAX_CHARACTERS = 2**20
+"""Limit of a grammar's length as JSON."""
 
 _WAIT = 60.0
-"""Seconds of the clock after which a trial ends, also where a process cannot limit its own CPU time."""
+"""Seconds of wall time until a trial is ended; Windows has no limit of CPU time."""
 
 _NICENESS = 10
+"""Priority of a trial, in `os.nice` units."""
 
-_TRIED_TOKENS = 8
+_TRIAL_TOKENS = 8
+"""Tokens that a trial matches."""
 
 LIMITS = LLParserLimits(max_items_in_row=1000, verbose_errors=False)
-"""Of the parser. A token of an ambiguous grammar takes the square of these items; 128 functions need less than 200."""
+"""Limits of the parser: its time grows with the square of these items; 128 functions need less than 200."""
 
 
 class GrammarTrials:
-    """Processes that try grammars. Each takes one at a time; there are as many as threads have called at once.
+    """Pool of processes that try grammars, one for each concurrent call.
 
     Args:
-        describe: Returns what `described_tokenizer` reads.
+        describe: Returns the vocabulary for `tokenizer_from`.
     """
 
     def __init__(self, describe: Callable[[], dict[str, Any]]) -> None:
@@ -53,40 +54,40 @@ class GrammarTrials:
         self._idle: deque[subprocess.Popen[str]] = deque()
 
     def compiled(self, parts: str) -> str:
-        """A grammar in llguidance's form, which takes a bounded time to prepare.
+        """Return a grammar in llguidance's format that can be prepared within the limits.
 
         Args:
-            parts: See `compiled`.
+            parts: Grammar as for the function `compiled`.
 
         Raises:
-            ValueError: It is no grammar, or takes too much time or memory.
+            ValueError: The grammar is invalid, or takes too much time or memory.
         """
-        if len(parts) > MOST_CHARACTERS:
-            raise ValueError(f"it has {len(parts)} characters; the most is {MOST_CHARACTERS}")
+        if len(parts) > MAX_CHARACTERS:
+            raise ValueError(f"it has {len(parts)} characters; send at most {MAX_CHARACTERS}")
         process = self._take()
         assert process.stdin is not None
         assert process.stdout is not None
         watch = Timer(_WAIT, process.kill)
         watch.start()
-        said = ""
+        line = ""
         try:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 process.stdin.write(parts + "\n")
                 process.stdin.flush()
-                said = process.stdout.readline()
+                line = process.stdout.readline()
         finally:
             watch.cancel()
-        if not said:
+        if not line:
             _end(process)
             raise ValueError(f"preparing it takes more than {SECONDS} s or {MEBIBYTES} MiB; make it simpler")
         self._idle.append(process)
-        answer: dict[str, str] = json.loads(said)
+        answer: dict[str, str] = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["grammar"]
 
     def close(self) -> None:
-        """End the processes that try nothing."""
+        """End the idle processes."""
         while self._idle:
             _end(self._idle.pop())
 
@@ -99,12 +100,12 @@ class GrammarTrials:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
-            cwd=Path(__file__).parents[2],  # where this package is, and no module of the user's
-            start_new_session=True,  # Ctrl-C is for the server; Windows has a flag for that
+            cwd=Path(__file__).parents[2],  # the package's parent, so that no module of the user is imported
+            start_new_session=True,  # protects it from Ctrl-C; Windows has the flag below
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         assert process.stdin is not None
-        with suppress(OSError):  # it has ended, which the first trial finds out
+        with suppress(OSError):  # the process has ended; the first trial fails
             process.stdin.write(json.dumps(self._describe()) + "\n")
         return process
 
@@ -112,27 +113,28 @@ class GrammarTrials:
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what could not be written
+        with suppress(OSError):  # unwritten data
             if pipe is not None:
                 pipe.close()
     process.wait()
 
 
-def described_tokenizer(tokens: dict[str, Any]) -> LLTokenizer:
-    """The tokens of a model as grammars see them.
+def tokenizer_from(description: dict[str, Any]) -> LLTokenizer:
+    """Return llguidance's tokenizer from the description of a vocabulary.
 
     Args:
-        tokens: `size` of the vocabulary and `ends`, the tokens that end an answer; `fast`, the JSON of a fast
-            tokenizer, or `bytes` of each token in hexadecimal digits with those that are `special`.
+        description: `size` of the vocabulary, `ends` (end tokens), and either `fast` (JSON of a fast tokenizer) or
+            `bytes` (each token in hexadecimal digits) with `special` (ids of special tokens).
     """
-    if "fast" in tokens:
-        return LLTokenizer(tokens["fast"], n_vocab=tokens["size"], eos_token=tokens["ends"] or None)
-    wrapped = TokenizerWrapper(_Bytes(list(map(bytes.fromhex, tokens["bytes"])), tokens["ends"], tokens["special"]))
-    return LLTokenizer(wrapped, n_vocab=tokens["size"])
+    size, ends = description["size"], description["ends"]
+    if "fast" in description:
+        return LLTokenizer(description["fast"], n_vocab=size, eos_token=ends or None)
+    tokens = list(map(bytes.fromhex, description["bytes"]))
+    return LLTokenizer(TokenizerWrapper(_Bytes(tokens, ends, description["special"])), n_vocab=size)
 
 
 class _Bytes:
-    """Tokens by their bytes. A text is split greedily, which costs as much to follow as any other way."""
+    """Tokenizer over bytes. It splits texts greedily: trials need no particular split."""
 
     bos_token_id = None
 
@@ -142,29 +144,31 @@ class _Bytes:
         self._longest = max(map(len, tokens))
 
     def __call__(self, text: bytes) -> list[int]:
-        ids, place = [], 0
-        while place < len(text):
-            ends = range(min(place + self._longest, len(text)), place, -1)
-            end = next((end for end in ends if text[place:end] in self._ids), place + 1)
-            ids += [number] if (number := self._ids.get(text[place:end])) is not None else []
-            place = end
+        ids = []
+        start = 0
+        while start < len(text):
+            ends = range(min(start + self._longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), start + 1)
+            ids += [number] if (number := self._ids.get(text[start:end])) is not None else []
+            start = end
         return ids
 
 
 def compiled(parts: str, tokenizer: LLTokenizer) -> str:
-    """A grammar in llguidance's form, once it has been read and followed for some tokens.
+    """Convert a grammar to llguidance's format, parse it, and follow it for some tokens.
 
     Args:
-        parts: JSON with the `grammars` of llguidance's form. One may have a `regex`, a `choice` of texts, or a
-            `grammar` (Lark or GBNF) instead.
+        parts: JSON with llguidance's list `grammars`. An element may have a `regex`, a `choice` of texts or a `grammar`
+            (Lark or GBNF) instead.
+        tokenizer: Vocabulary of the model.
 
     Raises:
-        Exception: It is none.
+        Exception: The grammar is invalid.
     """
     grammars = [part if part.keys() <= _READY else _converted(part) for part in json.loads(parts)["grammars"]]
     grammar = json.dumps({"grammars": grammars})
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    for _ in range(_TRIED_TOKENS):
+    for _ in range(_TRIAL_TOKENS):
         allowed = bytearray(matcher.compute_logit_bias())
         for end in tokenizer.eos_tokens:
             allowed[end] = 0
@@ -172,14 +176,14 @@ def compiled(parts: str, tokenizer: LLTokenizer) -> str:
             break
         matcher.consume_token(next(token for token, bias in enumerate(allowed) if bias))
     if matcher.is_error():
-        raise ValueError(failure(matcher))
+        raise ValueError(error_message(matcher))
     return grammar
 
 
-def failure(matcher: LLMatcher) -> str:
-    """What a matcher says that has failed."""
-    said = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:500]
-    return "it refers to itself, with nothing in between" if said == "NoExtensionBias" else said
+def error_message(matcher: LLMatcher) -> str:
+    """Return the error of a failed matcher in one line."""
+    message = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:500]
+    return "a rule refers to itself without any text in between" if message == "NoExtensionBias" else message
 
 
 _READY = {"name", "lark_grammar", "json_schema"}
@@ -196,28 +200,28 @@ def _converted(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Try one grammar after another, until there are no more."""
-    tokenizer = described_tokenizer(json.loads(sys.stdin.readline()))
+    """Try grammars from standard input until it ends."""
+    tokenizer = tokenizer_from(json.loads(sys.stdin.readline()))
     limit = _limiter()
     for line in sys.stdin:
         limit()
         try:
             answer = {"grammar": compiled(line, tokenizer)}
-        except BaseException as error:  # the parser's panics are no `Exception`
+        except BaseException as error:  # panics of the parser are not `Exception`s
             answer = {"error": str(error)[:500]}
         print(json.dumps(answer), flush=True)
 
 
 def _limiter() -> Callable[[], None]:
-    """What has this process ended by the system if it takes more than a grammar may from now on."""
+    """Limit the memory of this process, and return a function that limits the CPU time of the next grammar."""
     try:
         import resource
-    except ImportError:  # Windows has no such limits
+    except ImportError:  # Windows
         return lambda: None
     os.nice(_NICENESS)
     with suppress(OSError, ValueError):
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEBIBYTES * 2**20,) * 2)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEBIBYTES * 2**20,) * 2)
 
     def limit() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)

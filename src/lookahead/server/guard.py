@@ -1,4 +1,4 @@
-"""What stands before the application: what a request may ask for, keys, sizes and times, idle connections, the log."""
+"""Middleware before the application: hosts, API keys, limits of size and time, idle connections, the log."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, described
+from lookahead.server.errors import CLIENT_CLOSED_REQUEST, CLOSE, FAILED, ApiError, error_summary
 from lookahead.server.log import write_line
 
 _PROBE = 0.1
-"""Seconds in which a client that has gone says so to what it is sent."""
+"""Seconds until a closed connection rejects a probe."""
 
 OPEN_PATHS = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
-"""What may be asked for without a key."""
+"""Paths that need no API key."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class ServerSettings:
 
     Attributes:
         host: Address to listen on.
-        port: Port to listen on; any free one if 0.
-        api_keys: Keys of which clients have to name one; none are asked for if there are none.
-        cors_origin: Origins of web pages that may read answers, `*` for all.
-        max_prompt_tokens: Most tokens of a prompt; the model's context if `None`.
-        max_new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
-        image_host: Hosts that images may be fetched from.
-        max_image_bytes: Most bytes of an image that is fetched.
-        max_body_bytes: Most bytes of a request.
-        queue: Most answers that wait for their turn, beside those that run. More are refused with status 429.
-        timeout: Seconds after which a request is given up.
-        read_timeout: Seconds in which a request must have arrived.
-        max_rows: Answers that are made at once.
+        port: Port to listen on; any free port if 0.
+        api_keys: Valid API keys; clients need none if it is empty.
+        cors_origin: Origins of web pages that may read answers; `*` for all.
+        max_prompt_tokens: Largest number of tokens of a prompt; the model's context if `None`.
+        max_new_tokens: Default of `max_tokens`, and its largest value.
+        image_host: Hosts of image addresses that the server may fetch.
+        max_image_bytes: Largest number of bytes of a fetched image.
+        max_body_bytes: Largest number of bytes of a request body.
+        queue: Number of answers that may wait, beside running ones. Further ones are refused with status 429.
+        timeout: Seconds until a request is cancelled.
+        read_timeout: Seconds until a request must have arrived.
+        max_rows: Largest number of answers that run at once.
     """
 
     host: str = "127.0.0.1"
@@ -65,17 +65,18 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other machine can reach it."""
+        """Whether only this machine can reach the server."""
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 
 class GuardedProtocol(H11Protocol):
-    """Closes connections on which no request has begun for a while: its head must have arrived. uvicorn does so after a
-    response alone, and up to the first byte of the next request. Ends those whose client does not read. Answers those
-    whose client has ended its half of the connection.
+    """HTTP protocol of uvicorn with three changes.
+
+    A connection is closed unless the head of a request arrives in time; uvicorn waits only after a response, and only
+    for one byte. A client that stops reading is disconnected. A client that closed its sending half gets its answer.
 
     Args:
-        patience: Seconds in which a client must have read what waits for it.
+        patience: Seconds until a client must have read the sent data.
     """
 
     def __init__(self, *arguments: Any, patience: float, **options: Any) -> None:
@@ -84,38 +85,40 @@ class GuardedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """See uvicorn: there is more to write than a client has read."""
+        """Start the timer when the write buffer is full."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See uvicorn."""
+        """Stop the timer when the client has read."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio has it
-        """See asyncio. The client has gone, or sends no more and waits for its answer, which looks alike. It is told to
-        go on, twice: a connection that it has left fails at the second time."""
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio declares it
+        """Probe the connection: a client that disconnected and one that waits for its answer look alike.
+
+        The probe is `100 Continue`, sent twice; a closed connection fails at the second one.
+        """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_started or cycle.scope["http_version"] != "1.1":
-            return False  # also of a version in which there is nothing to be told before an answer
+            return False  # HTTP/1.0 has no 100 Continue
         cycle.keep_alive = False
-        self._tell_to_go_on()
-        self.loop.call_later(_PROBE, self._tell_to_go_on)
+        self._probe()
+        self.loop.call_later(_PROBE, self._probe)
         return True
 
-    def _tell_to_go_on(self) -> None:
+    def _probe(self) -> None:
         if not (self.cycle.response_started or self.transport.is_closing()):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def connection_made(self, transport: Any) -> None:
-        """See uvicorn."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        """See uvicorn."""
+        """Stop the timer only when a request has begun."""
         waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if waiting is None:
@@ -127,20 +130,22 @@ class GuardedProtocol(H11Protocol):
 
 
 class Guard:
-    """Lets a request through that names a key, and arrives whole, in time, and not too large.
+    """ASGI middleware that checks the API key, host, size and arrival time of a request, and writes the log.
 
     Args:
         settings: Keys and limits.
-        refused: Told the status of each request that is not let through.
+        refused: Called with the status of each failed request.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, refused: Callable[[int], None]) -> None:
-        self._app, self._settings, self._refused = app, settings, refused
+        self._app = app
+        self._settings = settings
+        self._refused = refused
         self._keys = [_digest(key) for key in settings.api_keys]
-        self._bytes = 0  # of bodies in memory
+        self._bytes = 0  # bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Check one request, and pass it on with its whole body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -160,13 +165,13 @@ class Guard:
             self._check_host(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
-            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # its body is not sent
-            await self._app(asked, _with_body(body, receive), answer)
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
+            await self._app(inner, _with_body(body, receive), answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
         except Exception as error:
             status = FAILED
-            notes["error"] = described(error)
+            notes["error"] = error_summary(error)
             raise
         finally:
             self._bytes -= state["bytes"]
@@ -180,15 +185,14 @@ class Guard:
             write_line(json.dumps({**entry, "seconds": seconds, **notes}))
 
     def _check_host(self, scope: Scope) -> None:
-        """Refuse what a web page asks of this machine under a name of its own, which it has resolve to here (DNS
-        rebinding): the browser would let it read the answer. Where a key is asked for, it has none."""
-        host = Headers(scope=scope).get("host")  # none with HTTP/1.0, which browsers do not speak
+        """Refuse foreign host names on a local server without keys: DNS rebinding would let a web page read answers."""
+        host = Headers(scope=scope).get("host")  # missing in HTTP/1.0, which no browser uses
         if host is None or self._keys or not self._settings.is_local or _is_loopback(host):
             return
         raise ApiError(
             403,
-            f"Host: {host[:100]!r} is no name of this machine; ask for http://127.0.0.1, or start the server with "
-            "--api-key-file, with which any name will do",
+            f"Host: {host[:100]!r} is not a local address; use http://127.0.0.1, or start the server with "
+            "--api-key-file, which permits any host",
             code="invalid_host",
         )
 
@@ -196,23 +200,24 @@ class Guard:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
         headers = Headers(scope=scope)
-        scheme, _, given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
-        digest = _digest(given.strip())
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them: the time says nothing
+        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, valid) for valid in self._keys]  # compare all, in constant time
         if scheme.lower() != "bearer" or not any(matches):
-            message = "this server asks for an API key that it knows, as Authorization: Bearer KEY"
+            message = "a valid API key is needed: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request.
+        """Receive the whole body.
 
         Raises:
-            ApiError: It is too large, or takes too long; or there is too much of others.
+            ApiError: It is too large or too slow, or the bodies of all requests are too large together.
         """
-        most, headers = self._settings.max_body_bytes, Headers(scope=scope)
-        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
+        headers = Headers(scope=scope)
+        limit = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=CLOSE)
         length = int(headers.get("content-length", "0"))
-        if length > most and (length > _READ_ON * most or "expect" in headers):
+        if length > limit and (length > _DISCARDED * limit or "expect" in headers):
             raise too_large
         parts: list[bytes] = []
         size, deadline, more = 0, time.monotonic() + self._settings.read_timeout, True
@@ -222,66 +227,66 @@ class Guard:
             except asyncio.TimeoutError:
                 raise ApiError(408, "the body did not arrive in time", code="timeout", headers=CLOSE) from None
             if message["type"] == "http.disconnect":
-                raise ApiError(CLIENT_LEFT, "the client has gone before its request had arrived")
+                raise ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected before its request had arrived")
             part = message.get("body", b"")
             size, more = size + len(part), message.get("more_body", False)
-            if size > _READ_ON * most:
+            if size > _DISCARDED * limit:
                 raise too_large
-            if max(size, length) <= most:
+            if max(size, length) <= limit:
                 parts.append(part)
                 self._count_bytes(scope, len(part))
-        if size > most:
+        if size > limit:
             raise too_large
         if (coding := headers.get("content-encoding", "identity")) != "identity":
             raise ApiError(
-                415, f"the body is sent as {coding[:100]!r}; send it as it is", code="unsupported_media_type"
+                415,
+                f"Content-Encoding: {coding[:100]!r} is not supported; send the body uncompressed",
+                code="unsupported_media_type",
             )
         body = b"".join(parts)
         await asyncio.to_thread(_check_values, body)
         return body
 
     def _count_bytes(self, scope: Scope, size: int) -> None:
-        """Count bytes of a body, which is in memory until its request has been answered."""
+        """Count bytes of a body, which stays in memory until its answer is complete."""
         self._bytes += size
         scope["state"]["bytes"] += size
         if self._bytes > _BODIES * self._settings.max_body_bytes:
             headers = {"Retry-After": "2"} | CLOSE
-            raise ApiError(429, "other requests are too large; try again later", code="overloaded", headers=headers)
+            message = "the bodies of all requests are too large together; try again later"
+            raise ApiError(429, message, code="overloaded", headers=headers)
 
 
 _BODIES = 32
-"""Bodies of the largest size that are in memory at once, all bodies counted."""
+"""Limit for the bodies of all requests in memory, in bodies of the largest size."""
 
-_READ_ON = 8
-"""Bodies of the largest size that are read, though not kept, of one that is larger: clients that still send do not see
-what they are answered."""
+_DISCARDED = 8
+"""Part of a too large body that is read and discarded, in largest sizes: clients read no answer while they send."""
 
-_MOST_TEXTS = 2**16
-"""Texts of a body, and lists and objects, each of which takes microseconds to check. Nothing else is done meanwhile."""
+_MAX_TEXTS = 2**16
+"""Strings, lists and objects of a body. Each takes microseconds to check, while nothing else runs."""
 
-_MOST_NUMBERS = 2**18
-"""Commas, of which a prompt of token ids has many."""
+_MAX_NUMBERS = 2**18
+"""Commas outside strings; a prompt of token ids has many."""
 
 
 def _check_values(body: bytes) -> None:
-    """Refuse a body whose parts would take long to read.
+    """Refuse a body with too many values, which would block other requests while it is parsed.
 
     Raises:
-        ApiError: It has too many.
+        ApiError: It has too many values.
     """
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if unescaped.count(b'"') <= 2 * _MOST_TEXTS:
-        between = b"".join(unescaped.split(b'"')[::2])  # texts
-        if between.count(b"[") + between.count(b"{") <= _MOST_TEXTS and between.count(b",") <= _MOST_NUMBERS:
+    if unescaped.count(b'"') <= 2 * _MAX_TEXTS:
+        outside = b"".join(unescaped.split(b'"')[::2])  # without strings
+        if outside.count(b"[") + outside.count(b"{") <= _MAX_TEXTS and outside.count(b",") <= _MAX_NUMBERS:
             return
-    said = (
-        f"the body has more than {_MOST_TEXTS} texts, lists and objects, or {_MOST_NUMBERS} numbers; send less at once"
-    )
-    raise ApiError(400, said, code="too_many_values")
+    limits = f"{_MAX_TEXTS} texts, lists and objects, or {_MAX_NUMBERS} numbers"
+    raise ApiError(400, f"the body has more than {limits}; split it into several requests", code="too_many_values")
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """`receive` for a request whose body has arrived."""
+    """Return a `receive` that yields the body first."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -291,8 +296,8 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether the value of a `Host` header names this machine alone."""
-    with suppress(ValueError):  # a name, or nothing of the kind
+    """Return whether a `Host` header names a loop-back address."""
+    with suppress(ValueError):  # another name, or an invalid header
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback
     return False

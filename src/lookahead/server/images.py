@@ -1,4 +1,4 @@
-"""Images of requests: where they may come from, and how large they may be."""
+"""Images of requests: their sources, limits and decoding."""
 
 from __future__ import annotations
 
@@ -16,116 +16,120 @@ from PIL import Image
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.guard import ServerSettings
 
-MOST_IMAGES = 16
-"""Images of a request, at most."""
+MAX_IMAGES = 16
+"""Images of a request."""
 
-MOST_PIXELS = 2**25
-"""Of an image: a small file may unfold to gigabytes."""
+MAX_PIXELS = 2**25
+"""Pixels of an image: a small file may decode to gigabytes."""
 
-MOST_PIXELS_AT_ONCE = 2**26
-"""Of all images of a request. The images of one request at a time are decoded."""
+MAX_PIXELS_AT_ONCE = 2**26
+"""Pixels of all images of a request. One request is decoded at a time."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Decoders of other formats are seldom tried, and one calls a program."""
+"""Safe formats: decoders of others are tested less, and one runs a program."""
 
-_LONGEST_ADDRESS = 2048
-"""Characters, of an address that is no data URL."""
+_MAX_ADDRESS = 2048
+"""Characters of an address, data URLs excepted."""
 
 _SECONDS = 10.0
-"""In which hosts have to send the images of a request."""
+"""Seconds to fetch the images of a request."""
 
 
 def read_images(urls: Sequence[str], settings: ServerSettings) -> list[bytes]:
-    """The files of the images of a request. Their heads are checked; they are not decoded yet.
+    """Fetch the image files of a request, and check their headers without decoding them.
 
     Raises:
-        ApiError: There are too many, they are too large, or one cannot be had or read.
+        ApiError: There are too many images, or one is too large, unavailable or invalid.
     """
-    if len(urls) > MOST_IMAGES:
-        raise refused("messages", f"messages has {len(urls)} images; the most is {MOST_IMAGES}")
-    files, all_pixels, deadline = [], 0, time.monotonic() + _SECONDS
+    if len(urls) > MAX_IMAGES:
+        raise refused("messages", f"messages has {len(urls)} images; send at most {MAX_IMAGES}")
+    files = []
+    total = 0
+    deadline = time.monotonic() + _SECONDS
     for url in urls:
-        files.append(fetched(url, settings, deadline))
-        image = _opened(files[-1])
+        files.append(fetch_image(url, settings, deadline))
+        image = _open(files[-1])
         pixels = image.width * image.height
-        all_pixels += pixels
-        if pixels > MOST_PIXELS:
-            raise refused("messages", f"messages: an image has more than {MOST_PIXELS} pixels")
-        if all_pixels > MOST_PIXELS_AT_ONCE:
-            raise refused("messages", f"messages: the images have more than {MOST_PIXELS_AT_ONCE} pixels in all")
+        total += pixels
+        if pixels > MAX_PIXELS:
+            raise refused("messages", f"messages: an image has more than {MAX_PIXELS} pixels; send a smaller one")
+        if total > MAX_PIXELS_AT_ONCE:
+            raise refused("messages", f"messages: the images have more than {MAX_PIXELS_AT_ONCE} pixels in all")
     return files
 
 
-def decoded(files: Sequence[bytes]) -> list[Image.Image]:
-    """Images of `read_images` in RGB.
+def decode_images(files: Sequence[bytes]) -> list[Image.Image]:
+    """Decode image files to RGB.
 
     Raises:
-        ApiError: One cannot be read.
+        ApiError: A file cannot be decoded.
     """
     try:
-        return [_opened(file).convert("RGB") for file in files]
-    except Exception as error:  # decoders raise what they like
-        raise _no_image() from error
+        return [_open(file).convert("RGB") for file in files]
+    except Exception as error:  # decoders raise errors of any type
+        raise _invalid_image() from error
 
 
-def _opened(file: bytes) -> Image.Image:
+def _open(file: bytes) -> Image.Image:
     try:
         return Image.open(BytesIO(file), formats=_FORMATS)
-    except Exception as error:  # likewise
-        raise _no_image() from error
+    except Exception as error:  # decoders raise errors of any type
+        raise _invalid_image() from error
 
 
-def _no_image() -> ApiError:
-    return refused(
-        "messages", f"messages: image_url holds no image in {', '.join(_FORMATS)}; send it as data:image/...;base64,..."
-    )
+def _invalid_image() -> ApiError:
+    formats = ", ".join(_FORMATS)
+    return refused("messages", f"messages: image_url has no image in {formats}; send it as data:image/...;base64,...")
 
 
-def fetched(url: str, settings: ServerSettings, deadline: float) -> bytes:
-    """What a data URL holds, or a host has under an address, if it is one of those that are allowed.
+def fetch_image(url: str, settings: ServerSettings, deadline: float) -> bytes:
+    """Decode a data URL, or download an image from an allowed host.
 
     Raises:
-        ApiError: The host is not allowed, has no such thing, or does not send it until `deadline`.
+        ApiError: The host is not allowed, or does not send the image until `deadline`.
     """
-    said = f"messages: image_url {url[:100]!r}"
+    subject = f"messages: image_url {url[:100]!r}"
     try:
         if url.startswith("data:"):
-            head, _, data = url.partition(",")
-            raw = unquote_to_bytes(data)
+            head, _, payload = url.partition(",")
+            raw = unquote_to_bytes(payload)
             return b64decode(raw) if head.endswith(";base64") else raw
-        if len(url) > _LONGEST_ADDRESS:
-            raise refused("messages", f"{said} has {len(url)} characters; the most is {_LONGEST_ADDRESS}")
-        parts = urlsplit(url)  # which is checked, and used: no other reading of the address counts
+        if len(url) > _MAX_ADDRESS:
+            raise refused("messages", f"{subject} has {len(url)} characters; send at most {_MAX_ADDRESS}")
+        parts = urlsplit(url)  # the request uses the same parts that are checked here
         if parts.scheme not in ("http", "https") or parts.netloc not in (settings.image_host or ()):
             raise refused(
                 "messages",
-                f"{said} is of no host that this server may ask (--image-host); send the image as "
+                f"{subject} has a host that this server does not allow (--image-host); send the image as "
                 "data:image/...;base64,...",
             )
-        data_read = _asked_for(parts, said, settings.max_image_bytes, deadline)
+        data = _download(parts, subject, settings.max_image_bytes, deadline)
     except (OSError, ValueError, HTTPException) as error:
-        raise refused("messages", f"{said} cannot be read: {error}") from error
-    if len(data_read) > settings.max_image_bytes or time.monotonic() > deadline:
-        most = settings.max_image_bytes
-        raise refused("messages", f"{said} has more than {most} bytes, or takes longer than {_SECONDS:g} s")
-    return data_read
+        raise refused("messages", f"{subject} cannot be read: {error}") from error
+    if len(data) > settings.max_image_bytes or time.monotonic() > deadline:
+        limit = settings.max_image_bytes
+        raise refused("messages", f"{subject} has more than {limit} bytes, or takes longer than {_SECONDS:g} s")
+    return data
 
 
-def _asked_for(parts: SplitResult, said: str, most: int, deadline: float) -> bytes:
-    """What a host answers, or its beginning if that is more than `most` bytes or `deadline` has come. Redirections are
-    not followed: another address might be of a host that is not allowed."""
+def _download(parts: SplitResult, subject: str, limit: int, deadline: float) -> bytes:
+    """Download until `limit` bytes are exceeded or `deadline` has passed.
+
+    Redirections are not followed, because they could lead to a host that is not allowed.
+    """
     connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    left = max(deadline - time.monotonic(), 0.1)
-    connection, data = connect(parts.netloc, timeout=left), b""
+    seconds = max(deadline - time.monotonic(), 0.1)
+    connection = connect(parts.netloc, timeout=seconds)
+    data = b""
     connection.connect()
-    watch = Timer(left, connection.sock.shutdown, (SHUT_RDWR,))  # a timeout is that of each packet
+    watch = Timer(seconds, connection.sock.shutdown, (SHUT_RDWR,))  # `timeout` restarts with each packet
     watch.start()
     try:
         connection.request("GET", f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}")
         answer = connection.getresponse()
         if answer.status != 200:
-            raise refused("messages", f"{said} was answered with status {answer.status}")
-        while len(data) <= most and (part := answer.read1(2**16)):
+            raise refused("messages", f"{subject}: its host answered with status {answer.status}")
+        while len(data) <= limit and (part := answer.read1(2**16)):
             data += part
     finally:
         watch.cancel()

@@ -1,4 +1,4 @@
-"""Standard error of a server, which nothing waits for: who reads it may be slow, or have stopped."""
+"""Log of a server on standard error. A reader that is slow or gone blocks nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from queue import Full, Queue
 from threading import Thread
 
-_MOST_TEXTS = 1000
-"""That wait to be written. More are lost."""
+_MAX_TEXTS = 1000
+"""Largest number of unwritten texts; further ones are dropped."""
 
 _GRACE = 5.0
-"""Seconds in which the last texts have to be written."""
+"""Seconds to write the last texts when the server ends."""
 
 
 def write_line(text: str) -> None:
-    """Write a line, unless the disk is full, or whoever read the log has gone."""
+    """Write a line; ignore a full disk or a closed pipe."""
     if sys.stderr is not None:
         with suppress(OSError):
             sys.stderr.write(f"{text}\n")
@@ -27,23 +27,19 @@ def write_line(text: str) -> None:
 
 
 class PatientStream(io.TextIOBase):
-    """Writes to a file in a thread of its own.
-
-    Args:
-        file: The file's descriptor.
-    """
+    """Text stream that writes to a file descriptor in its own thread."""
 
     encoding = "utf-8"
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._texts: Queue[str | None] = Queue(_MOST_TEXTS)
+        self._texts: Queue[str | None] = Queue(_MAX_TEXTS)
         self._lost = 0
         self._thread = Thread(target=self._write_all, name="lookahead-log", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Have a text written. It is lost where too many wait."""
+        """Queue a text; drop it if the queue is full."""
         try:
             self._texts.put_nowait(text)
         except Full:
@@ -51,15 +47,15 @@ class PatientStream(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file descriptor."""
         return self._file
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the file is a terminal."""
         return os.isatty(self._file)
 
     def finish(self) -> None:
-        """Wait a while for what is not written yet."""
+        """Wait up to `_GRACE` seconds for the queued texts."""
         with suppress(Full):
             self._texts.put(None, timeout=_GRACE)
             self._thread.join(_GRACE)
@@ -68,19 +64,19 @@ class PatientStream(io.TextIOBase):
         while (text := self._texts.get()) is not None:
             lost, self._lost = self._lost, 0
             if lost:
-                text += f"warning: {lost} texts of the log are lost, as nobody read it\n"
-            left = text.encode(errors="backslashreplace")
-            with suppress(OSError):  # the disk is full, or who read it has gone
-                while left:
-                    left = left[os.write(self._file, left) :]
+                text += f"warning: {lost} texts of the log are lost, because its reader was too slow\n"
+            data = text.encode(errors="backslashreplace")
+            with suppress(OSError):  # the disk is full, or the pipe is closed
+                while data:
+                    data = data[os.write(self._file, data) :]
 
 
 @contextmanager
 def patient_stderr() -> Iterator[None]:
-    """Let nothing of this process wait for standard error."""
+    """Replace standard error by a `PatientStream`, also for the log of transformers."""
     try:
         stream = PatientStream(sys.stderr.fileno())
-    except (AttributeError, OSError, ValueError):  # there is none, or none that can be waited for
+    except (AttributeError, OSError, ValueError):  # standard error is missing or is not a file
         yield
         return
     before = sys.stderr

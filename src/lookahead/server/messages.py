@@ -1,4 +1,4 @@
-"""Messages of conversations, and tools that these may call."""
+"""Messages and tools of a chat request."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class TextPart(Fields, place=PART):
 
 
 class ImageUrl(Fields, place=PART):
-    """Where an image is."""
+    """The address of an image."""
 
     url: str
 
 
 class ImagePart(Fields, place=PART):
-    """An image, as chats and `/v1/responses` have it."""
+    """An image."""
 
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl | str
 
 
 class RefusalPart(Fields, place=PART):
-    """A piece of an earlier answer, in which it refuses something."""
+    """A refusal in an earlier answer."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Text of the refusal."""
         return self.refusal
 
 
@@ -46,7 +46,7 @@ ContentPart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator=
 
 
 class FunctionCall(Fields):
-    """What an earlier answer called."""
+    """Name and arguments of a call in an earlier answer."""
 
     name: str = Field(max_length=256)
     arguments: str
@@ -72,19 +72,19 @@ class Message(Fields, place=MESSAGE):
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """Text of all parts."""
         return joined(self.content)
 
     @property
     def images(self) -> list[str]:
-        """Addresses of its images."""
+        """Addresses of the images."""
         parts = () if isinstance(self.content, str) else self.content
-        places = [part.image_url for part in parts if isinstance(part, ImagePart)]
-        return [place if isinstance(place, str) else place.url for place in places]
+        addresses = [part.image_url for part in parts if isinstance(part, ImagePart)]
+        return [address if isinstance(address, str) else address.url for address in addresses]
 
 
 def joined(content: str | Sequence[TextPart | RefusalPart | ImagePart]) -> str:
-    """The text of a content that may come in parts."""
+    """Join the text of all parts of a content."""
     if isinstance(content, str):
         return content
     return "".join(part.text for part in content if not isinstance(part, ImagePart))
@@ -100,7 +100,7 @@ class Function(Fields):
 
 
 class FunctionTool(Fields, place=TOOL):
-    """A tool of the one type that there is."""
+    """A tool; functions are the only type."""
 
     type: Literal["function"]
     function: Function
@@ -113,7 +113,7 @@ class FunctionName(Fields):
 
 
 class NamedTool(Fields):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
@@ -127,7 +127,7 @@ class AllowedTools(Fields):
 
 
 class SomeTools(Fields):
-    """The tools that may be called, or have to be."""
+    """The tools that may be called, or must be."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

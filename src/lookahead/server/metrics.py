@@ -1,4 +1,4 @@
-"""What Prometheus is told. Names are vLLM's where they mean the same, so that its dashboards work."""
+"""Metrics for Prometheus, with vLLM's names for equal meanings so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lookahead.server.outbox import Piece
 from lookahead.serving import Engine
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
-LEFT = "lookahead:disconnected_requests"
+DISCONNECTED = "lookahead:disconnected_requests"
 _GENERATED, _STEPS = "vllm:generation_tokens", "lookahead:steps"
 _DRAFTS, _DRAFTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-_ASKED, _REUSED = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
+_LOOKED_UP, _REUSED = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
 _COUNTERS = {
     PROMPT_TOKENS: "Prompt tokens of requests.",
     _GENERATED: "Tokens generated.",
-    _DRAFTS: "Steps of a request that carried a draft.",
-    _DRAFTED: "Tokens drafted: nodes but the root.",
-    _ACCEPTED: "Drafted tokens accepted.",
-    _ASKED: "Prompt tokens looked up.",
-    _REUSED: "Prompt tokens that another text had.",
-    _STEPS: "Steps, counted for each request by itself.",
-    LEFT: "Requests whose client went away.",
+    _DRAFTS: "Steps of a request with a draft.",
+    _DRAFTED: "Drafted tokens.",
+    _ACCEPTED: "Accepted drafted tokens.",
+    _LOOKED_UP: "Prompt tokens looked up in the prefix cache.",
+    _REUSED: "Prompt tokens found in the prefix cache.",
+    _STEPS: "Steps, counted for each request.",
+    DISCONNECTED: "Requests of disconnected clients.",
 }
 
 _BY_DEPTH, FINISHED, REFUSED = f"{_ACCEPTED}_per_pos", "vllm:request_success", "lookahead:refused_requests"
@@ -47,19 +47,19 @@ _TIMES = {
     _QUEUE: ("Until the first step.", _REQUEST_SECONDS),
     WHOLE: ("Whole requests.", _REQUEST_SECONDS),
 }
-"""What each histogram is about, and its bounds, in seconds."""
+"""Help text and bucket bounds (seconds) of each histogram."""
 
 _GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
-    "vllm:num_requests_running": ("Answers that are being made.", lambda engine: engine.load.running),
-    "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda engine: engine.load.waiting),
-    "lookahead:kv_bytes": ("Keys and values of running answers.", lambda engine: engine.load.kv_bytes),
-    "lookahead:prefix_bytes": ("Keys and values that are kept.", lambda engine: engine.load.prefix_bytes),
+    "vllm:num_requests_running": ("Running answers.", lambda engine: engine.load.running),
+    "vllm:num_requests_waiting": ("Waiting answers.", lambda engine: engine.load.waiting),
+    "lookahead:kv_bytes": ("Bytes of keys and values of running answers.", lambda engine: engine.load.kv_bytes),
+    "lookahead:prefix_bytes": ("Bytes of the prefix cache.", lambda engine: engine.load.prefix_bytes),
     "vllm:kv_cache_usage_perc": (
-        "Share of the memory for keys and values that running answers hold.",
+        "Share of the memory for keys and values in use by running answers.",
         lambda engine: engine.load.kv_bytes / (engine.load.most_kv_bytes or math.inf),
     ),
     "lookahead:kv_limit_bytes": (
-        "Most bytes of keys and values, kept ones included.",
+        "Limit for keys and values in bytes, prefix cache included.",
         lambda engine: engine.load.most_kv_bytes or math.inf,
     ),
 }
@@ -69,7 +69,7 @@ class Metrics:
     """Counts of the served models, labelled with their names.
 
     Args:
-        engines: The engine of each model, by its name.
+        engines: Engines by model name.
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
@@ -82,7 +82,7 @@ class Metrics:
         for name, (about, bounds) in _TIMES.items():
             self._families[name] = Histogram(name, about, ["model_name"], registry=registry, buckets=bounds)
         for model, family in product(engines, list(self._families.values())):
-            family.labels(model)  # which is told from now on, even if it stays 0
+            family.labels(model)  # export it even while it is 0
         for name, (about, label) in _LABELLED.items():
             self._families[name] = Counter(name, about, ["model_name", label], registry=registry)
         for name, (about, value) in _GAUGES.items():
@@ -91,11 +91,11 @@ class Metrics:
                 gauge.labels(model).set_function(partial(value, engine))
 
     def count(self, model: str, name: str, amount: int = 1, *labels: str | int) -> None:
-        """Add to a counter of a model; `labels` are what it has besides the model."""
+        """Add to a counter of a model; `labels` are its further labels."""
         self._child(name, model, *labels).inc(amount)
 
     def time(self, model: str, name: str, seconds: float) -> None:
-        """Add to a histogram of a model."""
+        """Add a duration to a histogram of a model."""
         self._child(name, model).observe(seconds)
 
     def _child(self, name: str, *labels: str | int) -> Any:
@@ -122,15 +122,15 @@ class Metrics:
             for position in range(max(accepted)):
                 self.count(model, _BY_DEPTH, sum(tokens > position for tokens in accepted), position)
 
-    def through(self, model: str, answers: Sequence[Any], count: int) -> None:
-        """Count the prompts of answers that are through, `count` of each, and how long these waited."""
-        for answer in answers[::count]:
-            self.count(model, _ASKED, len(answer.plan.prompt))
+    def count_prompts(self, model: str, answers: Sequence[Any], n: int) -> None:
+        """Count the prompts and waiting times of complete answers, `n` to each prompt."""
+        for answer in answers[::n]:
+            self.count(model, _LOOKED_UP, len(answer.plan.prompt))
             self.count(model, _REUSED, answer.handle.statistics.reused_tokens)
         for answer in answers:
-            if (waited := answer.handle.statistics.queue_seconds) is not None:
-                self.time(model, _QUEUE, waited)
+            if (seconds := answer.handle.statistics.queue_seconds) is not None:
+                self.time(model, _QUEUE, seconds)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

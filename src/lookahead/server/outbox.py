@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from lookahead.serving.handle import TokenEvent
 from lookahead.trace import TracedStep
 
-_PAUSE, _LONGEST = 0.0008, 0.05
-"""Seconds between two deliveries, for each answer that is being made, and at most. One client gets each step at once.
-With many, writing takes a small part of the time in which the engine's thread needs the interpreter."""
+_PAUSE = 0.0008
+"""Seconds between two deliveries, for each running answer, so that writing rarely delays the engine's thread."""
+_LONGEST = 0.05
+"""Largest number of seconds between two deliveries."""
 
 
 @dataclass
@@ -60,17 +61,19 @@ class Outbox:
     def __init__(self, count: Callable[[Sequence[Piece]], None]) -> None:
         self._count = count
         self._items: deque[tuple[Receive, Piece | None]] = deque()
-        self._is_called = False  # whether a delivery is to come
-        self._next = 0.0  # earliest time of the next one
-        self._open: set[Receive] = set()  # of answers that have begun and not ended
+        self._is_called = False  # whether a delivery is scheduled
+        self._next = 0.0  # earliest time of the next delivery
+        self._open: set[Receive] = set()  # of running answers
 
     def put(self, loop: asyncio.AbstractEventLoop, receive: Receive, piece: Piece | None) -> None:
-        """Have `receive` called in the thread of the loop. May be called in any thread.
+        """Schedule a call of `receive` in the loop's thread. Any thread may call it.
 
         Args:
+            loop: The event loop.
+            receive: Function to call.
             piece: Argument of the call; `None` for the end of an answer.
         """
-        with suppress(RuntimeError):  # the loop is closed, so nobody listens
+        with suppress(RuntimeError):  # the loop is closed
             self._items.append((receive, piece))
             if piece is not None and piece.is_first:
                 loop.call_soon_threadsafe(self._deliver, loop)
@@ -85,7 +88,7 @@ class Outbox:
             self._deliver(loop)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._is_called = False  # before the last look at the items: later ones call again
+        self._is_called = False  # before items are read: later ones schedule another delivery
         items = [self._items.popleft() for _ in range(len(self._items))]
         self._count([piece for _, piece in items if piece is not None])
         for receive, piece in items:

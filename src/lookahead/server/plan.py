@@ -1,4 +1,4 @@
-"""What a request asks of the engine: prompts, lengths, sampling, logits processors, how to draft."""
+"""Plan of a request for the engine: prompt, length, sampling, logits processors, drafts."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
-from lookahead.server.grammar import GrammarProcessor, GrammarSource, callable_tools, grammar_of, read_grammar
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, callable_tools, compile_grammar, grammar_of
 from lookahead.server.guard import ServerSettings
 from lookahead.server.messages import joined
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, LookaheadOptions, TextRequest
-from lookahead.server.served_model import Prompt, ServedModel, prompt_room
+from lookahead.server.served_model import EncodedPrompt, ServedModel, remaining_tokens
 from lookahead.server.tools import TAGS, Thinking
 
-_LEAST_TEMPERATURE = 0.01
-"""Below it the likeliest token is as good as certain, and logits by the temperature may be no numbers any more."""
+_MIN_TEMPERATURE = 0.01
+"""Lower temperatures decode greedily: logits divided by them could overflow."""
 
 _NO_TOKEN = -1
-"""As end-of-sequence token: there is none. Without one, transformers takes the model's."""
+"""End-of-sequence token that no token matches; without any, transformers takes the model's."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One prompt of a request, checked.
+    """Checked arguments for one prompt of a request.
 
     Attributes:
-        prompt: Its token ids.
-        arguments: Of `Engine.submit`, besides those that each answer has by itself.
-        seed: Of the first answer; that of each further one is one larger.
-        config: How to draft.
+        request: The request.
+        prompt: Token ids of the prompt.
+        arguments: Arguments of `Engine.submit` that all answers share.
+        seed: Seed of the first answer; each further answer adds 1.
+        config: Configuration of drafts.
         ends: Tokens that end an answer.
-        grammar: What matches answers to their grammar, at its beginning, if they follow one.
-        dropped: Special tokens that are no part of the text, all of them if `None`.
+        grammar: Matcher at the beginning of the grammar, if answers follow one.
+        dropped: Special tokens to remove from the text; all of them if `None`.
     """
 
     request: ChoicesRequest
@@ -51,38 +52,43 @@ class Plan:
     dropped: frozenset[int] | None
 
     def steer(self) -> tuple[LogitsProcessorList, LookaheadConfig]:
-        """Logits processors of one answer, and how it drafts."""
-        processors, config, asked = LogitsProcessorList(), self.config, self.request
-        if asked.presence_penalty or asked.frequency_penalty:
-            processors.append(OccurrencePenalty(asked.presence_penalty, asked.frequency_penalty, len(self.prompt)))
+        """Make the logits processors and the draft configuration of one answer."""
+        request = self.request
+        config = self.config
+        processors = LogitsProcessorList()
+        if request.presence_penalty or request.frequency_penalty:
+            processors.append(OccurrencePenalty(request.presence_penalty, request.frequency_penalty, len(self.prompt)))
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar.deep_copy(), len(self.prompt)))
         if self.grammar is not None and config.preset == "auto":
-            drafted = self.grammar.deep_copy()
-            config = replace(config, sources=(*config.sources, lambda: GrammarSource(drafted)))
+            matcher = self.grammar.deep_copy()
+            config = replace(config, sources=(*config.sources, lambda: GrammarSource(matcher)))
         return processors, config
 
 
 def make_plan(
     served: ServedModel,
     request: ChoicesRequest,
-    prompt: Prompt,
+    prompt: EncodedPrompt,
     settings: ServerSettings,
     grammar: LLMatcher | None = None,
 ) -> Plan:
-    """Check what a request asks for behind its prompt, or one of them.
+    """Check a request for one of its prompts, and return the plan.
 
     Args:
-        settings: What it may ask for.
-        grammar: Of another prompt of the request, where one has been prepared.
+        served: The model.
+        request: The request.
+        prompt: The prompt.
+        settings: Limits of the server.
+        grammar: Matcher of an earlier prompt of this request, to be reused.
 
     Raises:
-        ApiError, LookaheadError: It cannot be met.
+        ApiError, LookaheadError: The request is invalid.
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     tokens = prompt.tokens
-    room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
-    length = _length(request, room, settings)
+    remaining = remaining_tokens(served, tokens, settings.max_prompt_tokens, field)
+    length = _length(request, remaining, settings)
     grammar = grammar or _grammar(served, request, tokens)
     served.check_tokens(request.stop_token_ids, "stop_token_ids")
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
@@ -91,7 +97,7 @@ def make_plan(
         "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long),
         "pad_token_id": next(iter(ends), 0),
         "max_new_tokens": length,
-        "logprobs": _rivals(request),
+        "logprobs": _alternatives(request),
         "prediction": _prediction(served, request, config),
         **prompt.inputs,
         **_sampling(served, request),
@@ -109,24 +115,24 @@ def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LL
     thinking, reasoning = Thinking.NEVER, TAGS
     if isinstance(request, ChatRequest):
         thinking, reasoning = served.thinking(prompt), served.reasoning
-    asked = grammar_of(request, thinking, served.tool_format, served.special_tokens, reasoning)
-    if asked is None:
+    made = grammar_of(request, thinking, served.tool_format, served.special_tokens, reasoning)
+    if made is None:
         return None
-    grammar, field = asked
+    grammar, field = made
     if not served.end_tokens:
-        raise refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
+        raise refused(field, f"{field} needs a model with an end-of-sequence token; leave it out")
     try:
         grammar = served.grammar_trials.compiled(grammar)
     except ValueError as error:
         raise refused(field, f"{field}: {error}") from error
-    return read_grammar(grammar, served.grammar_tokenizer, field)
+    return compile_grammar(grammar, served.grammar_tokenizer, field)
 
 
 def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: LLMatcher | None) -> dict[str, Any]:
-    """Arguments of `generate` for what ends an answer."""
+    """Return the arguments of `generate` about the end of an answer."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name) and grammar is not None:
-            raise refused(name, f"{name} does not go with a grammar, which says where the answer ends")
+            raise refused(name, f"{name} cannot be combined with a grammar, which determines the end; leave one out")
     if request.min_tokens > length:
         raise refused("min_tokens", f"min_tokens={request.min_tokens} is more than the {length} tokens of the answer")
     arguments: dict[str, Any] = {"min_new_tokens": request.min_tokens} if request.min_tokens else {}
@@ -136,15 +142,15 @@ def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: L
 
 
 def _dropped(served: ServedModel, request: TextRequest) -> frozenset[int] | None:
-    """Special tokens that are no part of the text, where some are that tell reasoning and calls from it."""
+    """Return the special tokens to remove from the text; `AnswerReader` needs the others."""
     if not isinstance(request, ChatRequest):
         return None
     marks = served.marks(bool(callable_tools(request)))
     return frozenset(served.special_tokens.values()).difference(marks) if marks else None
 
 
-def _rivals(request: TextRequest) -> int | None:
-    """How many of the likeliest tokens to tell beside each token, `None` for no log-probabilities."""
+def _alternatives(request: TextRequest) -> int | None:
+    """Return the number of alternatives to each token; `None` without log-probabilities."""
     if isinstance(request, ChatRequest):
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
@@ -156,53 +162,49 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
     if not isinstance(request, ChatRequest) or request.prediction is None:
         return None
     if config.preset != "auto":
-        raise refused("prediction", f"prediction is drafted from by preset='auto' alone, not by {config.preset!r}")
+        raise refused("prediction", f"prediction needs preset='auto', not {config.preset!r}; leave one out")
     return served.encode(joined(request.prediction.content), special=False, field="prediction")
 
 
-def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings) -> int:
+def _length(request: ChoicesRequest, remaining: int | None, settings: ServerSettings) -> int:
     names = ("max_tokens", "max_completion_tokens")
-    given: dict[str, int] = {name: value for name in names if (value := getattr(request, name, None)) is not None}
-    if len(set(given.values())) > 1:
-        raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")
-    for name, value in given.items():
-        if room is not None and value > room:
-            raise refused(name, f"{name}={value} is more than the {room} tokens that fit behind the prompt")
+    values: dict[str, int] = {name: value for name in names if (value := getattr(request, name, None)) is not None}
+    if len(set(values.values())) > 1:
+        raise refused("max_tokens", f"{' and '.join(values)} are two names of the same limit; give one of them")
+    for name, value in values.items():
+        if remaining is not None and value > remaining:
+            raise refused(name, f"{name}={value} is more than the {remaining} tokens that fit after the prompt")
         if value > settings.max_new_tokens:
-            raise refused(
-                name, f"{name}={value} is more than the {settings.max_new_tokens} tokens that this server gives"
-            )
+            raise refused(name, f"{name}={value} is more than this server's limit of {settings.max_new_tokens} tokens")
         return value
-    return min(limit for limit in (request.default_tokens, room, settings.max_new_tokens) if limit is not None)
+    return min(limit for limit in (request.default_tokens, remaining, settings.max_new_tokens) if limit is not None)
 
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
-"""What samples from all that the model says, as OpenAI does by default."""
+"""Sampling from the model's full distribution: OpenAI's defaults."""
 
 
 def _sampling(served: ServedModel, request: TextRequest) -> dict[str, Any]:
-    """As the request says, then as the model's own configuration does."""
+    """Return the arguments of sampling: from the request, else the model's configuration, else neutral ones."""
     chosen: dict[str, Any] = _NEUTRAL | {name: value for name, value in served.sampling.items() if name in _NEUTRAL}
     chosen |= {name: value for name in _NEUTRAL if (value := getattr(request, name)) is not None}
-    if chosen["temperature"] < _LEAST_TEMPERATURE or chosen["top_p"] == 0:
+    if chosen["temperature"] < _MIN_TEMPERATURE or chosen["top_p"] == 0:
         return {"do_sample": False}
     return {"do_sample": True, **chosen, "top_k": max(chosen["top_k"], 0), "min_p": chosen["min_p"] or None}
 
 
 def _bias(request: TextRequest, vocabulary: int) -> Iterator[tuple[int, float]]:
-    """What is added to the logits of tokens."""
     for token, value in request.logit_bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise refused("logit_bias", f"logit_bias: {token!r} is no token id; the model knows {vocabulary} tokens")
+            raise refused("logit_bias", f"logit_bias: {token!r} is not a token id from 0 to {vocabulary - 1}")
         yield int(token), value
 
 
 def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConfig:
     if not options.enabled:
         if options.preset is not None or options.step_budget is not None:
-            raise refused(
-                "lookahead", "lookahead.enabled=false leaves nothing to preset and step_budget; leave them out"
-            )
+            message = "lookahead.enabled=false cannot be combined with preset or step_budget; leave them out"
+            raise refused("lookahead", message)
         return LookaheadConfig(preset="autoregressive")
     if options.preset not in (None, config.preset):
         config = LookaheadConfig(preset=options.preset)
@@ -210,19 +212,19 @@ def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConf
 
 
 class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
-    """`presence_penalty` and `frequency_penalty` of OpenAI's API, by the tokens of the answer so far.
+    """`presence_penalty` and `frequency_penalty` of OpenAI's API.
 
     Args:
-        presence: Subtracted from the logit of each token that is in the answer.
-        frequency: Subtracted for each time that it is.
-        prompt_length: Tokens before the answer.
+        presence: Penalty of each token in the answer so far, subtracted from its logit.
+        frequency: Penalty for each occurrence in the answer so far.
+        prompt_length: Number of tokens before the answer.
     """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
         self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, vocabulary]` less the penalties of tokens that the answer has."""
+        """Subtract the penalties from logits `[1, vocabulary]`."""
         answer = input_ids[0, self._prompt_length :]
         counts = torch.zeros_like(scores[0]).index_add_(0, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)

@@ -1,4 +1,4 @@
-"""Running the application in this process: the socket, and the signals that end it."""
+"""Running the application in this process: its socket, and signals."""
 
 from __future__ import annotations
 
@@ -21,61 +21,60 @@ from lookahead.server.served_model import ServedModel
 from lookahead.server.tracing import Tracing
 
 _BACKLOG = 2048
-"""Connections that may wait to be taken, as many as uvicorn has by default."""
+"""Connections that may wait to be accepted: uvicorn's default."""
 
-_MOST_FILES = 10240
-"""Open files of a process that macOS allows where it reports no limit."""
+_MAX_FILES = 10240
+"""Limit of open files that macOS enforces without reporting it."""
 
 _GRACE = 5.0
-"""Seconds in which clients have to take what they are told when their answers are broken off."""
+"""Seconds for clients to read the error after the second signal."""
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal; at the second it answers what still runs with status 503, and stops; at the third it
-    stops at once. In each case the process ends by itself, with exit code 0.
+    """Server that ends in three steps, with exit code 0.
+
+    The first signal drains it. The second one fails running requests with status 503. The third one stops at once.
 
     Args:
-        config: Of uvicorn.
-        break_off: Has all requests answered at once.
+        config: Configuration of uvicorn.
+        fail_all: Called to fail all running requests.
     """
 
-    def __init__(self, config: uvicorn.Config, break_off: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, fail_all: Callable[[], None]) -> None:
         super().__init__(config)
-        self._break_off = break_off
+        self._fail_all = fail_all
         self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn."""
+        """Count a signal."""
         self._signals += 1
         self.should_exit = True
         if self._signals > 2:
             self._force()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
-        waiting = asyncio.create_task(self._stop_waiting())
+        """Wait for running requests, or for the second signal."""
+        waiting = asyncio.create_task(self._await_second_signal())
         await super().shutdown(sockets)
         waiting.cancel()
 
-    async def _stop_waiting(self) -> None:
-        """Wait for the second signal."""
+    async def _await_second_signal(self) -> None:
         while self._signals < 2:
             await asyncio.sleep(0.05)
-        self._break_off()
+        self._fail_all()
         await asyncio.sleep(_GRACE)
         self._force()
 
     def _force(self) -> None:
         self.force_exit = True
-        logging.getLogger("uvicorn.error").disabled = True  # what is broken off is no error to be told
+        logging.getLogger("uvicorn.error").disabled = True  # it would report the cancelled requests
 
 
 def serve(
     models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket, tracing: Tracing | None = None
 ) -> None:
-    """Serve models until SIGTERM or SIGINT ends it, see `Server`, on a `listener` that is bound to its address, see
-    `bind`."""
-    listener.listen(_BACKLOG)  # before its address is told: whoever reads it may connect at once
+    """Serve models until SIGTERM or SIGINT, as `Server` describes; `listener` is the socket from `bind`."""
+    listener.listen(_BACKLOG)  # before the address is printed: clients may connect at once
     with patient_stderr():
         _serve(models, settings, listener, tracing)
 
@@ -84,20 +83,20 @@ def _serve(
     models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket, tracing: Tracing | None
 ) -> None:
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
     _raise_file_limit()
-    if (warned := warning(settings)) is not None:
-        write_line(f"warning: {warned}")
-    if most := sum(served.engine.load.most_kv_bytes or 0 for served in models):
-        write_line(f"keys and values take {most / 2**30:.2f} GiB at most")
-    write_line(f"serving {', '.join(served.name for served in models)} at http://{shown}:{port}")
+    if (message := warning(settings)) is not None:
+        write_line(f"warning: {message}")
+    if limit := sum(served.engine.load.most_kv_bytes or 0 for served in models):
+        write_line(f"keys and values take {limit / 2**30:.2f} GiB at most")
+    write_line(f"serving {', '.join(served.name for served in models)} at http://{address}:{port}")
     app = create_app(models, settings, tracing)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=math.ceil(settings.read_timeout),  # clients close theirs first, most after 5 s
+        timeout_keep_alive=math.ceil(settings.read_timeout),  # longer than most clients keep theirs (5 s)
         http=partial(GuardedProtocol, patience=settings.timeout),  # type: ignore[arg-type]  # a class to uvicorn
         lifespan="on",
     )
@@ -105,30 +104,30 @@ def _serve(
 
 
 def warning(settings: ServerSettings) -> str | None:
-    """What whoever starts a server with these settings should know, if anything."""
+    """Return the warning about a public server without API keys, if it applies."""
     if settings.is_local or settings.api_keys:
         return None
-    return f"{settings.host} can be reached from other machines, and no key is asked for; give --api-key-file"
+    return f"{settings.host} can be reached from other machines without an API key; give --api-key-file"
 
 
 def _raise_file_limit() -> None:
-    """Allow as many connections as the system does: each takes a file descriptor."""
+    """Raise the limit of open files, and so of connections, to the system's."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for most in (hard, _MOST_FILES):
+    for limit in (hard, _MAX_FILES):
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, soft), hard))
             return
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The address of a server, taken before the model is loaded: it may be in use. Nobody can connect yet.
+    """Bind the address of a server without listening yet. It fails before a model is loaded.
 
     Raises:
-        InvalidArgumentError: It cannot be had.
+        InvalidArgumentError: The address is in use, or not of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,4 +1,4 @@
-"""What clients may send. Fields that are neither declared here nor harmless (see `fields`) are refused by name."""
+"""Request bodies of completions and chats. Undeclared fields are refused, unless `fields` ignores them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.server.fields import CHAT, COMPLETIONS, OTHER_NAMES, STREAM, Body, Fields, Many
 from lookahead.server.messages import FunctionTool, Message, NamedTool, SomeTools, TextPart
 
-MOST_STOPS = 16
-MOST_CHOICES = 64
-MOST_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
 
 
 class LookaheadOptions(Fields):
-    """How to draft for this request; it changes the number of steps, never the text."""
+    """Options for drafts. They change the number of steps, never the text."""
 
     enabled: bool = Field(default=True, description="false: plain decoding, one token a step")
     preset: Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"] | None = None
     step_budget: int | None = Field(default=None, ge=1, le=MAX_NODES_PER_STEP, description="most nodes of a step")
-    statistics: bool = Field(default=False, description="tell steps and tokens per step with the usage")
-    steps: bool = Field(default=False, description="streaming: tell the token tree of each step with its tokens")
+    statistics: bool = Field(default=False, description="add steps and tokens per step to the usage")
+    steps: bool = Field(default=False, description="streaming: add the token tree of its step to each chunk")
 
 
 class StreamOptions(Fields, place=STREAM):
-    """What a stream tells besides."""
+    """Optional parts of a stream."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(default=False, description="extension of vLLM: tell the usage with each chunk")
+    continuous_usage_stats: bool = Field(default=False, description="extension of vLLM: the usage in each chunk")
 
 
 class StructuredOutputs(Fields):
-    """The form of an answer, as vLLM asks for it: exactly one of these."""
+    """Required format of an answer, with vLLM's names. Exactly one field is set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema, or its text")
     json_object: Literal[True] | None = None
@@ -53,7 +53,7 @@ StopStrings = Annotated[
     BeforeValidator(
         lambda value: [value][: len(value)] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
     ),
-    Field(max_length=MOST_STOPS),
+    Field(max_length=MAX_STOPS),
 ]
 
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -61,22 +61,20 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class TextRequest(Body):
-    """What all requests for text share."""
+    """Common fields of all requests for text."""
 
-    model: str = Field(max_length=512, description="the name of the model, as `/v1/models` has it")
+    model: str = Field(max_length=512, description="name of the model in `/v1/models`")
     stream: bool = Field(default=False, description="a chunk for each step: several tokens where drafts were accepted")
     stream_options: StreamOptions = Field(
         default_factory=StreamOptions, description="`include_usage`, and vLLM's `continuous_usage_stats`"
     )
     seed: int | None = Field(
-        default=None, ge=-(2**63), le=2**63 - 1, description="of the draws; answer *i* of `n` has `seed` + *i*"
+        default=None, ge=-(2**63), le=2**63 - 1, description="of sampling; answer *i* of `n` has `seed` + *i*"
     )
     temperature: float | None = Field(
-        default=None, ge=0, le=2, description="below 0.01 as 0; not given, the model's own, else 1"
+        default=None, ge=0, le=2, description="below 0.01: greedy; default: the model's own, else 1"
     )
-    top_p: float | None = Field(
-        default=None, ge=0, le=1, description="0: the likeliest token; not given, the model's own, else 1"
-    )
+    top_p: float | None = Field(default=None, ge=0, le=1, description="0: greedy; default: the model's own, else 1")
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="0 or -1: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1, description="as in transformers")
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="as in transformers")
@@ -85,26 +83,26 @@ class TextRequest(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, max_length=1024, description="by token id"
     )
-    stop: StopStrings = Field(default_factory=list, description=f"up to {MOST_STOPS} texts that end the answer")
+    stop: StopStrings = Field(default_factory=list, description=f"up to {MAX_STOPS} texts that end the answer")
     stop_token_ids: list[Number] = Field(
         default_factory=list, max_length=128, description="end the answer as the end-of-sequence token does"
     )
-    ignore_eos: bool = Field(default=False, description="the end-of-sequence token ends nothing")
+    ignore_eos: bool = Field(default=False, description="continue after the end-of-sequence token")
     min_tokens: int = Field(
-        default=0, ge=0, le=2**31 - 1, description="no token that ends the answer is selected before so many"
+        default=0, ge=0, le=2**31 - 1, description="number of tokens before which no token may end the answer"
     )
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="`json`, `json_object`, `regex`, `choice` or `grammar` (Lark or GBNF), as in vLLM"
     )
     user: str | None = Field(default=None, max_length=512, description="written into the log")
     lookahead: LookaheadOptions = Field(
-        default_factory=LookaheadOptions, description="how to draft, see below; it changes no text"
+        default_factory=LookaheadOptions, description="options for drafts, see above; they change no text"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _with_usual_names(cls, values: Any) -> Any:
-        """The same values, where fields have the names that are declared here."""
+        """Rename fields that other servers name differently."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
@@ -121,15 +119,17 @@ class TextRequest(Body):
 
 
 class ChoicesRequest(TextRequest):
-    """What requests share that may ask for several answers.
+    """Common fields of requests for several answers.
 
     Attributes:
-        default_tokens: Most tokens of an answer where no number is named; as many as fit if `None`.
+        default_tokens: Default of `max_tokens`; the rest of the context if `None`.
     """
 
     default_tokens: ClassVar[int | None] = None
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="answers to each prompt")
-    max_tokens: Count | None = Field(default=None, description="16 by default for completions, else as many as fit")
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
+    max_tokens: Count | None = Field(
+        default=None, description="default: 16 for completions, else the rest of the context"
+    )
 
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
@@ -145,14 +145,14 @@ class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
         description="a text, token ids, or a list of either"
     )
     logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_LOGPROBS, description="of the model itself, with so many rivals of each token"
+        default=None, ge=0, le=MAX_LOGPROBS, description="number of alternatives to each token, without penalties"
     )
-    best_of: Count | None = Field(default=None, description="no more than `n`: answers are not ranked")
+    best_of: Count | None = Field(default=None, description="at most `n`: answers are not ranked")
     echo: bool = Field(default=False, description="the prompt before the answer, with its `logprobs`")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each a text or token ids."""
+        """Prompts, each a text or token ids."""
         prompt: Any = self.prompt
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         return [prompt] if one else prompt
@@ -190,7 +190,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class Prediction(Fields):
-    """A text that is expected, such as a file of which a part is to be edited."""
+    """Predicted output, for example the file to be edited."""
 
     type: Literal["content"]
     content: str | Many[TextPart]
@@ -203,29 +203,27 @@ class ChatRequest(ChoicesRequest, place=CHAT):
         min_length=1, description="by the tokenizer's chat template, else each on a new line"
     )
     max_completion_tokens: Count | None = Field(default=None, description="another name of `max_tokens`")
-    logprobs: bool = Field(default=False, description="of the model itself, before penalties, bias and truncation")
+    logprobs: bool = Field(default=False, description="log-probabilities before penalties, bias and truncation")
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_LOGPROBS, description="rivals of each token; needs `logprobs`"
+        default=None, ge=0, le=MAX_LOGPROBS, description="number of alternatives to each token; needs `logprobs`"
     )
     response_format: ResponseFormat | None = Field(
         default=None, description="`text`, `json_object`, or `json_schema` whether `strict` or not"
     )
-    tools: list[FunctionTool] = Field(default_factory=list, max_length=128, description="functions; see below")
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=128, description="functions; see above")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools | None = Field(
         default=None, description="`none`, `auto`, `required`, a function, or `allowed_tools`"
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
-    prediction: Prediction | None = Field(
-        default=None, description="a text that is expected, which is drafted from; see below"
-    )
+    parallel_tool_calls: bool | None = Field(default=None, description="whether an answer may have several calls")
+    prediction: Prediction | None = Field(default=None, description="predicted output, used for drafts; see above")
     reasoning_effort: str | None = Field(
-        default=None, max_length=64, description="an argument of the chat template; nothing where it has no such"
+        default=None, max_length=64, description="an argument of the chat template, if it has one"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=64, description="further arguments of the chat template"
     )
-    add_generation_prompt: bool = Field(default=True, description="`false`: no turn of the assistant is begun")
-    continue_final_message: bool = Field(default=False, description="the answer goes on with the last message")
+    add_generation_prompt: bool = Field(default=True, description="begin a turn of the assistant")
+    continue_final_message: bool = Field(default=False, description="continue the last message")
 
 
 class TokenizeRequest(Body):

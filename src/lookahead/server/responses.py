@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: items of reasoning, text and calls, and named events about them."""
+"""Response format of `/v1/responses`: items of reasoning, text and calls, and their events."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _ITEM_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
 _PART_FIELDS: dict[str, dict[str, Any]] = {"message": {"annotations": [], "logprobs": []}, "reasoning": {}}
 _EVENT_FIELDS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
-"""What text of an answer has besides, and reasoning: its item, the part in it, and events about that."""
+"""Further fields of the items, parts and events of text and of reasoning."""
 
 
 class ResponsesForm(ChatForm):
-    """Of `/v1/responses`. A stream consists of named events, which are numbered."""
+    """Response format of `/v1/responses`. A stream consists of named, numbered events."""
 
     prefix, object, chunk_object, last_event = "resp", "response", "", b""
 
-    def __init__(self, asked: ResponsesRequest, generation: Generation) -> None:
+    def __init__(self, source: ResponsesRequest, generation: Generation) -> None:
         super().__init__(generation)
-        self._asked, self._functions = asked, asked.functions
+        self._source = source
+        self._functions = source.functions
         self._reader = self._readers[0]
         self._items: list[dict[str, Any]] = []
-        self._numbered = 0
+        self._events = 0
         self._is_cut = False
 
     def whole(self, wholes: Sequence[Piece]) -> dict[str, Any]:
-        """See `Form`."""
+        """Return the response without streaming."""
         self._add(self._reader.add(wholes[0].text))
         self._finish(self.generation.answers[0])
         return self._complete()
 
     def opening(self) -> list[dict[str, Any]]:
-        """See `Form`."""
-        begun = self._begun()
-        return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
+        """Return the events that begin the response."""
+        response = self._skeleton()
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return the events of a piece, or of the end of the answer."""
         return self._finish(answer) if piece is None else self._add(self._reader.add(piece.text))
 
     def closing(self) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return the event with the complete response."""
         response = self._complete()
         return [self._event(f"response.{response['status']}", response=response)]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """See `Form`."""
+        """Return the event of an error."""
         return self._event("error", message=error.detail, code=error.code, param=error.param)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._numbered += 1
-        return {"type": kind, "sequence_number": self._numbered - 1, **fields}
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **fields}
 
     def _add(self, part: Part) -> list[dict[str, Any]]:
-        """The events of a piece: an item is begun when there is something to put into it."""
+        """Return the events of a piece. The first text of a kind begins an item."""
         events = []
         for kind, text in (("reasoning", part.reasoning), ("message", part.content)):
             if text:
@@ -76,7 +78,7 @@ class ResponsesForm(ChatForm):
         return events
 
     def _open(self, kind: str) -> list[dict[str, Any]]:
-        """Begin an item of text."""
+        """Begin an item of text or reasoning."""
         item: dict[str, Any] = {"type": kind, "id": _identifier(kind), "status": "in_progress", "content": []}
         item |= _ITEM_FIELDS[kind]
         self._items.append(item)
@@ -86,7 +88,7 @@ class ResponsesForm(ChatForm):
         return [added, self._event("response.content_part.added", **self._place, part=dict(part))]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        """End the item of text that is open, if one is."""
+        """End the open item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item = self._items[-1]
@@ -100,19 +102,19 @@ class ResponsesForm(ChatForm):
         ]
 
     def _finish(self, answer: Answer) -> list[dict[str, Any]]:
-        """The events of the end: what was left, and the calls."""
+        """Return the last events of an answer: remaining text, then each call."""
         rest, calls = self._reader.finish()
         events = self._add(rest)
         if not calls and not self._items:
             events += self._open("message")
-        self._is_cut = self._why_ended(answer, calls) == "length"
+        self._is_cut = self._finish_reason(answer, calls) == "length"
         events += self._close("incomplete" if self._is_cut and not calls else "completed")
         for call in calls:
             events += self._call(call)
         return events
 
     def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events of a call, which comes whole."""
+        """Return the events of a call."""
         tool, namespace = self._functions[call["function"]["name"]]
         item = {"type": "function_call", "id": _identifier("function_call"), "call_id": call["id"]}
         item |= call["function"] | {"name": tool.name, "status": "completed"}
@@ -120,24 +122,24 @@ class ResponsesForm(ChatForm):
         self._items.append(item)
         index = len(self._items) - 1
         place = {"item_id": item["id"], "output_index": index}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        done = {"name": item["name"], "arguments": item["arguments"]}
+        empty = item | {"arguments": "", "status": "in_progress"}
+        function = {"name": item["name"], "arguments": item["arguments"]}
         return [
-            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.output_item.added", output_index=index, item=empty),
             self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
-            self._event("response.function_call_arguments.done", **place, **done),
+            self._event("response.function_call_arguments.done", **place, **function),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Of the text that is open."""
+        """Indices of the open item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _begun(self) -> dict[str, Any]:
-        """The response as it begins."""
-        request, asked = self.request, self._asked
-        choice = asked.tool_choice or "auto"
+    def _skeleton(self) -> dict[str, Any]:
+        """Return the response without output."""
+        request, source = self.request, self._source
+        choice = source.tool_choice or "auto"
         return {
             "id": self._head["id"],
             "object": self.object,
@@ -147,18 +149,18 @@ class ResponsesForm(ChatForm):
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
+            "instructions": source.instructions,
             "max_output_tokens": request.max_tokens,
-            "metadata": asked.metadata,
+            "metadata": source.metadata,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
-            "text": asked.text.model_dump(by_alias=True),
+            "text": source.text.model_dump(by_alias=True),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in asked.tools if not isinstance(tool, HostedTool)],
+            "tools": [tool.model_dump() for tool in source.tools if not isinstance(tool, HostedTool)],
             "top_p": request.top_p,
-            "truncation": asked.truncation,
+            "truncation": source.truncation,
             "usage": None,
         }
 
@@ -167,7 +169,7 @@ class ResponsesForm(ChatForm):
         counts = self.usage()
         usage = counts.pop("usage")
         return {
-            **self._begun(),
+            **self._skeleton(),
             **counts,
             "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),

@@ -1,4 +1,4 @@
-"""Requests to `/v1/responses`, as those of a chat."""
+"""Request body of `/v1/responses`, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lookahead.server.requests import (
 
 
 class Item(Fields):
-    """Something in the input, which may be of an earlier answer."""
+    """Common fields of input items."""
 
     id: str | None = Field(default=None, max_length=256)
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class InputMessage(Item, place=MESSAGE):
-    """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -59,7 +59,7 @@ class InputCall(Item):
 
 
 class InputResult(Item):
-    """What a function returned."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
@@ -86,7 +86,7 @@ InputItem = InputMessage | InputCall | InputResult | InputReasoning
 
 
 class SchemaFormat(JsonSchema):
-    """A JSON value that follows a schema, as `/v1/responses` asks for it."""
+    """A JSON value that follows a schema."""
 
     type: Literal["json_schema"]
 
@@ -103,18 +103,18 @@ class Reasoning(Fields):
     """How much to reason."""
 
     effort: str | None = Field(default=None, max_length=64)
-    summary: str | None = Field(default=None, description="reasoning is told whole")
+    summary: str | None = Field(default=None, description="ignored: answers have the whole reasoning")
     generate_summary: str | None = None
 
 
 class FlatTool(Function, place=TOOL):
-    """A function, as `/v1/responses` has it."""
+    """A function."""
 
     type: Literal["function"]
 
 
 class Namespace(Fields):
-    """Functions that share the beginning of their names."""
+    """Functions with a common prefix in their names."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -123,7 +123,7 @@ class Namespace(Fields):
 
 
 class HostedTool(Fields):
-    """A tool that OpenAI's servers run themselves. This one has none, and leaves it out."""
+    """A tool that OpenAI's servers run. It is accepted, and not offered to the model."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["web_search", "web_search_preview"]
@@ -133,13 +133,13 @@ Tool = Annotated[FlatTool | Namespace | HostedTool, Field(discriminator="type")]
 
 
 class FlatName(FunctionName):
-    """The function that has to be called, as `/v1/responses` has it."""
+    """The function that must be called."""
 
     type: Literal["function"]
 
 
 class SomeFlatTools(Fields):
-    """The functions that may be called, or have to be, as `/v1/responses` has them."""
+    """The functions that may be called, or must be."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -147,68 +147,68 @@ class SomeFlatTools(Fields):
 
 
 RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-"""What fields of a chat are called in a request to `/v1/responses`."""
+"""Names of chat fields in `/v1/responses`, for errors."""
 
 
 class ResponsesRequest(TextRequest, place=RESPONSES):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095, fail_fast=True)] = Field(
-        description="a text, or messages, calls, what these returned, and reasoning"
+        description="a text, or messages, calls, their results, and reasoning"
     )
     instructions: str | None = Field(default=None, description="a system message before all others")
-    max_output_tokens: Count | None = Field(default=None, description="as many as fit if not given")
+    max_output_tokens: Count | None = Field(default=None, description="default: all that fit into the context")
     text: TextOptions = Field(default_factory=TextOptions, description="`format`, as `response_format` of a chat")
     tools: list[Tool] = Field(
-        default_factory=list, max_length=128, description="functions, also in namespaces; see below"
+        default_factory=list, max_length=128, description="functions, also in namespaces; see above"
     )
     tool_choice: Literal["none", "auto", "required"] | FlatName | SomeFlatTools | None = Field(
         default=None, description="`none`, `auto`, `required`, a function, or `allowed_tools`"
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
-    metadata: dict[str, Any] = Field(default_factory=dict, description="told with the answer")
+    parallel_tool_calls: bool | None = Field(default=None, description="whether an answer may have several calls")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="returned with the answer")
     truncation: Literal["disabled", "auto"] = Field(
-        default="disabled", description="told with the answer: inputs are never cut; too long ones are refused"
+        default="disabled", description="returned with the answer, else ignored: inputs are never cut"
     )
     reasoning: Reasoning = Field(
-        default_factory=Reasoning,
-        description="`effort`: an argument of the chat template; nothing where it has no such",
+        default_factory=Reasoning, description="`effort`: an argument of the chat template, if it has one"
     )
 
     @property
     def functions(self) -> dict[str, tuple[FlatTool, str | None]]:
-        """All functions and their namespaces, by the names that the model knows.
+        """Functions and their namespaces, by the names that the model reads.
 
         Raises:
-            ApiError: Two have one name.
+            ApiError: Two functions have the same name.
         """
-        placed: list[tuple[FlatTool, str | None]] = []
+        pairs: list[tuple[FlatTool, str | None]] = []
         for tool in self.tools:
             if isinstance(tool, Namespace):
-                placed += [(inner, tool.name) for inner in tool.tools]
+                pairs += [(inner, tool.name) for inner in tool.tools]
             elif isinstance(tool, FlatTool):
-                placed.append((tool, None))
-        found = {_whole_name(tool.name, namespace): (tool, namespace) for tool, namespace in placed}
-        if len(found) < len(placed):
-            raise refused("tools", "tools has two functions of one name")
-        return found
+                pairs.append((tool, None))
+        functions = {_whole_name(tool.name, namespace): (tool, namespace) for tool, namespace in pairs}
+        if len(functions) < len(pairs):
+            raise refused("tools", "tools has two functions of the same name; rename one")
+        return functions
 
     @property
-    def left_out(self) -> list[str]:
-        """Types of tools that are not offered to the model."""
+    def hosted_tools(self) -> list[str]:
+        """Types of the tools that are not offered to the model."""
         return [tool.type for tool in self.tools if isinstance(tool, HostedTool)]
 
     def as_chat(self) -> ChatRequest:
-        """The same request for a chat completion."""
+        """Convert to a chat request."""
         messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, Message(role="system", content=self.instructions))
-        asked = self.text.format
-        form = JsonSchemaFormat(type="json_schema", json_schema=asked) if isinstance(asked, SchemaFormat) else asked
+        format_: Any = self.text.format
+        if isinstance(format_, SchemaFormat):
+            format_ = JsonSchemaFormat(type="json_schema", json_schema=format_)
         return ChatRequest(
             messages=messages,
             max_tokens=self.max_output_tokens,
-            response_format=form,
+            response_format=format_,
             tools=[_tool(name, tool) for name, (tool, _) in self.functions.items()],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
@@ -227,17 +227,17 @@ def _tool(name: str, tool: FlatTool) -> FunctionTool:
 
 
 def _choice(choice: str | FlatName | SomeFlatTools | None) -> Any:
-    """Which tools are to be called, as a chat has it."""
+    """Convert `tool_choice` to the format of a chat."""
     if isinstance(choice, FlatName):
         return NamedTool(type="function", function=choice)
     if isinstance(choice, SomeFlatTools):
-        named = [NamedTool(type="function", function=tool) for tool in choice.tools]
-        return SomeTools(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=named))
+        tools = [NamedTool(type="function", function=tool) for tool in choice.tools]
+        return SomeTools(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools))
     return choice
 
 
 def _messages(items: Sequence[InputItem]) -> list[Message]:
-    """Items of `/v1/responses` as messages: reasoning, text and calls of one answer are one message."""
+    """Convert items to messages; reasoning, text and calls of one answer become one message."""
     messages: list[Message] = []
     for item in items:
         if isinstance(item, InputResult):
@@ -252,7 +252,7 @@ def _messages(items: Sequence[InputItem]) -> list[Message]:
 
 
 def _may_follow(message: Message, item: InputItem) -> bool:
-    """Whether an item is a part of the same answer as what the message holds."""
+    """Return whether an item belongs to the same answer as `message`."""
     return isinstance(item, InputCall) or not (message.content or message.tool_calls)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, which evaluations compare choices by."""
+"""Log-probabilities of prompts, as evaluations need them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from lookahead.server.served_model import ServedModel
 from lookahead.serving.handle import TokenEvent
 
 _PART = 256
-"""Tokens whose logits are held at once."""
+"""Tokens of a pass: bounds the memory for logits."""
 
 
 @torch.inference_mode()
-def scored(served: ServedModel, tokens: Sequence[int], rivals: int) -> list[TokenEvent]:
-    """The tokens of a prompt with their log-probabilities, of which the first has none.
+def score_prompt(served: ServedModel, tokens: Sequence[int], alternatives: int) -> list[TokenEvent]:
+    """Return the tokens of a prompt with their log-probabilities; the first token has none.
 
-    By forward passes of the model itself, beside the engine's.
+    It runs the model directly, beside the engine.
 
     Args:
-        rivals: How many of the likeliest tokens to tell in each place.
+        served: The model.
+        tokens: The prompt.
+        alternatives: Number of likeliest tokens to return at each index.
 
     Raises:
-        ApiError: The model cannot be asked for them.
+        ApiError: The model is a GGUF model.
     """
     if served.is_gguf:
-        raise refused("echo", "echo does not go with logprobs for a GGUF model: its prompts have no log-probabilities")
+        raise refused("echo", "echo with logprobs is not supported for GGUF models; leave one of them out")
     model: Any = served.model
     in_parts = not getattr(model, "_is_stateful", False) and cache_name(model) == CACHE
     options: dict[str, Any] = {"use_cache": False}
@@ -40,10 +42,10 @@ def scored(served: ServedModel, tokens: Sequence[int], rivals: int) -> list[Toke
     for start in range(0, len(tokens), size):
         part = torch.tensor([tokens[start : start + size]], device=model.device)
         logits = model(part, **options).logits[0]
-        following = tokens[len(events) : len(events) + len(logits)]  # one less than there are logits, at the end
+        following = tokens[len(events) : len(events) + len(logits)]  # the last logits have no token
         logprobs = logits[: len(following)].float().log_softmax(-1)
-        found, ids = (each.tolist() for each in logprobs.topk(rivals))
-        for place, token in enumerate(following):
-            top = tuple(zip(ids[place], found[place], strict=True))
-            events.append(TokenEvent(token, float(logprobs[place, token]), top))
+        values, ids = (each.tolist() for each in logprobs.topk(alternatives))
+        for index, token in enumerate(following):
+            top = tuple(zip(ids[index], values[index], strict=True))
+            events.append(TokenEvent(token, float(logprobs[index, token]), top))
     return events

@@ -1,4 +1,4 @@
-"""The model that is served, and what its prompts are made of: texts, conversations, images."""
+"""A served model, and the encoding of its prompts: texts, conversations, images."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lookahead.backends.base import vocabulary_size
 from lookahead.backends.loading import LoadedModel
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
-from lookahead.server.fields import text_fault
-from lookahead.server.grammar import callable_tools, described_tokens, grammar_tokenizer, token_bytes
+from lookahead.server.fields import json_error_message
+from lookahead.server.grammar import callable_tools, describe_tokens, grammar_tokenizer, token_bytes
 from lookahead.server.grammar_trial import GrammarTrials
-from lookahead.server.images import decoded
+from lookahead.server.images import decode_images
 from lookahead.server.messages import FunctionTool, ImagePart, Message, TextPart, ToolCall
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
@@ -34,15 +34,15 @@ _SET_ELSEWHERE = {
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt"),
     *("continue_final_message", "messages"),
 }
-"""Arguments of `apply_chat_template` that are no arguments of the template, or are set otherwise."""
+"""Arguments of `apply_chat_template` that clients may not set: they are no variables of the template."""
 
 _TAIL = 8
-"""Tokens at the end of a prompt that show whether it has begun to reason."""
+"""Last tokens of a prompt; they may contain the beginning of reasoning."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What an answer begins with: token ids, and as `inputs` what else the model reads, such as pixels of images."""
+class EncodedPrompt:
+    """Token ids of a prompt, and further `inputs` of the model, for example pixels of images."""
 
     tokens: list[int]
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class ServedModel(LoadedModel):
     """A model and its engine.
 
     Attributes:
-        name: What clients call it.
-        engine: Runs its requests; started by the server.
-        config: How requests draft that say nothing about it.
-        max_length: Most tokens of a text, prompt included; any number if `None`.
-        created: When it was loaded, in seconds since 1970.
+        name: Name for clients.
+        engine: Engine that runs its requests; the server starts it.
+        config: Default configuration of drafts.
+        max_length: Largest number of tokens of a text, prompt included; unlimited if `None`.
+        created: Time of loading, in seconds since 1970.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ServedModel(LoadedModel):
     config: LookaheadConfig
     max_length: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    _decoding: Lock = field(default_factory=Lock)  # held with the pixels of a request, which are all that there are
+    _decoding: Lock = field(default_factory=Lock)  # one request at a time has pixels in memory
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -75,60 +75,62 @@ class ServedModel(LoadedModel):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+        """Number of tokens of the model."""
         return vocabulary_size(self.model)
 
     def check_tokens(self, tokens: Sequence[int], field: str) -> None:
-        """Refuse token ids that the model does not know, which `field` of a request brought."""
+        """Refuse token ids outside the vocabulary; the error names `field`."""
         outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
         if outside is not None:
-            raise refused(field, f"{field} holds the token id {outside}; the model knows {self.vocabulary} tokens")
+            raise refused(
+                field, f"{field} has the token id {outside}; ids of this model are 0 to {self.vocabulary - 1}"
+            )
 
     def check_length(self, tokens: Sequence[int], field: str) -> None:
-        """Refuse more token ids than a text may have, which `field` of a request brought."""
+        """Refuse more token ids than the context has; the error names `field`."""
         if self.max_length is not None and len(tokens) > self.max_length:
-            said = f"{field} has {len(tokens)} tokens; the most is {self.max_length}"
-            raise ApiError(400, said, field, "context_length_exceeded")
+            message = f"{field} has {len(tokens)} tokens; send at most {self.max_length}"
+            raise ApiError(400, message, field, "context_length_exceeded")
 
     @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
-        """Its tokens as grammars see them."""
+        """The vocabulary for grammars."""
         return grammar_tokenizer(self.tokenizer, self.vocabulary, self.end_tokens)
 
     @cached_property
     def grammar_trials(self) -> GrammarTrials:
-        """Where grammars are tried before they are used."""
-        return GrammarTrials(lambda: described_tokens(self.tokenizer, self.vocabulary, self.end_tokens))
+        """Processes that try grammars before use."""
+        return GrammarTrials(lambda: describe_tokens(self.tokenizer, self.vocabulary, self.end_tokens))
 
     @property
     def template(self) -> str:
-        """The chat template; empty where there is none."""
+        """The chat template; empty without one."""
         template = getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of functions; `None` if its chat template has no place for them."""
+        """Format of the model's calls; `None` if its chat template does not support tools."""
         return format_of(self.template)
 
     @property
     def reasoning(self) -> ReasoningFormat:
-        """How the model writes reasoning."""
+        """Format of the model's reasoning."""
         return reasoning_of(self.template)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Token ids of the special tokens, which are no part of texts."""
+        """Token ids of the special tokens."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return {str(token): number for number, token in added.items() if token.special}
 
     def thinking(self, prompt: Sequence[int]) -> Thinking:
-        """Whether the model reasons at the beginning of its answer to a prompt."""
+        """Return whether the answer to a prompt begins with reasoning."""
         end = self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
         return thinking_of(self.template, str(end))
 
     def marks(self, tools: bool) -> list[int]:
-        """Special tokens that tell reasoning and, where functions may be called, calls from text."""
+        """Return the special tokens around reasoning and, if there are `tools`, around calls."""
         format_ = self.tool_format if tools else None
         marks = self.reasoning.marks + ("" if format_ is None else format_.marks)
         return [number for token, number in self.special_tokens.items() if token in marks]
@@ -143,14 +145,14 @@ class ServedModel(LoadedModel):
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """Length of the longest token in characters."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
-        """Token ids of a text, which `field` of a request brought.
+        """Encode a text, with special tokens if `special`; errors name `field`.
 
         Raises:
-            ApiError: It is longer than any text that fits into the context.
+            ApiError: The text is longer than any text that fits into the context.
         """
         self._check_length(text, field)
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -160,24 +162,26 @@ class ServedModel(LoadedModel):
         if self.max_length is not None and len(text) > self.max_length * self.longest_token:
             raise ApiError(
                 400,
-                f"{field} has {len(text)} characters, more than the {self.max_length} tokens of this model's "
-                "context can have",
+                f"{field} has {len(text)} characters and does not fit into the {self.max_length} tokens of this "
+                "model's context; shorten it",
                 field,
                 code="context_length_exceeded",
             )
 
-    def prompts(self, request: ChoicesRequest, images: Sequence[bytes]) -> list[Prompt]:
-        """The prompts of a request; `images` are the files of those of its messages.
+    def prompts(self, request: ChoicesRequest, images: Sequence[bytes]) -> list[EncodedPrompt]:
+        """Encode the prompts of a request; `images` are the files of the images in its messages.
 
         Raises:
-            ApiError: One cannot be encoded.
+            ApiError: A prompt cannot be encoded.
         """
         if isinstance(request, CompletionRequest):
-            return [Prompt(self.encode(given) if isinstance(given, str) else given) for given in request.prompts]
+            return [
+                EncodedPrompt(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in request.prompts
+            ]
         assert isinstance(request, ChatRequest)
         options: dict[str, Any] = dict(request.chat_template_kwargs)
-        if taken := sorted(_SET_ELSEWHERE & set(options)):
-            raise refused("chat_template_kwargs", f"chat_template_kwargs: {taken[0]} has a field of its own, or none")
+        if reserved := sorted(_SET_ELSEWHERE & set(options)):
+            raise refused("chat_template_kwargs", f"chat_template_kwargs: {reserved[0]} cannot be set; leave it out")
         if request.reasoning_effort is not None:
             options["reasoning_effort"] = request.reasoning_effort
         options["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
@@ -190,24 +194,23 @@ class ServedModel(LoadedModel):
         tools: Sequence[FunctionTool] = (),
         options: Mapping[str, Any] | None = None,
         images: Sequence[bytes] = (),
-    ) -> Prompt:
-        """A conversation, up to where the answer begins.
-
-        By the tokenizer's chat template. Where there is none, every message begins on a new line.
+    ) -> EncodedPrompt:
+        """Encode a conversation by the tokenizer's chat template; without one, each message begins on a new line.
 
         Args:
-            messages, images: The conversation, and the files of the images of all messages.
+            messages: The conversation.
             tools: Functions that may be called.
-            options: Further arguments of `apply_chat_template`, those of the template among them.
+            options: Further arguments of `apply_chat_template`, and variables of the template.
+            images: Files of the images in all messages.
 
         Raises:
-            ApiError: The template refuses it, or has no place for tools or images.
+            ApiError: The template fails, or does not support tools or images.
         """
         if tools and self.tool_format is None:
-            raise refused("tools", "the chat template of this model has no place for tools")
+            raise refused("tools", "the chat template of this model does not support tools; leave them out")
         if not self.template:
             text = conversation_text((message.role, message.text) for message in messages)
-            return Prompt(self.encode(text, field="messages"))
+            return EncodedPrompt(self.encode(text, field="messages"))
         functions = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         turns = [_turn(message, self.processor is not None) for message in messages]
         try:
@@ -218,39 +221,39 @@ class ServedModel(LoadedModel):
                 tokenize=False,
                 **({"add_generation_prompt": True} | dict(options or {})),
             )
-        except Exception as error:  # templates raise what they like, to refuse a system message for example
+        except Exception as error:  # any type, for example to refuse a system message
             raise ApiError(
                 400, f"the chat template of this model fails: {error}", "messages", "invalid_value"
             ) from error
         if not images:
-            return Prompt(self.encode(str(text), special=False, field="messages"))
+            return EncodedPrompt(self.encode(str(text), special=False, field="messages"))
         return self._with_images(str(text), images)
 
-    def _with_images(self, text: str, images: Sequence[bytes]) -> Prompt:
+    def _with_images(self, text: str, images: Sequence[bytes]) -> EncodedPrompt:
         self._check_length(text, "messages")
         with self._decoding:
-            pixels = decoded(images)
+            pixels = decode_images(images)
             try:
-                read = self.processor(text=[text], images=[pixels], return_tensors="pt", add_special_tokens=False)
-            except Exception as error:  # processors raise what they like, of a template without a place for images, say
-                said = f"the processor of this model fails: {error}"
-                raise ApiError(400, said, "messages", "invalid_value") from error
-        inputs = {name: value for name, value in read.items() if name not in ("input_ids", "attention_mask")}
-        return Prompt(read["input_ids"][0].tolist(), inputs)
+                batch = self.processor(text=[text], images=[pixels], return_tensors="pt", add_special_tokens=False)
+            except Exception as error:  # any type, for example if the template does not support images
+                message = f"the processor of this model fails: {error}"
+                raise ApiError(400, message, "messages", "invalid_value") from error
+        inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
+        return EncodedPrompt(batch["input_ids"][0].tolist(), inputs)
 
     def text_of(self, token: int) -> str:
-        """One token as text."""
+        """Decode one token to text."""
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token."""
+        """Decode one token to bytes."""
         return token_bytes(self.text_of(token), str(self.tokenizer.convert_ids_to_tokens(token) or ""))
 
 
-def _turn(message: Message, sees: bool) -> dict[str, Any]:
-    """A message as chat templates take it: in parts, for a model that sees images."""
+def _turn(message: Message, in_parts: bool) -> dict[str, Any]:
+    """Convert a message for chat templates, which take a list of parts for models with images."""
     content: Any = message.text
-    if sees:
+    if in_parts:
         parts = [TextPart(type="text", text=message.text)] if isinstance(message.content, str) else message.content
         content = [
             {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in parts
@@ -258,38 +261,40 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     turn |= message.model_dump(include={"reasoning_content", "name", "tool_call_id"}, exclude_none=True)
     if message.reasoning_content is not None:
-        turn["thinking"] = message.reasoning_content  # as GPT-OSS's template calls it
+        turn["thinking"] = message.reasoning_content  # name in the template of GPT-OSS
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """An earlier call as chat templates take it: with its arguments as an object, which clients send as JSON."""
-    name, written, fault = call.function.name, call.function.arguments, ""
+    """Convert an earlier call for chat templates: its arguments are an object there, and JSON text in requests."""
+    text = call.function.arguments
+    fault = ""
     try:
-        arguments = json.loads(written or "{}")
+        arguments = json.loads(text or "{}")
         to_json(arguments)
     except (ValueError, RecursionError) as error:
-        arguments, fault = None, f" ({text_fault(error)})"
+        arguments = None
+        fault = f" ({json_error_message(error)})"
     if not isinstance(arguments, dict):
-        said = f"messages: tool_calls has the arguments {written[:100]!r} of {name!r}, which are no JSON object{fault}"
-        raise refused("messages", f"{said}; send them as they were answered")
+        subject = f"messages: tool_calls has the arguments {text[:100]!r} of {call.function.name!r}"
+        raise refused("messages", f"{subject}, which are not a JSON object{fault}; send the arguments of the answer")
     return call.model_dump() | {"function": {"name": call.function.name, "arguments": arguments}}
 
 
-def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, field: str) -> int | None:
-    """Tokens that may follow `prompt`, which `field` of a request brought; any number if `None`.
+def remaining_tokens(served: ServedModel, prompt: Sequence[int], max_prompt: int | None, field: str) -> int | None:
+    """Return the number of tokens that fit into the context after `prompt`; `None` if it is unlimited.
 
     Raises:
-        ApiError: The prompt is too long.
+        ApiError: The prompt is empty, too long, or has unknown tokens; the error names `field`.
     """
-    limits = [limit for limit in (served.max_length, most and most + 1) if limit is not None]
+    limits = [limit for limit in (served.max_length, max_prompt and max_prompt + 1) if limit is not None]
     if not prompt:
         raise ApiError(400, f"{field} has no tokens; write more", field, "invalid_value")
     if limits and len(prompt) >= min(limits):
         raise ApiError(
-            400, f"{field} has {len(prompt)} tokens; the most is {min(limits) - 1}", field, "context_length_exceeded"
+            400, f"{field} has {len(prompt)} tokens; send at most {min(limits) - 1}", field, "context_length_exceeded"
         )
     served.check_tokens(prompt, field)
     return None if served.max_length is None else served.max_length - len(prompt)

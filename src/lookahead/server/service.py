@@ -1,4 +1,4 @@
-"""Answers requests: from a checked request to the response, whole or as server-sent events."""
+"""The service behind the routes: from a parsed request to the response, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
-from lookahead.server.answers import Form
-from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error, described
+from lookahead.server.answers import AnswerForm
+from lookahead.server.errors import CLIENT_CLOSED_REQUEST, CLOSE, FAILED, ApiError, as_api_error, error_summary
 from lookahead.server.generation import Generation
 from lookahead.server.guard import ServerSettings
 from lookahead.server.images import read_images
@@ -31,24 +31,24 @@ from lookahead.server.served_model import ServedModel
 from lookahead.server.tracing import Tracing
 
 _RETRY_AFTER = 2
-"""Seconds after which a client that was sent away may try again."""
+"""Seconds until a refused client should try again, for the header `Retry-After`."""
 
 _UNREAD = 1.0
-"""Seconds in which a client has to read that its time is over, before its answers are given up."""
+"""Seconds for a client to read the timeout error, before its answers are cancelled."""
 
 _SHORT = 2**16
-"""Bytes of a body that is prepared at once. Longer ones are prepared beside one another, as are grammars and images."""
+"""Smallest body that counts as slow to prepare, in bytes. Grammars and images are always slow."""
 
 _PREPARED_AT_ONCE = 4
-"""Requests that take long to prepare."""
+"""Slow requests that are prepared at once."""
 
 
 class Service:
-    """Makes the answers of a server.
+    """Models, limits and metrics of a server, and the answers to its requests.
 
     Attributes:
-        models: By the names that clients call them.
-        metrics: What is told to Prometheus.
+        models: Served models by name.
+        metrics: Metrics for Prometheus.
     """
 
     def __init__(self, models: Sequence[ServedModel], settings: ServerSettings, tracing: Tracing | None = None) -> None:
@@ -58,14 +58,14 @@ class Service:
         self._settings = settings
         self._outboxes = {name: Outbox(partial(self.metrics.steps, name)) for name in self.models}
         self._running: set[Generation] = set()
-        self._taken = 0  # places of answers that are made, or wait, and of requests that make none
+        self._places = 0  # occupied by running and waiting answers, and by requests without an answer
         self._stopped: ApiError | None = None
         self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")
         self._preparing_long = ThreadPoolExecutor(_PREPARED_AT_ONCE, "lookahead-prepare-long")
         self._seeing = asyncio.Semaphore(_PREPARED_AT_ONCE)
 
     def close(self) -> None:
-        """Wait for what is being prepared."""
+        """Wait for requests in preparation."""
         self._preparing.shutdown()
         self._preparing_long.shutdown(cancel_futures=True)
         for served in self.models.values():
@@ -74,50 +74,52 @@ class Service:
             self._tracing.close()
 
     def stop(self) -> None:
-        """Answer what runs, and all that comes, with status 503. For the event loop's thread."""
+        """Fail running and future requests with status 503. Call it in the event loop's thread."""
         self._stopped = ApiError(503, "the server is being shut down", code="shutting_down", headers=CLOSE)
         for generation in self._running:
             generation.fail(self._stopped)
 
     def model(self, name: str | None) -> ServedModel:
-        """The model of a name; the first one for none.
+        """Return the model of a name; the first one for `None`.
 
         Raises:
-            ApiError: There is none of that name.
+            ApiError: No model has this name.
         """
-        found = next(iter(self.models.values())) if name is None else self.models.get(name)
-        if found is None:
-            served = f"{'models are' if len(self.models) > 1 else 'model is'} {', '.join(map(repr, self.models))}"
-            raise ApiError(404, f"model {name!r} is not served here; the {served}", "model", "model_not_found")
-        return found
+        served = next(iter(self.models.values())) if name is None else self.models.get(name)
+        if served is None:
+            names = f"{'models are' if len(self.models) > 1 else 'model is'} {', '.join(map(repr, self.models))}"
+            raise ApiError(404, f"model {name!r} is not served here; the {names}", "model", "model_not_found")
+        return served
 
     async def prepared(self, make: Callable[[], Any], http: Request, takes_long: bool = False) -> Any:
-        """What `make` returns, called in a thread in which nothing that takes long comes before it.
+        """Call `make` in a thread, and return its result. Slow requests never block fast ones.
 
         Args:
-            http: Whose request it is. A large body takes long.
-            takes_long: Whether it does so anyway.
+            http: The request; a large body makes it slow.
+            takes_long: Whether it is slow for another reason.
         """
         long = takes_long or int(http.headers.get("content-length", _SHORT)) >= _SHORT
         threads = self._preparing_long if long else self._preparing
         return await asyncio.get_running_loop().run_in_executor(threads, make)
 
-    async def answer(self, request: ChoicesRequest, http: Request, form: Callable[[Generation], Form]) -> Response:
-        """Decode `request.n` answers to each prompt, and write them in the form of the route.
+    async def answer(
+        self, request: ChoicesRequest, http: Request, form: Callable[[Generation], AnswerForm]
+    ) -> Response:
+        """Generate `request.n` answers to each prompt, in the response format of the route.
 
         Raises:
-            ApiError: The request asks for what the server cannot do, or there are too many at the moment.
+            ApiError: The request is invalid, or the queue is full.
         """
         served = self.model(request.model)
         _check(request)
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         self._take(count)
 
-        def ended() -> None:
-            self._taken -= count
+        def on_end() -> None:
+            self._places -= count
             self._running.remove(generation)
             answers = generation.answers
-            self.metrics.through(served.name, answers, request.n)
+            self.metrics.count_prompts(served.name, answers, request.n)
             http.state.notes.update(  # for the log
                 user=request.user,
                 prompt_tokens=sum(len(plan.prompt) for plan in generation.plans),
@@ -125,12 +127,12 @@ class Service:
                 steps=sum(answer.handle.statistics.steps for answer in answers),
                 finish_reasons=[answer.handle.finish_reason or "cancelled" for answer in answers],
             )
-            if faulty := generation.faulty():
-                http.state.notes["no_json"] = faulty
+            if invalid := generation.invalid_json():
+                http.state.notes["no_json"] = invalid
             if self._tracing is not None and answers:
                 self._tracing.record(generation, http.state.number, http.headers)
 
-        generation = Generation(served, request, self._settings, self.metrics, self._outboxes[served.name], ended)
+        generation = Generation(served, request, self._settings, self.metrics, self._outboxes[served.name], on_end)
         self._running.add(generation)
         http.state.notes["stage"] = "prepare"
         try:
@@ -143,7 +145,7 @@ class Service:
                 await self.prepared(partial(generation.prepare, []), http, has_grammar or scores)
             http.state.notes["stage"] = "submit"
             loop = asyncio.get_running_loop()
-            for index in range(count):  # between which other requests are prepared
+            for index in range(count):  # one task each, so that other requests get their turn
                 await loop.run_in_executor(self._preparing, generation.submit, loop, index)
             self.metrics.count(served.name, PROMPT_TOKENS, sum(len(plan.prompt) for plan in generation.plans))
             http.state.notes["stage"] = "answer"
@@ -160,61 +162,61 @@ class Service:
         make: Callable[[Sequence[bytes]], Any],
         takes_long: bool = False,
     ) -> Any:
-        """What `make` returns for the files of the images of a conversation; see `prepared`.
+        """Fetch the images of a conversation, and call `make` with their files as `prepared` does.
 
         Raises:
-            ApiError: The model reads none, or one cannot be had or read.
+            ApiError: The model reads no images, or an image is unavailable or invalid.
         """
         urls = [url for message in messages for url in message.images]
         if not urls:
             return await self.prepared(partial(make, []), http, takes_long)
         if served.processor is None:
-            raise errors.refused("messages", "messages has an image, but this model reads text alone")
-        async with self._seeing:  # there are no more files at once
+            raise errors.refused("messages", "messages has an image, but this model reads only text; leave it out")
+        async with self._seeing:  # bounds the files in memory
             files = await asyncio.to_thread(read_images, urls, self._settings)
             return await self.prepared(partial(make, files), http, takes_long=True)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue, for what makes no answer.
+        """Occupy a place in the queue for a request without an answer.
 
         Raises:
-            ApiError: There is none.
+            ApiError: The queue is full.
         """
         self._take(1)
         try:
             yield
         finally:
-            self._taken -= 1
+            self._places -= 1
 
     def _take(self, count: int) -> None:
-        """Take places for so many further answers, unless there are not enough."""
+        """Occupy places for `count` answers, or raise `ApiError`."""
         if self._stopped is not None:
             raise self._stopped
-        most = self._settings.max_rows + self._settings.queue
-        if count > most:
-            raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
-        if self._taken + count > most:
-            message = f"{self._taken} answers are being made or wait; try again later"
+        limit = self._settings.max_rows + self._settings.queue
+        if count > limit:
+            raise ApiError(400, f"{count} answers are more than the {limit} places of this server; lower n", "n")
+        if self._places + count > limit:
+            message = f"{self._places} answers run or wait; try again later"
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
-        self._taken += count
+        self._places += count
 
 
 def _check(request: ChoicesRequest) -> None:
     if isinstance(request, CompletionRequest) and (request.best_of or 0) > request.n:
-        raise errors.refused("best_of", f"best_of={request.best_of} is more than n: answers are not ranked here; use n")
+        raise errors.refused("best_of", f"best_of={request.best_of} is more than n: answers are not ranked; use n")
     if "stream_options" in request.model_fields_set and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")
 
 
-async def deliver(http: Request, form: Form) -> Response:
-    """The response to a request whose answers are being made. A client that goes away ends them."""
+async def deliver(http: Request, form: AnswerForm) -> Response:
+    """Return the response to a request with running answers. They are cancelled if the client disconnects."""
     if form.request.stream:
         return EventStream(form, http.state.notes)
-    watch = asyncio.create_task(_fail_if_left(http, form.generation))
+    watch = asyncio.create_task(_fail_on_disconnect(http, form.generation))
     try:
         wholes = await _wholes(form)
-        body = await asyncio.to_thread(_encoded, form, wholes)  # which may be of megabytes
+        body = await asyncio.to_thread(_encoded, form, wholes)  # may be megabytes
         return Response(body, media_type="application/json")
     finally:
         watch.cancel()
@@ -222,25 +224,25 @@ async def deliver(http: Request, form: Form) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Answers as server-sent events. What fails is told by `notes`, for the log."""
+    """Response that sends answers as server-sent events. Errors are added to `notes`, for the log."""
 
-    def __init__(self, form: Form, notes: dict[str, Any]) -> None:
+    def __init__(self, form: AnswerForm, notes: dict[str, Any]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_events(form, notes), media_type="text/event-stream", headers=headers)
         self._generation = form.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        after = self._generation.seconds_left + _UNREAD
-        timer = asyncio.get_running_loop().call_later(after, self._generation.close)  # nothing is read, so none is told
+        """Send the events; cancel the answers at the timeout, or when the client disconnects."""
+        after = self._generation.remaining_seconds + _UNREAD
+        timer = asyncio.get_running_loop().call_later(after, self._generation.close)  # the client may read nothing
         try:
             await super().__call__(scope, receive, send)
-        finally:  # also where the client left before the first event
+        finally:  # even before the first event
             timer.cancel()
             self._generation.close()
 
 
-async def _wholes(form: Form) -> list[Piece]:
+async def _wholes(form: AnswerForm) -> list[Piece]:
     wholes = [Piece() for _ in form.generation.answers]
     async for news in form.generation:
         for answer, piece in news:
@@ -253,12 +255,12 @@ async def _wholes(form: Form) -> list[Piece]:
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _encoded(form: Form, wholes: Sequence[Piece]) -> bytes:
-    """The answer to a request, encoded piece by piece: other threads run in between."""
+def _encoded(form: AnswerForm, wholes: Sequence[Piece]) -> bytes:
+    """Encode a response piece by piece, so that other threads run in between."""
     return "".join(_JSON.iterencode(form.whole(wholes))).encode()
 
 
-async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
+async def _events(form: AnswerForm, notes: dict[str, Any]) -> AsyncIterator[bytes]:
     try:
         for chunk in form.opening():
             yield _event(chunk)
@@ -267,10 +269,10 @@ async def _events(form: Form, notes: dict[str, Any]) -> AsyncIterator[bytes]:
                 yield b"".join(events)
         for chunk in form.closing():
             yield _event(chunk)
-    except Exception as error:  # the status is sent already, so that it can only be told here
+    except Exception as error:  # too late for another status
         api_error = as_api_error(error)
         if api_error.status_code == FAILED:
-            notes["error"] = described(error)
+            notes["error"] = error_summary(error)
             write_line("".join(format_exception(error)))
         yield _event(form.failure(api_error))
     yield form.last_event
@@ -281,8 +283,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return name + b"data: " + to_json(data) + b"\n\n"
 
 
-async def _fail_if_left(http: Request, generation: Generation) -> None:
-    """Break the answers off once the client has gone."""
+async def _fail_on_disconnect(http: Request, generation: Generation) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    generation.fail(ApiError(CLIENT_LEFT, "the client has gone"))
+    generation.fail(ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected"))

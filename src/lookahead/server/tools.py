@@ -1,4 +1,4 @@
-"""How models write reasoning and calls of functions: a registry of formats, the grammar of each, and their reader."""
+"""Formats of reasoning and of function calls: a registry, their grammars, and a parser."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lookahead.server.messages import FunctionTool
 from lookahead.text import held_back
 
 NAME = "NAME"
-"""Where the name of the function stands in a format."""
+"""Placeholder for the name of the function in a format."""
 
 _ID_LENGTH = 9
-"""Letters and digits of the identifier of a call: the templates of Mistral take no other."""
+"""Characters of the identifier of a call; Mistral's templates require 9."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls. Arguments are a JSON object between `begin` and `end`.
+    """Format of calls of a model family. Arguments are a JSON object between `begin` and `end`.
 
     Attributes:
-        name: What it is called.
-        signs: Texts that a chat template has if its model writes calls like this.
-        trigger: With what calls begin; a model that writes it writes calls.
-        begin: Of a call, `trigger` left out where it is the beginning of all calls.
-        end: Of a call.
-        between: Between two calls.
-        closing: Behind all of them. Without this and `between` there is one call.
-        after_text: Whether there may be text before calls.
+        name: Name of the format.
+        signs: Texts that identify the format in a chat template.
+        trigger: Text that begins the calls of an answer.
+        begin: Beginning of a call, after `trigger` for the first one.
+        end: End of a call.
+        between: Separator of two calls.
+        closing: Text after the last call. Without it and `between`, an answer has one call.
+        after_text: Whether text may precede calls.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> str:
-        """All that is written besides names and arguments."""
+        """Joined fixed texts of the format."""
         return "".join((self.trigger, self.begin, self.end, self.between, self.closing))
 
 
@@ -99,11 +99,11 @@ FORMATS = (
         after_text=False,
     ),
 )
-"""Of the first whose signs a chat template has all; `HERMES` where there is none."""
+"""Formats in order of precedence."""
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """How the model of a chat template writes calls; `None` if the template has no place for tools."""
+    """Return the first format with all signs in a chat template, else `HERMES`; `None` without support for tools."""
     if "tools" not in template:
         return None
     return next((one for one in FORMATS if all(sign in template for sign in one.signs)), HERMES)
@@ -112,9 +112,15 @@ def format_of(template: str) -> ToolFormat | None:
 def call_rules(
     format_: ToolFormat, tools: Sequence[FunctionTool], special: Mapping[str, int], parallel: bool
 ) -> list[str]:
-    """Rules of a grammar in Lark's form: `calls` is what follows the trigger, several calls if these may be `parallel`,
-    in which `special` tokens of the model stand for themselves."""
-    names = [f"call_{place}" for place in range(len(tools))]
+    """Return grammar rules in Lark's format; the rule `calls` matches the text after the trigger.
+
+    Args:
+        format_: Format of the calls.
+        tools: Functions that may be called.
+        special: Special tokens of the model, with their ids.
+        parallel: Whether several calls may follow each other.
+    """
+    names = [f"call_{number}" for number in range(len(tools))]
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
     rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
@@ -126,48 +132,53 @@ def call_rules(
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """A text in a grammar, which may be no text at all. Special tokens stand for themselves: no text matches them."""
-    found = [token for token in special if token in text]
-    parts = re.split("(" + "|".join(map(re.escape, found)) + ")", text) if found else [text]
+    """Return a grammar expression for a text, with special tokens by id: their text would not match them."""
+    tokens = [token for token in special if token in text]
+    parts = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
     return " ".join(
         f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts if part
     )
 
 
 def up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
-    """A rule for any text up to a mark, and with it."""
+    """Return a grammar rule for any text that ends with `mark`."""
     lazy = "" if any(mark.startswith(token) for token in special) else "[lazy]"
     return f"{rule}{lazy}: TEXT {literal(mark, special)}"
 
 
-def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
-    """The calls of an answer in OpenAI's form, up to the first that is not whole, with arguments as they were written;
-    `text` is the answer from the trigger on."""
-    calls, decoder = [], json.JSONDecoder(parse_int=str, parse_float=str)  # any number of digits
+def parse_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
+    """Return the complete calls at the beginning of `text` in OpenAI's format; arguments keep their text.
+
+    Args:
+        format_: Format of the calls.
+        text: The answer from the trigger on.
+    """
+    calls = []
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str)  # permit any number of digits
     begin = re.compile(re.escape(format_.begin).replace(NAME, "([a-zA-Z0-9_-]+)"))
-    place = len(format_.trigger)
-    while (found := begin.match(text, place)) is not None:
+    start = len(format_.trigger)
+    while (match := begin.match(text, start)) is not None:
         try:
-            _, end = decoder.raw_decode(text, found.end())
-        except (ValueError, RecursionError):  # cut off, or what no client would read
+            _, end = decoder.raw_decode(text, match.end())
+        except (ValueError, RecursionError):  # cut off, or invalid
             break
         if not text.startswith(format_.end, end):
             break
-        function = {"name": found[1], "arguments": text[found.end() : end]}
+        function = {"name": match[1], "arguments": text[match.end() : end]}
         identifier = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
         calls.append({"id": identifier, "type": "function", "function": function})
-        place = end + len(format_.end) + len(format_.between)
+        start = end + len(format_.end) + len(format_.between)
     return calls
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How models write reasoning into their answer.
+    """Format of reasoning in an answer.
 
     Attributes:
-        begin: Before it.
-        end: Behind it.
-        answer: Before the text that follows, if it is no call.
+        begin: Text before the reasoning.
+        end: Text after the reasoning.
+        answer: Text before an answer that is not a call.
     """
 
     begin: str = "<think>"
@@ -176,70 +187,72 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> str:
-        """All of them."""
+        """Joined fixed texts of the format."""
         return self.begin + self.end + self.answer
 
 
 TAGS = ReasoningFormat()
 HARMONY = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>")
-"""Of GPT-OSS, which writes into channels."""
+"""Format of GPT-OSS, which writes into channels."""
 
 
 class Thinking(Enum):
-    """Whether a model reasons where its answer begins."""
+    """Reasoning at the beginning of an answer."""
 
     NEVER = "never"
     MAY = "may"
-    """It may begin to."""
-    BEGUN = "begun"
-    """The prompt has begun its reasoning."""
+    """The answer may begin with reasoning."""
+    OPEN = "open"
+    """The prompt ends with the beginning of reasoning."""
 
 
 def reasoning_of(template: str) -> ReasoningFormat:
-    """How the model of a chat template writes reasoning."""
+    """Return the format of reasoning for a chat template."""
     return HARMONY if "<|channel|>analysis" in template else TAGS
 
 
 def thinking_of(template: str, prompt: str) -> Thinking:
-    """Whether a model reasons, by its chat template and the end of a prompt."""
+    """Return whether the answer begins with reasoning, from the chat template and the end of the prompt."""
     format_, prompt = reasoning_of(template), prompt.rstrip()
     if format_ is TAGS and (TAGS.end not in template or prompt.endswith(TAGS.end)):
         return Thinking.NEVER
-    return Thinking.BEGUN if prompt.endswith(format_.begin) else Thinking.MAY
+    return Thinking.OPEN if prompt.endswith(format_.begin) else Thinking.MAY
 
 
 @dataclass
 class Part:
-    """What is new of an answer."""
+    """New reasoning and content of an answer."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class AnswerReader:
-    """Tells reasoning and calls from text.
+    """Incremental parser that separates reasoning, text and calls.
 
     Args:
-        thinking: Whether the model reasons where the answer begins.
-        format_: How the model writes calls, if it may call anything.
-        reasoning: How it writes reasoning.
+        thinking: Reasoning at the beginning of the answer.
+        format_: Format of calls; `None` if there are no tools.
+        reasoning: Format of reasoning.
     """
 
     def __init__(self, thinking: Thinking, format_: ToolFormat | None, reasoning: ReasoningFormat = TAGS) -> None:
-        self._thinking, self._format, self._reasoning = thinking, format_, reasoning
+        self._thinking = thinking
+        self._format = format_
+        self._reasoning = reasoning
         self._text = ""
         self._emitted = Part()
 
     def add(self, piece: str) -> Part:
-        """Add a piece of the answer; what is certain by now and was not told yet."""
+        """Add a piece of the answer, and return the new text that later pieces cannot change."""
         self._text += piece
         reasoning, content, _ = self._split(last=False)
         return self._news(reasoning, content)
 
     def finish(self) -> tuple[Part, list[dict[str, Any]]]:
-        """What is left, and the calls in OpenAI's form. What is no whole call stays text."""
+        """Return the remaining text, and the calls in OpenAI's format. Incomplete calls become text."""
         reasoning, content, rest = self._split(last=True)
-        calls = [] if self._format is None else read_calls(self._format, rest)
+        calls = [] if self._format is None else parse_calls(self._format, rest)
         return self._news(reasoning, content if calls else content + rest), calls
 
     def _news(self, reasoning: str, content: str) -> Part:
@@ -248,9 +261,9 @@ class AnswerReader:
         return news
 
     def _split(self, last: bool) -> tuple[str, str, str]:
-        """Reasoning, text, and what stands where calls are or may be, of the answer so far. What more text may change
-        is left out, unless there will be none."""
-        marks, text, thinking, reasoning = self._reasoning, self._text, self._thinking, ""
+        """Split the answer so far into reasoning, text and calls; unless `last`, without text that may still change."""
+        marks, text, thinking = self._reasoning, self._text, self._thinking
+        reasoning = ""
         while thinking is not Thinking.NEVER:
             if thinking is Thinking.MAY:
                 begin = text.lstrip()
@@ -259,10 +272,10 @@ class AnswerReader:
                         return reasoning, "", ""
                     break
                 text = begin[len(marks.begin) :]
-            thought, found, rest = text.partition(marks.end)
-            if not found:
-                held = 0 if last else held_back(text, [marks.end])
-                return reasoning + text[: len(text) - held], "", ""
+            thought, end_mark, rest = text.partition(marks.end)
+            if not end_mark:
+                uncertain = 0 if last else held_back(text, [marks.end])
+                return reasoning + text[: len(text) - uncertain], "", ""
             reasoning, text = reasoning + thought, rest.lstrip("\n")
             thinking = Thinking.MAY if marks.answer else Thinking.NEVER  # channels may follow one another
         if marks.answer and marks.answer.startswith(text) and not last:
@@ -272,14 +285,14 @@ class AnswerReader:
         return reasoning, text[:end], text[end:]
 
     def _end_of_text(self, text: str, last: bool) -> int:
-        """Where calls begin in what follows reasoning, or may begin."""
+        """Return the index in `text` (without reasoning) at which calls begin, or may begin."""
         if self._format is None:
             return len(text)
         trigger = self._format.trigger
         if not self._format.after_text:
             begins = text.startswith(trigger) or (trigger.startswith(text) and not last)
             return 0 if begins else len(text)
-        place = text.find(trigger)
-        if place < 0:
-            place = len(text) - (0 if last else held_back(text, [trigger]))
-        return place
+        index = text.find(trigger)
+        if index < 0:
+            index = len(text) - (0 if last else held_back(text, [trigger]))
+        return index
