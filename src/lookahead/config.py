@@ -182,7 +182,7 @@ class LookaheadConfig:
         choices=PRESETS,
         help=f"Drafting method: {', '.join(PRESETS)}.",
         metavar="NAME",
-        shown="auto, or the method of the given sizes",
+        label="auto, or the method of the given sizes",
     )
     step_budget: int | None = _choice(
         *(None, _whole_number),
@@ -191,14 +191,14 @@ class LookaheadConfig:
         most=MAX_NODES_PER_STEP,
         meaning="nodes of a step, the root included",
         help="Nodes of every step, the root included.",
-        shown="the fastest number",
+        label="the fastest number",
     )
     memory: str | os.PathLike[str] = _choice(
         *("request", _scope_or_file),
         presets=("auto",),
         help="Keep the n-gram memory of the model's predictions in this file, and draft from it.",
         metavar="FILE",
-        shown="none, start empty each time",
+        label="none, start empty each time",
     )
     window_size: int = _size(
         *(1, 15, "paper", "W, the columns of the window"), short="-W", help="Columns of the lookahead window."
@@ -218,14 +218,14 @@ class LookaheadConfig:
         presets=("paper",),
         chosen=False,
         help="Fill the pool with the n-grams of the prompt first.",
-        shown="no",
+        label="no",
     )
     pool_from_output: bool | None = _choice(
         *(None, _yes_or_no),
         presets=("paper",),
         requirement="must be True, False, or None to follow pool_from_prompt",
         help="Fill the pool with the n-grams of the generated text as well.",
-        shown="as --pool-from-prompt",
+        label="as --pool-from-prompt",
     )
     share_pool: bool = _choice(_CHOSEN, _yes_or_no, presets=("paper",), chosen=False)
     block_size: int = _size(
@@ -260,7 +260,7 @@ class LookaheadConfig:
     compile_in_background: bool = _choice(
         *(True, _yes_or_no),
         help="Compile drafting loops in the background, and decode without drafts until then; otherwise wait.",
-        shown="yes",
+        label="yes",
         runs=True,
     )
     trace: Any = _choice(None, _recorder)

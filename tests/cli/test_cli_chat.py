@@ -21,7 +21,7 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.loading import LoadedModel
 from lookahead.cli import main
-from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
+from lookahead.cli.conversation import Conversation, Message, Reply, TurnFormat
 from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build
@@ -92,7 +92,7 @@ def plain_answer(loaded: LoadedModel, input_ids: torch.Tensor, **options: Any) -
     return output[0, input_ids.shape[1] :].tolist()
 
 
-def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: Any) -> tuple[torch.Tensor, Answer]:
+def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: Any) -> tuple[torch.Tensor, Reply]:
     """Check that the answer of a turn equals plain decoding; return its input and the answer."""
     prompt = talk.prompt(text)
     answer = talk.answer(prompt)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-class Call:
+class GenerateCall:
     """Rows of one call of `generate`: preparation, decoding and output. `generate` documents the arguments.
 
     Raises:

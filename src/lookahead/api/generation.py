@@ -13,7 +13,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lookahead.api.call import Call
+from lookahead.api.call import GenerateCall
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.own_decoding import given_generate
@@ -141,7 +141,7 @@ def generate(
             on_step(record)
 
     def decode(arguments: Arguments) -> torch.Tensor | LookaheadOutput:
-        call = Call(arguments, config, ngram_pool, prediction, parallel)
+        call = GenerateCall(arguments, config, ngram_pool, prediction, parallel)
         return call.run(start, listen if falls_back else on_step)
 
     try:

@@ -244,7 +244,7 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedRun:
     """One run of a benchmark.
 
     Attributes:
@@ -375,18 +375,18 @@ class Benchmark:
                 file.append(row)
                 yield row
 
-    def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[Request]:
+    def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[TimedRun]:
         """Runs of all methods on one prompt, in order; the first method rotates from prompt to prompt."""
         loaded = model.loaded
         input_ids = encode(prompt, task, loaded.tokenizer, loaded.context_length).to(self._device)
         first = (prompt.number + repeat) % len(self._suite.methods)
         turns = list(enumerate(self._suite.methods))
         return [
-            Request(model, task, prompt, method, order, repeat, input_ids)
+            TimedRun(model, task, prompt, method, order, repeat, input_ids)
             for order, method in (*turns[first:], *turns[:first])
         ]
 
-    def _forget_unfinished(self, requests: Sequence[Sequence[Request]], file: RowsFile) -> None:
+    def _forget_unfinished(self, requests: Sequence[Sequence[TimedRun]], file: RowsFile) -> None:
         """Drop the rows of methods with a memory that did not finish the pass.
 
         Their memory is lost, so a pass resumed in the middle would measure another case.

@@ -61,9 +61,9 @@ app.add_typer(cache, name="cache")
 def run(argv: Sequence[str] | None) -> int:
     """Run the command line and return its exit code; see `lookahead.cli.main`."""
     _never_fail_on_encoding()
-    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = app(args=given, prog_name="lookahead", standalone_mode=False, obj=given)
+        code = app(args=arguments, prog_name="lookahead", standalone_mode=False, obj=arguments)
         sys.stdout.flush()  # report a full disk or a closed pipe here, not at interpreter exit
     except BrokenPipeError:
         return _broken_pipe()
@@ -76,7 +76,7 @@ def run(argv: Sequence[str] | None) -> int:
     except _UsageError as error:
         return _error(error.format_message())
     except Exception as error:
-        if "--debug" in given:
+        if "--debug" in arguments:
             traceback.print_exception(error)
         return _error(_in_words(error))
     return int(code or 0)
@@ -154,7 +154,7 @@ def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
 
         check_path(settings.page)
     consoles = Consoles(no_color=settings.no_color)
-    settings = replace(settings, found=find_model(settings, consoles.notes))
+    settings = replace(settings, local_model=find_model(settings, consoles.notes))
     with spinner(consoles.notes, "loading the model"):
         run = import_module(f"lookahead.cli.{command}").run
     from lookahead.cli.loading import quiet_libraries

@@ -26,20 +26,20 @@ AHEAD = 2
 def run(settings: BatchSettings, consoles: Consoles) -> int:
     """Answer the prompts that the output file has no answer to, and return the exit code."""
     prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
-    asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
+    fingerprints = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
     interrupted = False
-    _kept(settings, asked)
+    _finished_rows(settings, fingerprints)
     loaded = load_for_decoding(settings, consoles.notes)
-    kept = _kept(settings, asked)  # read again: the file may have changed while the model was loading
+    finished = _finished_rows(settings, fingerprints)  # again: the file may have changed meanwhile
     begin = perf_counter()
-    with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
+    with RowsFile(settings.output, finished, lambda row: row["id"]) as file:
         earlier = len(file.rows)
         missing = [prompt for prompt in prompts if prompt.id not in file]
         with measuring_progress(consoles.notes, auto_refresh=True) as bar:
             task = bar.add_task("answers", total=len(missing))
             try:
                 for rows in _answers(settings, loaded, missing):
-                    file.append(*({**row, "request": asked[row["id"]]} for row in rows))
+                    file.append(*({**row, "request": fingerprints[row["id"]]} for row in rows))
                     bar.update(task, advance=len(rows))
             except KeyboardInterrupt:
                 interrupted = True
@@ -75,10 +75,10 @@ def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of the requests that each step finished, and error rows of prompts that cannot be answered."""
     engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
-    left, running = iter(prompts), dict[str, RequestHandle]()
+    pending, running = iter(prompts), dict[str, RequestHandle]()
     while True:
         rows: list[dict[str, Any]] = []
-        while len(running) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
+        while len(running) < (1 + AHEAD) * settings.max_rows and (prompt := next(pending, None)) is not None:
             try:
                 running[prompt.id] = _submit(settings, loaded, engine, prompt)
             except Exception as error:  # a tokenizer may raise anything; the other prompts are still answered
@@ -97,8 +97,8 @@ def _submit(settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt
     if prompt.fault:
         raise InvalidArgumentError(prompt.fault)
     ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
-    asked = arguments_of(loaded, fitted(loaded, prompt.text, ids, settings.max_new_tokens))
-    return engine.submit(**asked, **text_options(loaded, settings), seed=settings.sampling_seed)
+    arguments = arguments_of(loaded, fitted(loaded, prompt.text, ids, settings.max_new_tokens))
+    return engine.submit(**arguments, **text_options(loaded, settings), seed=settings.sampling_seed)
 
 
 def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     """Hash of the prompt, the model and the settings that affect the text."""
     names = ("dtype", "max_new_tokens", "stop", "repetition_penalty", "sampling", "sampling_seed")
-    found = settings.found
-    model = found.origin if found is not None and found.origin else str(settings.model)
+    source = settings.local_model
+    model = source.origin if source is not None and source.origin else str(settings.model)
     identity = [model, *(getattr(settings, name) for name in names), prompt.text]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
@@ -127,7 +127,7 @@ def _is_answer(row: dict[str, Any]) -> bool:
     return {"id", "request"} <= row.keys() and (answer or "error" in row)
 
 
-def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:
+def _finished_rows(settings: BatchSettings, fingerprints: dict[str, str]) -> list[dict[str, Any]]:
     """Rows of an earlier run, without errors of prompts that have changed since: those are answered again.
 
     Raises:
@@ -135,17 +135,17 @@ def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]
     """
     if settings.output.resolve() == settings.prompts.resolve():
         raise InvalidArgumentError(f"--output {settings.output} is the file of prompts; choose another one")
-    kept = []
+    rows = []
     for row in kept_lines(settings.output, _is_answer, restart=settings.restart):
         if not _is_answer(row):
             raise InvalidArgumentError(
                 f"{settings.output} contains lines that are not answers; choose another --output"
             )
-        if row["request"] == asked.get(row["id"]):
-            kept.append(row)
+        if row["request"] == fingerprints.get(row["id"]):
+            rows.append(row)
         elif "error" not in row:
             raise InvalidArgumentError(
                 f"{settings.output} has an answer to {row['id']!r} for another prompt, model or setting; choose "
                 "another --output, or start over with --restart"
             )
-    return kept
+    return rows

@@ -23,7 +23,7 @@ from lookahead.errors import InvalidArgumentError
 NOTHING = "–"
 """Text of a table cell without a measurement."""
 
-MOST_SHOWN = 10
+MAX_LISTED = 10
 """Maximum number of differences to list."""
 
 
@@ -38,8 +38,8 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
-    kept = results(settings.output, kept_lines(settings.output, is_result, restart=settings.restart))
-    with RowsFile(settings.output, kept, key_of) as file:
+    rows = results(settings.output, kept_lines(settings.output, is_result, restart=settings.restart))
+    with RowsFile(settings.output, rows, key_of) as file:
         try:
             with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):
                 _measure(benchmark, file, circumstances, consoles.notes)
@@ -106,10 +106,10 @@ def summary_table(summary: RunSet, title: str) -> Table:
     return table
 
 
-def _verdict(found: list[Difference], notes: Console) -> int:
+def _verdict(differences: list[Difference], notes: Console) -> int:
     """List outputs that differ although they must be identical, and return the exit code."""
-    errors = [difference for difference in found if difference.is_error]
-    for difference in errors[:MOST_SHOWN]:
+    errors = [difference for difference in differences if difference.is_error]
+    for difference in errors[:MAX_LISTED]:
         notes.print(str(difference))
     if errors:
         notes.print(f"{len(errors)} outputs differ from plain generate although they must be identical")

@@ -61,7 +61,7 @@ class Chat:
             if line == "/exit":
                 break
             code = max(code, self._take(line))
-            if signals.asked_to_end():
+            if signals.end_requested():
                 return signals.INTERRUPTED
             if code == signals.INTERRUPTED and not types:
                 break
@@ -80,8 +80,8 @@ class Chat:
             message = " ".join(str(error).split())
             self._consoles.notes.print(f"error: {message}")
             if self._json and not (isinstance(line, str) and line.startswith("/")):
-                said = line if isinstance(line, str) else None
-                print_json(self._consoles.out, {"prompt": said, "error": message})
+                prompt = line if isinstance(line, str) else None
+                print_json(self._consoles.out, {"prompt": prompt, "error": message})
             return process.ERROR
         return process.OK
 

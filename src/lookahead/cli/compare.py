@@ -17,7 +17,7 @@ from lookahead.backends.loading import LoadedModel
 from lookahead.bench.summary import first_difference, repeated_cycle_share
 from lookahead.cli import process, signals
 from lookahead.cli.generate import (
-    Prompt,
+    PromptInput,
     Recording,
     decode_plainly,
     decode_with_lookahead,
@@ -80,7 +80,9 @@ def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
     return process.OK if report["first_difference"] is None else process.DIFFERENT
 
 
-def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, rounds: Rounds, notes: Console) -> None:
+def _run_rounds(
+    loaded: LoadedModel, prompt: PromptInput, settings: CompareSettings, rounds: Rounds, notes: Console
+) -> None:
     """Append pairs of runs to `rounds`. Sides alternate, so that a change of the machine's speed affects both."""
     options, seed = text_options(loaded, settings), seed_draws(settings)
     short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
@@ -109,8 +111,8 @@ def comparison_report(rounds: Rounds, tokenizer: Tokenizer) -> dict[str, Any]:
     """Comparison as plain numbers and lists; all values are `None` without a finished round."""
     if not rounds:
         return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
-    found = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
-    difference = next((parted for parted in found if parted is not None), None)
+    differences = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
+    difference = next((difference for difference in differences if difference is not None), None)
     plain, other = (_side_report(side, tokenizer) for side in zip(*rounds, strict=True))
     return {"identical": difference is None, "first_difference": difference, "plain": plain, "lookahead": other}
 
@@ -153,12 +155,12 @@ def _ratio(plain: float, lookahead: float) -> str:
 
 
 def _difference_line(difference: dict[str, int | None], loaded: LoadedModel) -> str:
-    def shown(token: int | None) -> str:
+    def described(token: int | None) -> str:
         return "the end" if token is None else f"{token} {decode(loaded.tokenizer, [token])!r}"
 
     line = (
         f"first difference at new token {difference['position']} (from 0): "
-        f"plain {shown(difference['plain'])}, lookahead {shown(difference['lookahead'])}"
+        f"plain {described(difference['plain'])}, lookahead {described(difference['lookahead'])}"
     )
     if loaded.dtype != "float32":
         exact = "a file of float32 weights" if loaded.is_gguf else "--dtype float32"

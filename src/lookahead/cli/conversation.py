@@ -18,7 +18,7 @@ from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
 from lookahead.cli import signals
-from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, fitted, run_report, text_options
+from lookahead.cli.generate import PromptInput, Recording, decode_with_lookahead, fitted, run_report, text_options
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.rendering import counts_line, decode
 from lookahead.cli.settings import ChatSettings
@@ -29,7 +29,7 @@ from lookahead.text import conversation_text
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """Answer of the model in one turn.
 
     Attributes:
@@ -82,7 +82,7 @@ class Conversation:
         self.messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
         self._forget_cache()
 
-    def prompt(self, text: str) -> Prompt:
+    def prompt(self, text: str) -> PromptInput:
         """Encode the conversation with a new turn `text`, as input for the model.
 
         Raises:
@@ -93,14 +93,14 @@ class Conversation:
         advice = "the turn was not sent; write a shorter one, or start over with /reset"
         return fitted(self._loaded, text, input_ids, self._max_new_tokens, what, advice)
 
-    def answer(self, prompt: Prompt, on_step: Callable[[list[int]], None] | None = None) -> Answer:
+    def answer(self, prompt: PromptInput, on_step: Callable[[list[int]], None] | None = None) -> Reply:
         """Let the model answer; `on_step` is called with the tokens of every step.
 
         Ctrl-C ends the answer after the current step, a second Ctrl-C at once. An incomplete answer stays in the
         conversation. After an answer without tokens, or an error, the turn is removed.
         """
         ids: list[int] = prompt.input_ids[0].tolist()
-        kept = self._crop(ids)
+        reused = self._crop(ids)
         options = self._options if self._cache is None else self._options | {CACHE: self._cache}
         recording, interruption = Recording(on_step), Interruption()
         with signals.handling(signal.SIGINT, interruption.on_signal):
@@ -115,14 +115,14 @@ class Conversation:
                     [] if self._cache is None else (ids + recording.tokens)[:-1]
                 )  # the last token was not read
             except KeyboardInterrupt:  # the call leaves the cache unchanged
-                interruption.asked = True
-        kept = self._session.reused_tokens(kept)
-        said = decode(self.tokenizer, recording.tokens)
+                interruption.requested = True
+        reused = self._session.reused_tokens(reused)
+        text = decode(self.tokenizer, recording.tokens)
         if recording.tokens:
-            self.messages += [_turn("user", prompt.text), _turn("assistant", said)]
-        return Answer(said, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
+            self.messages += [_turn("user", prompt.text), _turn("assistant", text)]
+        return Reply(text, recording, len(ids) - reused, interruption.requested, self._cut(prompt, recording.tokens))
 
-    def report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+    def report(self, prompt: PromptInput, answer: Reply) -> dict[str, Any]:
         """Report of a turn, as plain numbers and lists."""
         return run_report(self.tokenizer, answer.recording) | {
             "prompt": prompt.text,
@@ -133,7 +133,7 @@ class Conversation:
             "interrupted": answer.interrupted,
         }
 
-    def line(self, prompt: Prompt, answer: Answer) -> str:
+    def line(self, prompt: PromptInput, answer: Reply) -> str:
         """Line of statistics about a turn."""
         recording = answer.recording
         if answer.interrupted and not recording.tokens:
@@ -147,7 +147,7 @@ class Conversation:
             line += f"; cut at the end of the model's context of {context} tokens, /reset starts over"
         return f"interrupted: {line}" if answer.interrupted else line
 
-    def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
+    def _cut(self, prompt: PromptInput, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
         ends = self._loaded.model.generation_config.eos_token_id
         if len(tokens) < prompt.max_new_tokens or tokens[-1] in (ends if isinstance(ends, list) else [ends]):
             return None
@@ -158,16 +158,16 @@ class Conversation:
 
         The cache is dropped if it cannot be cropped, or if a new prefill would give other values.
         """
-        kept = common_start(self.cached, ids[:-1])  # the last token is always computed, for its logits
+        reused = common_start(self.cached, ids[:-1])  # the last token is always computed, for its logits
         limit = self._loaded.fixed_positions
-        if self._cache is not None and kept < len(self.cached):
+        if self._cache is not None and reused < len(self.cached):
             try:
-                self._cache.crop(kept - len(self.cached))
+                self._cache.crop(reused - len(self.cached))
             except (ValueError, RuntimeError):  # layers with a window or a state cannot be cropped
-                kept = 0
-        if kept == 0 or (limit is not None and max(len(ids), len(self.cached)) > limit):
+                reused = 0
+        if reused == 0 or (limit is not None and max(len(ids), len(self.cached)) > limit):
             self._forget_cache()
-        self.cached = self.cached[:kept]
+        self.cached = self.cached[:reused]
         return len(self.cached)
 
     def _forget_cache(self) -> None:
@@ -184,11 +184,11 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
     Generation ends between two tokens, with a regular output and cache.
 
     Attributes:
-        asked: Whether generation should stop.
+        requested: Whether generation should stop.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Request a stop.
@@ -196,13 +196,13 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
         Raises:
             KeyboardInterrupt: A stop was requested before.
         """
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each row ends here, `[rows]`."""
-        return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU, to avoid a device sync
+        return torch.full((len(input_ids),), self.requested, dtype=torch.bool)  # on the CPU, to avoid a device sync
 
 
 Message = Mapping[str, str]

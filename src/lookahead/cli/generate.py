@@ -68,7 +68,7 @@ def print_statistics(notes: Console, recording: Recording) -> None:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptInput:
     """Prompt as text and as the model's input.
 
     Attributes:
@@ -82,7 +82,7 @@ class Prompt:
     max_new_tokens: int
 
 
-def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
+def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> PromptInput:
     """Tokenize the prompt and clip `max_new_tokens` to the rest of the model's context."""
     prompt = fitted(loaded, text, loaded.tokenizer(text, return_tensors="pt", verbose=False).input_ids, max_new_tokens)
     if prompt.max_new_tokens < max_new_tokens:
@@ -100,7 +100,7 @@ def fitted(
     max_new_tokens: int,
     what: str = "the prompt has",
     advice: str = "shorten the prompt so that at least one more token fits",
-) -> Prompt:
+) -> PromptInput:
     """Make a prompt of tokens `[1, S]`, with `max_new_tokens` clipped to the rest of the model's context.
 
     Args:
@@ -120,7 +120,7 @@ def fitted(
     if context is not None and length >= context:
         raise InvalidArgumentError(f"{what} {length} tokens, but the model's context is {context}: {advice}")
     room = max_new_tokens if context is None else min(max_new_tokens, context - length)
-    return Prompt(text, input_ids.to(loaded.model.device), room)
+    return PromptInput(text, input_ids.to(loaded.model.device), room)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Recording:
 
 
 def decode_with_lookahead(
-    loaded: LoadedModel, prompt: Prompt, config: LookaheadConfig, recording: Recording, **options: Any
+    loaded: LoadedModel, prompt: PromptInput, config: LookaheadConfig, recording: Recording, **options: Any
 ) -> Any:
     """Decode with lookahead into `recording`, and return the output of `lookahead.generate`.
 
@@ -207,7 +207,7 @@ def seed_draws(settings: DecodingSettings) -> int:
     return settings.sampling_seed
 
 
-def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **options: Any) -> None:
+def decode_plainly(loaded: LoadedModel, prompt: PromptInput, recording: Recording, **options: Any) -> None:
     """Decode without lookahead into `recording`; every token is a step of one node.
 
     Runs `model.generate` of transformers; for a GGUF file this library's fastest decoding without drafts.
@@ -222,7 +222,7 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
 
 
-def arguments_of(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+def arguments_of(loaded: LoadedModel, prompt: PromptInput) -> dict[str, Any]:
     """Arguments of `generate` for the prompt."""
     return {
         "input_ids": prompt.input_ids,
@@ -268,7 +268,7 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
     }
 
 
-def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: PromptInput) -> dict[str, Any]:
     """Report of the request: prompt, model, options and versions."""
     return {
         "prompt": prompt.text,

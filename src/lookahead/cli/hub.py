@@ -43,9 +43,9 @@ def find_on_hub(name: str, revision: str | None, code: bool, pickles: bool, note
     with quiet_hub():
         with spinner(notes, f"looking for {name}"):
             repository = Repository(repo, revision)
-            wanted = [] if file or _only_gguf(repository.names) else _model_files(repository, code, pickles)
-        if wanted:
-            path = repository.get(wanted)
+            names = [] if file or _only_gguf(repository.names) else _model_files(repository, code, pickles)
+        if names:
+            path = repository.get(names)
         else:
             chosen = _chosen_gguf(repository, file, notes)
             parts = [other for other in repository.names if _whole(other) == _whole(chosen)]
@@ -86,7 +86,7 @@ def _whole(name: str) -> str:
     return _PART.sub(r"\2", name)
 
 
-def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
+def _chosen_gguf(repository: Repository, pattern: str, notes: Console) -> str:
     """GGUF file that matches `asked`: its whole name, else the end of its name, else a part of it.
 
     Several matches are listed for a choice on a terminal. An empty `asked` matches all files.
@@ -94,23 +94,23 @@ def _chosen_gguf(repository: Repository, asked: str, notes: Console) -> str:
     Raises:
         InvalidArgumentError: No file matches, or several and nobody can choose.
     """
-    if asked in repository.names and asked.lower().endswith(".gguf"):
-        return asked
+    if pattern in repository.names and pattern.lower().endswith(".gguf"):
+        return pattern
     models = _gguf_models(repository.names)
-    ending = [name for name in models if _PART.sub("", name)[: -len(".gguf")].lower().endswith(asked.lower())]
-    found = ending if asked and ending else [name for name in models if asked.lower() in name.lower()]
-    if len(found) == 1:
-        return found[0]
-    if len(found) > 1 and notes.is_terminal and stdin_is(typed=True):
-        for number, name in enumerate(found, 1):
+    ending = [name for name in models if _PART.sub("", name)[: -len(".gguf")].lower().endswith(pattern.lower())]
+    matches = ending if pattern and ending else [name for name in models if pattern.lower() in name.lower()]
+    if len(matches) == 1:
+        return matches[0]
+    if len(matches) > 1 and notes.is_terminal and stdin_is(typed=True):
+        for number, name in enumerate(matches, 1):
             notes.print(f"{number:>3}  {name}")
-        numbers = [str(number) for number in range(1, len(found) + 1)]
+        numbers = [str(number) for number in range(1, len(matches) + 1)]
         with suppress(EOFError):  # Ctrl-D
-            return found[IntPrompt.ask("number of the file", console=notes, choices=numbers, show_choices=False) - 1]
+            return matches[IntPrompt.ask("number of the file", console=notes, choices=numbers, show_choices=False) - 1]
     if not models:
         raise repository.lacks("GGUF file")
-    listed = ", ".join((found or models)[:_LISTED]) + (", …" if len(found or models) > _LISTED else "")
-    problem = f"several files match '{asked}'" if found else f"no GGUF file matches '{asked}'"
-    if not asked:
+    listed = ", ".join((matches or models)[:_LISTED]) + (", …" if len(matches or models) > _LISTED else "")
+    problem = f"several files match '{pattern}'" if matches else f"no GGUF file matches '{pattern}'"
+    if not pattern:
         problem = "several GGUF files"
     raise InvalidArgumentError(f"--model {repository.repo}: {problem}; name one as {repository.repo}:FILE ({listed})")

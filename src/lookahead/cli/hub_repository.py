@@ -44,9 +44,9 @@ class _Bar(tqdm):
     """Progress bar for the total of bytes, on a terminal only. Other bars of huggingface_hub are hidden."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        shown = options.get("name") == "huggingface_hub.snapshot_download" and sys.stderr.isatty()
-        given = {"desc": "downloading", "leave": False, "bar_format": None, "disable": not shown}
-        super().__init__(*arguments, **{**options, **given})  # type: ignore[no-untyped-call]
+        visible = options.get("name") == "huggingface_hub.snapshot_download" and sys.stderr.isatty()
+        settings = {"desc": "downloading", "leave": False, "bar_format": None, "disable": not visible}
+        super().__init__(*arguments, **{**options, **settings})  # type: ignore[no-untyped-call]
 
     def set_description(self, *arguments: Any, **options: Any) -> None:
         """Ignore new descriptions."""
@@ -72,12 +72,12 @@ class Repository:
         self.repo, self._revision = repo, revision or constants.DEFAULT_REVISION
         self._failure: Exception | None = None
         try:
-            found = HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
-            self.commit, self.names = str(found.sha), [file.rfilename for file in found.siblings or ()]
+            info = HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
+            self.commit, self.names = str(info.sha), [file.rfilename for file in info.siblings or ()]
         except Exception as error:  # errors of the HTTP client, which depends on the version of huggingface_hub
             if isinstance(error, RevisionNotFoundError):
                 raise self._refused(error) from error
-            self._failure, folder = error, self._kept_folder()
+            self._failure, folder = error, self._cached_folder()
             if folder is None:
                 raise self._refused(error) from error
             self.commit = folder.name
@@ -89,8 +89,8 @@ class Repository:
         Raises:
             InvalidArgumentError: The files cannot be downloaded.
         """
-        if all(self._kept(name) for name in names):
-            folder = self._kept_folder()
+        if all(self._cached_file(name) for name in names):
+            folder = self._cached_folder()
             assert folder is not None
             return folder
         if self._failure is not None:
@@ -111,11 +111,11 @@ class Repository:
         Raises:
             InvalidArgumentError: The file cannot be downloaded.
         """
-        kept = self._kept(name)
+        path = self._cached_file(name)
         try:
-            if kept is None:
-                kept = Path(hf_hub_download(self.repo, name, revision=self._revision, tqdm_class=_Bar))
-            return kept.read_bytes()
+            if path is None:
+                path = Path(hf_hub_download(self.repo, name, revision=self._revision, tqdm_class=_Bar))
+            return path.read_bytes()
         except Exception as error:
             raise self._refused(error, downloading=True) from error
 
@@ -125,19 +125,19 @@ class Repository:
             return self._refused(self._failure)
         return InvalidArgumentError(f"--model {self.repo}: {constants.ENDPOINT}/{self.repo} has no {what}")
 
-    def _kept(self, name: str) -> Path | None:
+    def _cached_file(self, name: str) -> Path | None:
         """Path of the file in the cache; `None` if the cache does not have it for this commit."""
         file = try_to_load_from_cache(self.repo, name, revision=self._revision)
         return Path(file) if isinstance(file, str) and self.commit in Path(file).parts else None
 
-    def _kept_folder(self) -> Path | None:
+    def _cached_folder(self) -> Path | None:
         """Folder of the revision in the cache."""
         try:
             # Without patterns a partial download is found too; its files are checked one by one.
-            kept = snapshot_download(self.repo, revision=self._revision, local_files_only=True, allow_patterns=[])
+            path = snapshot_download(self.repo, revision=self._revision, local_files_only=True, allow_patterns=[])
         except (OSError, ValueError):  # ValueError: a name that no repository can have
             return None
-        return Path(kept)
+        return Path(path)
 
     def _refused(self, error: Exception, downloading: bool = False) -> InvalidArgumentError:
         """Error in one line for an error of huggingface_hub."""

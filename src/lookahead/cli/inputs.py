@@ -185,25 +185,25 @@ def weights_among(names: Collection[str], pickles: bool, model: str) -> str | No
     return found
 
 
-def adapter_folders(given: Sequence[str] | None) -> dict[str, Path]:
+def adapter_folders(options: Sequence[str] | None) -> dict[str, Path]:
     """Folders of LoRA adapters by name, from texts `NAME=PATH`.
 
     Raises:
         InvalidArgumentError: A text is malformed, a name occurs twice, or a folder has no adapter.
     """
-    found: dict[str, Path] = {}
-    for text in given or ():
+    folders: dict[str, Path] = {}
+    for text in options or ():
         name, separator, path = text.partition("=")
         if not (name and separator and path):
             raise InvalidArgumentError(f"--lora {text}: give NAME=PATH, the name for clients and the folder")
-        if name in found:
+        if name in folders:
             raise InvalidArgumentError(f"--lora {text}: another adapter has this name; choose another name")
         if not (Path(path) / "adapter_config.json").is_file():
             raise InvalidArgumentError(
                 f"--lora {text}: {path} is not a folder with an adapter_config.json, as peft saves it"
             )
-        found[name] = Path(path)
-    return found
+        folders[name] = Path(path)
+    return folders
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:

@@ -43,16 +43,16 @@ def compile_drafting(notes: Console) -> None:
 
 def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
     """Load the model that the settings name, with a spinner on terminals."""
-    device, found = check_device(settings.device), settings.found
-    assert found is not None, "found before torch is imported"
-    gguf = _gguf_options(found, settings)
+    device, source = check_device(settings.device), settings.local_model
+    assert source is not None, "found before torch is imported"
+    gguf = _gguf_options(source, settings)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
-    with spinner(notes, f"loading {settings.model or found.path.name}"), memory:
+    with spinner(notes, f"loading {settings.model or source.path.name}"), memory:
         try:
             loaded = loading.load_model(
-                found.path,
+                source.path,
                 settings.dtype,
                 device,
                 trust_remote_code=settings.trust_remote_code,
@@ -60,25 +60,25 @@ def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
                 **gguf,
             )
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"--model {settings.model or found.path}: {error}") from error
-    return replace(loaded, origin=found.origin)
+            raise InvalidArgumentError(f"--model {settings.model or source.path}: {error}") from error
+    return replace(loaded, origin=source.origin)
 
 
-def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
+def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]:
     """Arguments of `load_gguf`; none for a transformers model.
 
     Raises:
         InvalidArgumentError: An option does not apply to this kind of model.
     """
-    name = settings.model or found.path
+    name = settings.model or source.path
     if not isinstance(settings, TextSettings):
-        if found.is_gguf:
+        if source.is_gguf:
             raise InvalidArgumentError(
                 f"--model {name}: tune measures transformers models only; the step times of a GGUF model are learned "
                 "during decoding"
             )
         return {}
-    if found.is_gguf:
+    if source.is_gguf:
         if settings.trust_remote_code or settings.allow_pickle:
             option = "--trust-remote-code" if settings.trust_remote_code else "--allow-pickle"
             raise InvalidArgumentError(f"{option} applies to transformers models only; a GGUF file contains no code")
@@ -93,11 +93,11 @@ def _gguf_options(found: FoundModel, settings: ModelSettings) -> dict[str, Any]:
                 "GGUF model on a GPU"
             )
         return {"n_gpu_layers": settings.gpu_layers, "fast_kv": settings.fast_kv}
-    for option, given in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
-        if given:
-            value = "" if given is True else f" {given}"
+    for option, value in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
+        if value:
+            text = "" if value is True else f" {value}"
             raise InvalidArgumentError(
-                f"{option}{value} applies to GGUF models only, but --model {name} is not one; leave {option} out"
+                f"{option}{text} applies to GGUF models only, but --model {name} is not one; leave {option} out"
             )
     return {}
 
@@ -162,6 +162,6 @@ def memory_errors_explained(where: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        detail = f" (tried to allocate {asked[1]})" if asked else ""
+        match = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        detail = f" (tried to allocate {match[1]})" if match else ""
         raise OutOfMemoryError(f"out of memory {where}{detail}: try {advice}") from error

@@ -89,7 +89,7 @@ _METAVARS: dict[Any, str] = {
 }
 
 
-def option(usage: str, panel: str, help: str, parser: Any = None, default: Any = None, shown: str | bool = True) -> Any:
+def option(usage: str, panel: str, help: str, parser: Any = None, default: Any = None, label: str | bool = True) -> Any:
     """Declare a field that is an option.
 
     Args:
@@ -99,7 +99,7 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
         parser: Function that converts the text of the option or raises an error; typer's own for the field's type if
             not given.
         default: Value without the option; `...` if the option is required.
-        shown: Default in the help text; `True` for the value, `False` for none.
+        label: Default in the help text; `True` for the value, `False` for none.
     """
     names = [word for word in usage.split() if word.startswith("-")]
     metavar = " ".join(usage.split()[len(names) :]) or _METAVARS.get(parser)
@@ -108,7 +108,7 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
         help=help,
         parser=parser,
         metavar=metavar,
-        show_default=shown,
+        show_default=label,
         rich_help_panel=panel,
         autocompletion=_completing(DTYPES) if parser is dtype else None,
     )
@@ -118,10 +118,10 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
 def _completing(choices: Sequence[str] | None) -> Callable[[str], list[str]] | None:
     """Shell completion of a value from `choices`; of file names if there are none."""
 
-    def begun(incomplete: str) -> list[str]:
+    def matches(incomplete: str) -> list[str]:
         return [choice for choice in choices or () if choice.startswith(incomplete)]
 
-    return None if choices is None else begun
+    return None if choices is None else matches
 
 
 def argument(name: str, help: str, default: Any = ...) -> Any:
@@ -152,8 +152,8 @@ class Settings:
         options = {parameter.name: parameter for parameter in _parameters(cls) if _panel(parameter) >= 0}
         options.pop("model", None)  # the library's `model` is an object, not a name
 
-        def named(found: re.Match[str]) -> str:
-            name, value = found.groups()
+        def option_name(match: re.Match[str]) -> str:
+            name, value = match.groups()
             flag = "--" + name.replace("_", "-")
             if value is None:
                 return flag if "_" in name else name  # names like `memory` also occur as plain words
@@ -161,7 +161,7 @@ class Settings:
                 return f"no {flag}" if options[name].default is False else flag.replace("--", "--no-")
             return flag if value == "True" else f"{flag} {quote(value.strip(_QUOTES))}"
 
-        return re.sub(rf"(?<![\w./-])({'|'.join(options)})(?:={_VALUE})?(?![\w./-])", named, message)
+        return re.sub(rf"(?<![\w./-])({'|'.join(options)})(?:={_VALUE})?(?![\w./-])", option_name, message)
 
 
 _QUOTES = "'\""
@@ -248,7 +248,7 @@ def _config_parameters() -> Iterator[inspect.Parameter]:
             help=about["help"],
             metavar="INTEGER" if kind is int else about.get("metavar"),
             parser=whole_number if kind is int else None,
-            show_default=switch or about.get("shown") or str(about.get("chosen", spec.default)),
+            show_default=switch or about.get("label") or str(about.get("chosen", spec.default)),
             rich_help_panel=RUN if about.get("runs") else DRAFT,
             autocompletion=_completing(about.get("choices")),
         )

@@ -38,8 +38,8 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
         ) from error
     from lookahead.server.guard import ServerSettings
 
-    given = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
-    server = ServerSettings(**given, api_keys=read_api_keys(settings.api_key_file))
+    values = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
+    server = ServerSettings(**values, api_keys=read_api_keys(settings.api_key_file))
     tracing = None if settings.otlp_traces_endpoint is None else open_tracing(settings.otlp_traces_endpoint)
     adapters = adapter_folders(settings.lora)
     with bind(server) as listener:
@@ -64,10 +64,10 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
                 prompt_tokens=settings.prompt_tokens,
                 prefix_cache=settings.prefix_cache,
             )
-            if (taken := engine.statistics.graphs).count:
-                captured = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
+            if (graphs := engine.statistics.graphs).count:
+                captured = f"{graphs.count} CUDA graphs captured in {graphs.seconds:.1f} s, {graphs.bytes >> 20} MiB"
                 consoles.notes.print(captured, style="dim")
-            longest = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
+            longest = min(limit for limit in (loaded.context_length, _longest_text(engine)) if limit is not None)
             models.append(ServedModel(**vars(loaded), name=name, engine=engine, config=config, max_length=longest))
         serve(models, server, listener, tracing)
     return process.OK

@@ -41,8 +41,8 @@ def _dtype(default: str) -> Any:
     return option("--dtype", RUN, about, dtype, default)
 
 
-def _drawing(names: str, about: str, parser: Any, shown: str = "the model's") -> Any:
-    return option(names, SAMPLING, about, parser, shown=shown)
+def _drawing(names: str, about: str, parser: Any, label: str = "the model's") -> Any:
+    return option(names, SAMPLING, about, parser, label=label)
 
 
 def _max_new_tokens(default: int) -> Any:
@@ -55,7 +55,7 @@ def _json(about: str = "Print one JSON object and nothing else.") -> Any:
 
 def _device() -> Any:
     about = "Device to run on, such as cpu, cuda or cuda:1."
-    return option("--device NAME", RUN, about, not_empty, shown="cuda if available, else cpu")
+    return option("--device NAME", RUN, about, not_empty, label="cuda if available, else cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,10 @@ class ModelSettings(Settings):
         "Model of the Hugging Face Hub, such as Qwen/Qwen3-0.6B, or folder of a causal language model with its "
         "tokenizer. For a GGUF file, its path or OWNER/REPOSITORY:FILE.",
         not_empty,
-        shown="the demonstration model",
+        label="the demonstration model",
     )
     revision: str | None = option(
-        "--revision NAME", SOURCE, "Branch, tag or commit of a model of the Hub.", not_empty, shown="main"
+        "--revision NAME", SOURCE, "Branch, tag or commit of a model of the Hub.", not_empty, label="main"
     )
     trust_remote_code: bool = option(
         "--trust-remote-code", SOURCE, "Run Python code from the model's folder. Read it first.", default=False
@@ -79,7 +79,7 @@ class ModelSettings(Settings):
     allow_pickle: bool = option(
         "--allow-pickle", SOURCE, "Load weights in pickle format, which can run code too.", default=False
     )
-    found: FoundModel | None = None  # local files of the model, once found or downloaded
+    local_model: FoundModel | None = None  # local files of the model, once found or downloaded
     dtype: str = _dtype("auto")
     device: str | None = _device()
 
@@ -118,10 +118,10 @@ class TextSettings(ModelSettings):
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
         """Configuration of drafting; options that were not given keep the library's defaults."""
         declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
-        given = {name: options[name] for name in declared if options.get(name) is not None}
-        config = LookaheadConfig.from_dict(given)
+        values = {name: options[name] for name in declared if options.get(name) is not None}
+        config = LookaheadConfig.from_dict(values)
         chosen = cls.learning.get(config.preset)
-        return LookaheadConfig.from_dict({**chosen, **given}) if chosen else config
+        return LookaheadConfig.from_dict({**chosen, **values}) if chosen else config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class DecodingSettings(TextSettings):
         "Sample tokens, or always take the most likely one. Defaults of the options below come from the model's "
         "generation configuration.",
         default=False,
-        shown="greedy",
+        label="greedy",
     )
     temperature: float | None = _drawing(
         "--temperature", "Divisor of the logits; below 1 favours likely tokens.", positive
@@ -146,14 +146,14 @@ class DecodingSettings(TextSettings):
     min_p: float | None = _drawing(
         "--min-p", "Draw from tokens with at least this fraction of the highest probability.", probability
     )
-    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", seed, shown="a new seed in each run")
+    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", seed, label="a new seed in each run")
     repetition_penalty: float | None = _drawing(
         "--repetition-penalty",
         "Above 1, tokens that are already in the text become less likely, also in greedy decoding.",
         positive,
     )
     stop: list[str] | None = option(
-        "--stop TEXT", RUN, "End after this text; repeat for several.", not_empty, shown="the model's"
+        "--stop TEXT", RUN, "End after this text; repeat for several.", not_empty, label="the model's"
     )
     max_new_tokens: int = _max_new_tokens(128)
     json: bool = _json()
@@ -162,16 +162,16 @@ class DecodingSettings(TextSettings):
     def __post_init__(self) -> None:
         for name in (*DRAWING, "sampling_seed"):
             if not self.sample and (value := getattr(self, name)) is not None:
-                given = f"--{name.replace('_', '-')} {value}"
-                raise InvalidArgumentError(f"{given} applies to sampling only, but decoding is greedy; add --sample")
+                option = f"--{name.replace('_', '-')} {value}"
+                raise InvalidArgumentError(f"{option} applies to sampling only, but decoding is greedy; add --sample")
 
     @property
     def sampling(self) -> dict[str, Any] | None:
         """Sampling options that were given, by name; `None` for greedy decoding."""
         if not self.sample:
             return None
-        given = {name: getattr(self, name) for name in DRAWING}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in DRAWING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
@@ -196,7 +196,7 @@ class GenerateSettings(DecodingSettings, PromptSource):
         "Number of processes on this machine, each with the model on its own device. Without size options, the sizes "
         "grow with it. For several machines start this command with torchrun instead.",
         positive_whole_number,
-        shown="this process only",
+        label="this process only",
     )
 
     @classmethod
@@ -243,7 +243,7 @@ class ChatSettings(DecodingSettings):
         OUTPUT,
         "Write a page that shows every step, as `lookahead trace` does.",
         output_file,
-        shown=False,
+        label=False,
     )
     # Turns learn from each other, and answers repeat text of earlier turns.
     learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -262,7 +262,7 @@ class EngineSettings(TextSettings):
         RUN,
         "Maximum bytes of keys and values.",
         positive_whole_number,
-        shown="no limit; for a server half of the free memory",
+        label="no limit; for a server half of the free memory",
     )
     # Requests learn from each other, unless a memory is given.
     learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}}
@@ -283,24 +283,24 @@ class ServeSettings(EngineSettings):
     """Settings of `lookahead serve`."""
 
     name: str | None = option(
-        "--name TEXT", SOURCE, "Name of the model for clients.", shown="its name on the Hub, or its folder's name"
+        "--name TEXT", SOURCE, "Name of the model for clients.", label="its name on the Hub, or its folder's name"
     )
     lora: list[str] | None = option(
         "--lora NAME=PATH",
         SOURCE,
         "Also serve the model with this LoRA adapter, as model NAME; repeat for several.",
-        shown=False,
+        label=False,
     )
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any free port.", port, 8000)
     api_key_file: Path | None = option(
-        "--api-key-file FILE", NETWORK, "File of keys, one per line; clients must send one.", shown="no keys"
+        "--api-key-file FILE", NETWORK, "File of keys, one per line; clients must send one.", label="no keys"
     )
     cors_origin: list[str] | None = option(
         "--cors-origin ORIGIN",
         NETWORK,
         "Let web pages of this origin (https://example.org) read answers; repeat for several, * for all.",
-        shown="none",
+        label="none",
     )
     otlp_traces_endpoint: str | None = option(
         "--otlp-traces-endpoint URL",
@@ -315,7 +315,7 @@ class ServeSettings(EngineSettings):
     )
     read_timeout: float = option("--read-timeout", LIMITS, "Maximum seconds for a request to arrive.", positive, 30.0)
     max_prompt_tokens: int | None = option(
-        "--max-prompt-tokens", LIMITS, "Maximum tokens of a prompt.", positive_whole_number, shown="the model's context"
+        "--max-prompt-tokens", LIMITS, "Maximum tokens of a prompt.", positive_whole_number, label="the model's context"
     )
     max_new_tokens: int = option(
         "--max-new-tokens -n", LIMITS, "Maximum tokens of an answer.", positive_whole_number, 16384
@@ -324,7 +324,7 @@ class ServeSettings(EngineSettings):
         "--image-host HOST",
         LIMITS,
         "Fetch images from this host (with :PORT, if it has one), for vision models; repeat for several.",
-        shown="none; images must be data URLs",
+        label="none; images must be data URLs",
     )
     max_image_bytes: int = option(
         "--max-image-bytes", LIMITS, "Maximum bytes of a fetched image.", positive_whole_number, 8 * 2**20
@@ -352,14 +352,14 @@ class TuneSettings(ModelSettings):
         RUN,
         "Tokens of text before the step; repeat for several lengths.",
         positive_whole_number,
-        shown="128, 512 and 2048, if the model's context allows",
+        label="128, 512 and 2048, if the model's context allows",
     )
     nodes: list[int] | None = option(
         "--nodes",
         RUN,
         "Tokens of one step; repeat for several sizes. A step of 1 is always measured.",
         positive_whole_number,
-        shown="1, 2, 4, ... 128",
+        label="1, 2, 4, ... 128",
     )
     repeats: int = option(
         "--repeats", RUN, "Timed steps of each size at each length; the median is used.", positive_whole_number, 7
@@ -399,11 +399,11 @@ class BenchSettings(Settings):
         output_file,
         default=...,
     )
-    data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", shown="the folder of SUITE")
+    data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", label="the folder of SUITE")
     limit: int | None = option("--limit", SOURCE, "Number of prompts to take from each task.", positive_whole_number)
     restart: bool = option("--restart", OUTPUT, "Discard earlier results in the file.", default=False)
     device: str | None = _device()
-    threads: int | None = option("--threads", RUN, "CPU threads.", positive_whole_number, shown="torch's own number")
+    threads: int | None = option("--threads", RUN, "CPU threads.", positive_whole_number, label="torch's own number")
 
 
 @dataclass(frozen=True, kw_only=True)

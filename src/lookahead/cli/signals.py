@@ -72,7 +72,7 @@ def raise_on_interrupt() -> None:
     _current().raises = True
 
 
-def asked_to_end() -> bool:
+def end_requested() -> bool:
     """Whether the last signal ends the program: any signal but SIGINT, which interrupts an answer."""
     return _current().number not in (None, signal.SIGINT)
 

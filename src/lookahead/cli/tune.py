@@ -65,28 +65,28 @@ def curve(points: Sequence[Point]) -> StepCosts:
 def keep_curve(loaded: LoadedModel, points: Sequence[Point], pack_weights: bool) -> Path:
     """Fit and store the curve of measured points, and return its file."""
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=pack_weights))
-    found = {"measured": _as_values(points, clock_of(loaded.model.device)), "date": date.today().isoformat()}
-    return store_costs(setting, curve(points), found)
+    details = {"measured": _as_values(points, clock_of(loaded.model.device)), "date": date.today().isoformat()}
+    return store_costs(setting, curve(points), details)
 
 
 def _as_values(points: Sequence[Point], clock: str) -> dict[str, Any]:
     return {"points": [asdict(point) for point in points], "clock": clock}
 
 
-def fitting_contexts(asked: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
+def fitting_contexts(requested: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
     """Text lengths to measure at. Defaults longer than the model's context are left out.
 
     Raises:
         InvalidArgumentError: A requested length exceeds the model's context.
     """
-    most = loaded.context_length
-    contexts = sorted(set(asked or CONTEXTS))
-    fitting = [context for context in contexts if most is None or context <= most]
-    if asked and fitting != contexts:
-        raise InvalidArgumentError(f"--context {contexts[-1]} is out of range; the context of this model is {most}")
+    limit = loaded.context_length
+    contexts = sorted(set(requested or CONTEXTS))
+    fitting = [context for context in contexts if limit is None or context <= limit]
+    if requested and fitting != contexts:
+        raise InvalidArgumentError(f"--context {contexts[-1]} is out of range; the context of this model is {limit}")
     if fitting != contexts:
-        notes.print(f"note: the context of this model is {most}, so longer texts are left out")
-    return fitting or [max(1, (most or 1) // 2)]
+        notes.print(f"note: the context of this model is {limit}, so longer texts are left out")
+    return fitting or [max(1, (limit or 1) // 2)]
 
 
 def measured_steps(

@@ -26,7 +26,7 @@ def run(settings: WarmUpSettings, consoles: Consoles) -> int:
     fingerprint(torch.zeros(1))  # compiles the loop that finds changes of packed weights
     if not are_kept():
         raise InvalidArgumentError(f"{own} cannot keep compiled loops; name another folder by XDG_CACHE_HOME")
-    kept = {"loops": str(loops_folder()), "trials": str(own / "findings")}
+    paths = {"loops": str(loops_folder()), "trials": str(own / "findings")}
     config = settings.config
     if settings.price and not loaded.is_gguf and not config.invariant:  # `tune` cannot measure invariant steps
         contexts = fitting_contexts(None, loaded, consoles.notes)
@@ -36,10 +36,10 @@ def run(settings: WarmUpSettings, consoles: Consoles) -> int:
         except KeyboardInterrupt:
             consoles.notes.print("interrupted; no prices are kept")
             return signals.INTERRUPTED
-        kept["costs"] = str(keep_curve(loaded, points, config.pack_weights))
+        paths["costs"] = str(keep_curve(loaded, points, config.pack_weights))
     if settings.json:
-        print_json(consoles.out, {"model": loaded.origin or str(loaded.path), **kept, "versions": process.versions()})
+        print_json(consoles.out, {"model": loaded.origin or str(loaded.path), **paths, "versions": process.versions()})
     else:
-        for name, place in kept.items():
+        for name, place in paths.items():
             consoles.out.print(f"{name:6}  {place}", soft_wrap=True)
     return process.OK

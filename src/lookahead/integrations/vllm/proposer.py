@@ -40,7 +40,7 @@ LEARNS = ("logits", "tokens")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProposerSettings:
     """Drafting options of the proposer.
 
     Attributes:
@@ -58,7 +58,7 @@ class Settings:
     save_seconds: float = 60.0
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Settings:
+    def of(cls, vllm_config: Any) -> ProposerSettings:
         """Read the settings from `additional_config={"lookahead": {...}}`.
 
         Raises:
@@ -171,7 +171,7 @@ class LookaheadProposer:
     continues with its own draft state when it returns. New, aborted or moved requests do not affect others.
 
     Args:
-        vllm_config: vLLM's configuration; `Settings` lists the keys in `additional_config`.
+        vllm_config: vLLM's configuration; `ProposerSettings` lists the keys in `additional_config`.
 
     Attributes:
         statistics: Counts since the worker started.
@@ -181,7 +181,7 @@ class LookaheadProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._settings = Settings.of(vllm_config)
+        self._settings = ProposerSettings.of(vllm_config)
         model = vllm_config.model_config
         self._most_drafted: int = vllm_config.speculative_config.num_speculative_tokens
         self._most_tokens: int = model.max_model_len
