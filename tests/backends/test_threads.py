@@ -103,7 +103,7 @@ def frequent_switches() -> Iterator[None]:
 @pytest.mark.parametrize("scope", ["process", "file"])
 def test_shared_state_of_a_model_is_created_once(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
     config = LookaheadConfig(memory=tmp_path / "memory.npz" if scope == "file" else scope)
-    Drafting(model, config).keep()  # creates the file
+    Drafting(model, config).save()  # creates the file
     other = copy.deepcopy(model)
     made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)[0]), THREADS)
     for kind in zip(*made, strict=True):

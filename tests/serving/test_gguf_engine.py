@@ -124,7 +124,7 @@ def test_no_token_attends_to_a_text_that_went_beside_it(model: Any) -> None:
 def test_kv_bytes_bounds_finished_texts_and_running_ones_together(model: Any) -> None:
     size = model.llama.token_bytes
     engine = Engine(model, LookaheadConfig(step_budget=8), max_rows=2, kv_bytes=800 * size)
-    assert engine.load.most_kv_bytes == 800 * size
+    assert engine.load.kv_limit_bytes == 800 * size
     handles = [engine.submit(list(range(number, number + 30)), max_new_tokens=10) for number in range(1, 20)]
     engine.run()
     assert all(handle.result().shape[1] == 40 for handle in handles)

@@ -89,7 +89,7 @@ class GenerateCall:
             for request, row in zip(requests, call.rows, strict=True):
                 request.row = row
         if not together:
-            steps.backend = call.backend(self._sequences, requests[0].rule.asks_others)
+            steps.backend = call.backend(self._sequences, requests[0].rule.has_further_criteria)
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and return the output of a call that began at `start` (of `perf_counter`)."""
@@ -121,7 +121,7 @@ class GenerateCall:
             call.restore(error)
             raise
         finally:
-            self._drafting.keep()
+            self._drafting.save()
         if feeder is not None:
             feeder.end()
         cache = call.release(keeps_cache)

@@ -23,7 +23,13 @@ from lookahead.drafting import NGramPool
 from lookahead.drafting.background import BACKGROUND
 from lookahead.drafting.pool import check_pool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
-from lookahead.serving.arguments import Arguments, hand_over, language_model, language_model_or_wrapper, read_arguments
+from lookahead.serving.arguments import (
+    Arguments,
+    language_model,
+    language_model_or_wrapper,
+    prepare_call,
+    read_arguments,
+)
 from lookahead.serving.drafting import Prediction
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.refusals import ON_STEP
@@ -148,7 +154,7 @@ def generate(
         if input_ids is not None and _is_prepared(kwargs):
             open_session(model).check()
             return decode(read_arguments(model, input_ids, **kwargs))
-        return hand_over(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
+        return prepare_call(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
     except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
         if not falls_back or written:
             raise

@@ -83,7 +83,7 @@ def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
 
 def _longest_text(engine: Engine) -> int:
     """Maximum length of a text in the memory for keys and values, in tokens."""
-    longest, kv_bytes = engine.longest_text or 0, engine.load.most_kv_bytes
+    longest, kv_bytes = engine.longest_text or 0, engine.load.kv_limit_bytes
     if longest < _SHORTEST:
         raise InvalidArgumentError(
             f"--kv-bytes: {kv_bytes} bytes hold a text of {longest} tokens, at least {_SHORTEST} are needed; give more"

@@ -103,7 +103,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         """Current load: running and waiting answers, and the memory for keys and values."""
         loads = [asdict(served.engine.load) for served in service.models.values()]
         total = {name: sum(load[name] or 0 for load in loads) for name in loads[0]}
-        limit = total.pop("most_kv_bytes")
+        limit = total.pop("kv_limit_bytes")
         total["server_load"] = total["running"] + total["waiting"]
         return total | ({"kv_limit_bytes": limit} if limit else {})
 

@@ -56,11 +56,11 @@ _GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "lookahead:prefix_bytes": ("Bytes of the prefix cache.", lambda engine: engine.load.prefix_bytes),
     "vllm:kv_cache_usage_perc": (
         "Share of the memory for keys and values in use by running answers.",
-        lambda engine: engine.load.kv_bytes / (engine.load.most_kv_bytes or math.inf),
+        lambda engine: engine.load.kv_bytes / (engine.load.kv_limit_bytes or math.inf),
     ),
     "lookahead:kv_limit_bytes": (
         "Limit for keys and values in bytes, prefix cache included.",
-        lambda engine: engine.load.most_kv_bytes or math.inf,
+        lambda engine: engine.load.kv_limit_bytes or math.inf,
     ),
 }
 

@@ -87,7 +87,7 @@ def _serve(
     _raise_file_limit()
     if (message := warning(settings)) is not None:
         write_line(f"warning: {message}")
-    if limit := sum(served.engine.load.most_kv_bytes or 0 for served in models):
+    if limit := sum(served.engine.load.kv_limit_bytes or 0 for served in models):
         write_line(f"keys and values take {limit / 2**30:.2f} GiB at most")
     write_line(f"serving {', '.join(served.name for served in models)} at http://{address}:{port}")
     app = create_app(models, settings, tracing)

@@ -1,4 +1,4 @@
-"""Many requests on one model: they come and go, and share forward passes."""
+"""Engine for many requests on one model, which share forward passes."""
 
 from lookahead.serving.engine import Engine
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle, RequestStatistics, TokenEvent

@@ -39,12 +39,15 @@ from lookahead.serving.refusals import (
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a call asks for, once transformers has prepared it.
+    """Arguments of a call, prepared by transformers.
 
     Attributes:
-        prompts: What the rows begin with.
-        processors, criteria: What changes the logits of each token, and what ends the texts.
-        streamer: Gets the tokens, if there is one.
+        model: The model.
+        prompts: Prompts of the rows.
+        config: Generation configuration.
+        processors: Logits processors.
+        criteria: Stopping criteria.
+        streamer: The caller's streamer, if any.
     """
 
     model: PreTrainedModel
@@ -56,7 +59,7 @@ class Arguments:
 
     @property
     def temperature(self) -> float:
-        """Of sampling; 0 for the likeliest tokens."""
+        """Temperature of sampling; 0 for greedy decoding."""
         return float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
 
 
@@ -71,14 +74,14 @@ def read_arguments(
     source_ids: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Arguments:
-    """What transformers hands to any of its decoding methods.
+    """Check and collect the arguments that transformers passes to its decoding methods.
 
     Args:
-        source_ids: What the encoder read, if the model has one.
+        source_ids: Input of the encoder, if the model has one.
 
     Raises:
-        InvalidArgumentError: Something cannot work.
-        UnsupportedArgumentError: Something else is asked for than decoding does here; the message names it.
+        InvalidArgumentError: An argument is invalid.
+        UnsupportedArgumentError: An argument is not supported; the message names it.
     """
     check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
@@ -87,19 +90,25 @@ def read_arguments(
     check_model_inputs(model, model_kwargs, generation_config.use_cache)
     prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
     if source:
-        read = source_tokens(model, source, source_ids, prompts.rows)
-        prompts = replace(prompts, source=source, source_tokens=read)
+        tokens = source_tokens(model, source, source_ids, prompts.rows)
+        prompts = replace(prompts, source=source, source_tokens=tokens)
     return Arguments(model, prompts, generation_config, logits_processor, stopping_criteria, streamer)
 
 
 def read_prompts(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> Prompts:
-    """The prompts of a call that transformers has prepared, which would hand `model_kwargs` to the model.
+    """Check and collect the prompts of a call.
+
+    Args:
+        model: The model.
+        input_ids: Token ids `[rows, tokens]`.
+        model_kwargs: Inputs that transformers would pass to the model.
+        config: Generation configuration.
 
     Raises:
-        InvalidArgumentError: Prompts, mask and cache do not fit together.
-        UnsupportedArgumentError: Positions that do not count the tokens.
+        InvalidArgumentError: Prompts, mask and cache contradict each other.
+        UnsupportedArgumentError: `position_ids` do not count the tokens.
     """
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
     positions = model_kwargs.get("position_ids")
@@ -112,7 +121,7 @@ def read_prompts(
             "them out"
         )
     tokens = _prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
-    # transformers marks the cache that the caller passed, and makes an empty one where there is none
+    # transformers marks the caller's cache, and makes an empty one otherwise
     cache: Cache | None = model_kwargs.get(CACHE)
     cache = cache if getattr(cache, "_is_user_defined", False) else None
     _check_chunks(cache, config)
@@ -121,19 +130,19 @@ def read_prompts(
 
 
 def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
-    """Refuse to read a prompt in chunks after cached text, which plain decoding reads wrongly before 5.23."""
+    """Refuse chunks of a prompt after cached text: before version 5.23 transformers decodes them wrongly."""
     if TRANSFORMERS >= (5, 23) or config.prefill_chunk_size is None or cache is None or cache.get_seq_length() == 0:
         return
     raise UnsupportedArgumentError(
-        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with {CACHE} that holds tokens: "
-        "generate of transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
+        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with a non-empty {CACHE}: generate of "
+        "transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
     )
 
 
 def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether position ids `[batch or 1, tokens]` count the tokens of the whole text, `mask` `[batch, tokens]`.
+    """Return whether position ids `[batch or 1, tokens]` count the tokens of the whole text, `mask` `[batch, tokens]`.
 
-    A model that could see images has `[kinds, batch or 1, tokens]`: time, height and width, which are the same in text.
+    Models for images have `[kinds, batch or 1, tokens]`: time, height and width, which are equal in text.
     """
     usual = mask.long().cumsum(-1) - 1
     return positions.shape[-1] == usual.shape[-1] and bool(
@@ -142,7 +151,7 @@ def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
+    """Return the tokens of each row's prompt without hidden tokens.
 
     Raises:
         InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
@@ -161,13 +170,13 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
             f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
             "least one token"
         )
-    return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
+    return [row[visible].tolist() for row, visible in zip(input_ids, mask, strict=True)]
 
 
 def unknown_token(token: int, vocabulary: int) -> InvalidArgumentError:
-    """The error of a prompt with a token that the model does not know."""
+    """Return the error for a prompt with a token id outside the vocabulary."""
     return InvalidArgumentError(
-        f"input_ids holds the token id {token}, but the model's vocabulary has {vocabulary} entries; use the tokenizer "
+        f"input_ids has the token id {token}, but the model's vocabulary has {vocabulary} entries; use the tokenizer "
         "that belongs to the model"
     )
 
@@ -175,65 +184,66 @@ def unknown_token(token: int, vocabulary: int) -> InvalidArgumentError:
 def _whole_mask(
     input_ids: torch.Tensor, mask: torch.Tensor | None, generation_config: GenerationConfig
 ) -> torch.Tensor:
-    """Which tokens of the whole text count, `[batch, tokens]` bool: of what is cached and left out of the prompt, too.
+    """Return the mask of the whole text, cached tokens included, `[batch, tokens]` bool.
 
     Raises:
         InvalidArgumentError: The mask is shorter than the prompt.
     """
     rows, tokens = input_ids.shape
     if mask is None:
-        # transformers drops a mask of ones, and notes how long it was
+        # transformers drops a mask of ones, and keeps its length
         tokens = getattr(generation_config, "_mask_length", None) or tokens
         return torch.ones(rows, tokens, dtype=torch.bool, device=input_ids.device)
     if mask.shape[1] < input_ids.shape[1]:
         raise InvalidArgumentError(
-            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}"
+            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}; "
+            "give one of the same length"
         )
     return mask.to(input_ids.device).bool()
 
 
 def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
-    """How many tokens that count come before each row's prompt: those of the cache, or none if the prompt repeats them.
+    """Return the number of visible tokens before each row's prompt: the cached ones, or 0 if the prompt repeats them.
 
-    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
+    As in transformers, an attention mask longer than the prompt means that the prompt has only new text.
 
     Raises:
-        InvalidArgumentError: The cache does not fit the prompt.
-        UnsupportedArgumentError: The cache holds another number of tokens than the mask counts.
+        InvalidArgumentError: Cache and prompt contradict each other.
+        UnsupportedArgumentError: Cache and mask have different numbers of tokens.
     """
-    held = 0 if cache is None else cache.get_seq_length()
+    cached = 0 if cache is None else cache.get_seq_length()
     earlier = mask.shape[1] - input_ids.shape[1]
     if earlier:
-        if earlier != held:
-            refusal = UnsupportedArgumentError if held else InvalidArgumentError
+        if earlier != cached:
+            refusal = UnsupportedArgumentError if cached else InvalidArgumentError
             raise refusal(
-                f"attention_mask counts {earlier} tokens before input_ids, but {CACHE} holds {held}; give a mask as "
+                f"attention_mask counts {earlier} tokens before input_ids, but {CACHE} has {cached}; give a mask as "
                 "long as input_ids, or as the cached text and input_ids together"
             )
         return [int(count) for count in mask[:, :earlier].sum(dim=1)]
-    if held >= input_ids.shape[1]:
+    if cached >= input_ids.shape[1]:
         raise InvalidArgumentError(
-            f"{CACHE} holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
-            "least one new token, or new tokens alone with an attention_mask over the whole text"
+            f"{CACHE} has {cached} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at least "
+            "one new token, or only new tokens with an attention_mask over the whole text"
         )
     return [0] * len(input_ids)
 
 
-def hand_over(
+def prepare_call(
     model: PreTrainedModel,
     input_ids: torch.Tensor | None,
     kwargs: dict[str, Any],
     decode: Callable[[Arguments], Any],
     checked: bool = False,
 ) -> Any:
-    """Have transformers check and prepare a call of `generate`, and return what `decode` makes of it.
+    """Let transformers check and prepare a call of `generate`, and return the result of `decode`.
 
     Args:
         model: The model, or a wrapper.
-        input_ids: The prompts, if they are given by this name.
-        kwargs: The other arguments of the call.
-        decode: Called inside of transformers' `generate`.
-        checked: Whether the model has been checked for what runs it.
+        input_ids: Prompts, if passed by this name.
+        kwargs: Other arguments of the call.
+        decode: Function called inside transformers' `generate`.
+        checked: Whether the model has been checked already.
     """
     if checked:
         model = language_model(model)[0]
@@ -246,28 +256,28 @@ def hand_over(
         input_ids = kwargs.pop("inputs")
     rename_cache(kwargs)
     check_call(model, kwargs)
-    if input_ids is not None and not is_encoder_decoder(model):  # an encoder may read something else
+    if input_ids is not None and not is_encoder_decoder(model):  # encoders may have other inputs
         check_prompt_ids(input_ids)
-        input_ids = input_ids.long()  # transformers takes two types of integers alone
+        input_ids = input_ids.long()  # transformers accepts only two integer types
     source_ids = input_ids if input_ids is not None else kwargs.get("input_ids")
-    # transformers drops these before it calls a custom generate function, so they are passed around it
+    # transformers drops these before a custom generate function, so they bypass it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
 
-    # Transformers passes the arguments that this signature names; so none of them can be mistyped by a user.
+    # transformers passes the arguments named in this signature, and refuses unknown ones.
     def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         return decode(read_arguments(model, input_ids, streamer=streamer, source_ids=source_ids, **prepared))
 
-    prompt = () if input_ids is None else (input_ids,)  # which some models call otherwise
+    prompt = () if input_ids is None else (input_ids,)  # some models name it differently
     return type(model).generate(model, *prompt, custom_generate=decode_here, **kwargs)
 
 
 def language_model_or_wrapper(model: Any) -> Any:
-    """What to call `generate` of: `model`, after checking the transformers model in it.
+    """Return the object with `generate`, after a check of the transformers model in it.
 
     Raises:
-        InvalidArgumentError: There is no transformers model in it.
-        UnsupportedModelError: The model cannot be run on token trees.
+        InvalidArgumentError: It contains no transformers model.
+        UnsupportedModelError: The model does not support token trees.
     """
     model, inner = language_model(model)
     check_wrapper(model)
@@ -276,52 +286,52 @@ def language_model_or_wrapper(model: Any) -> Any:
 
 
 def check_wrapper(model: Any) -> None:
-    """Refuse a model, or its wrapper, for what is around the model of transformers.
+    """Refuse unsupported adapters, and a replaced `generate`.
 
     Raises:
-        UnsupportedModelError: It has an adapter that a tree cannot carry, or another `generate` was put on it.
+        UnsupportedModelError: An adapter does not support trees, or `generate` was replaced.
     """
     check_adapters(model)
     if given_generate(model) is not None:
         raise UnsupportedModelError(
-            f"model={type(model).__name__} has been given another `generate` than its class's, which may decode "
-            "otherwise. Delete that attribute, or use model.generate"
+            f"model={type(model).__name__} has an attribute `generate` that replaces its class's and may decode "
+            "differently; delete the attribute, or use model.generate"
         )
 
 
 def language_model(model: Any) -> tuple[Any, PreTrainedModel]:
-    """What to call `generate` of, and the transformers model in it.
+    """Return the object with `generate`, and the transformers model in it.
 
     Raises:
-        InvalidArgumentError: There is none.
+        InvalidArgumentError: It contains no transformers model.
     """
-    model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
+    model = getattr(model, "_orig_mod", model)  # transformers too uses the model inside a compiled one
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
         raise InvalidArgumentError(
-            f"model={type(model).__name__} is no transformers language model; load one with "
+            f"model={type(model).__name__} is not a transformers language model; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
     return model, inner
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Turn stop strings and their tokenizer into a criterion, as transformers would if it had the tokenizer here."""
+    """Convert stop strings and their tokenizer to a criterion: transformers has no tokenizer here."""
     tokenizer = kwargs.pop("tokenizer", None)
-    given: GenerationConfig | None = kwargs.get("generation_config")
+    config: GenerationConfig | None = kwargs.get("generation_config")
     stop_strings = effective_setting(model, kwargs, "stop_strings")
     if stop_strings is None:
         return
     if tokenizer is None:
         raise InvalidArgumentError(f"stop_strings={stop_strings!r} needs the model's tokenizer: pass tokenizer=...")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    # As in transformers, one that the caller passed goes before one made of settings.
+    # As in transformers, the caller's criterion has precedence.
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     kwargs["stopping_criteria"] = criteria
     kwargs.pop("stop_strings", None)
-    if given is not None and given.stop_strings is not None:
-        kwargs["generation_config"] = copy.deepcopy(given)
+    if config is not None and config.stop_strings is not None:
+        kwargs["generation_config"] = copy.deepcopy(config)
         kwargs["generation_config"].stop_strings = None
     if model.generation_config.stop_strings is not None:
-        kwargs["stop_strings"] = None  # the model's own would be filled in again
+        kwargs["stop_strings"] = None  # otherwise transformers fills in the model's

@@ -1,5 +1,4 @@
-"""Who drafts for the texts of a call or an engine: a drafter for each, what they share and a model's next call finds,
-and what they may not touch."""
+"""Drafters for the texts of a call or an engine, and their shared memory, pool, pace and costs."""
 
 from __future__ import annotations
 
@@ -27,20 +26,23 @@ from lookahead.serving.refusals import are_whole_numbers, check_values
 from lookahead.values import require
 
 _SPARES = 16
-"""Memories of 10 MiB that are kept at most: the system takes 2 to 14 ms to fill the pages of a new one."""
+"""Largest number of unused memories (10 MiB each) kept for later calls; a new one costs 2 to 14 ms of page faults."""
 
 
 class Drafting:
-    """Makes the drafters of texts that share a configuration.
+    """Makes the drafters of texts with one configuration.
 
     Args:
-        pace: Chooses the nodes: of each text, or of all texts of a step together. As `config` has it if not given.
-        pool: The pool of the paper's method; one for each text if not given.
-        most_nodes, chains: Nodes that the tree of each text may have, and whether these are chains.
+        model: The model.
+        config: Configuration of drafts.
+        pace: Chooses the number of nodes, of each text or of all together; `None` for the numbers in `config`.
+        pool: Pool of the paper's method; one for each text if not given.
+        max_nodes: Limit for the nodes of each text's tree.
+        chains: Whether drafts must be chains.
 
     Attributes:
-        most_nodes: Nodes that a tree has at most.
-        is_paced: Whether the pace chooses the nodes.
+        max_nodes: Largest number of nodes of a tree.
+        is_paced: Whether the pace chooses the number of nodes.
     """
 
     def __init__(
@@ -49,13 +51,15 @@ class Drafting:
         config: LookaheadConfig,
         pace: Pace | SharedPace | None = None,
         pool: NGramPool | None = None,
-        most_nodes: int = MAX_NODES_PER_STEP,
+        max_nodes: int = MAX_NODES_PER_STEP,
         chains: bool = False,
     ) -> None:
         self.config = config
-        self.most_nodes = min(config.max_nodes, most_nodes)
+        self.max_nodes = min(config.max_nodes, max_nodes)
         self.is_paced = pace is not None and (config.preset == "auto" or not pace.is_shared)
-        self._model, self._pace, self._chains = model, pace, chains
+        self._model = model
+        self._pace = pace
+        self._chains = chains
         self._pool = NGramPool(config.ngram_size, config.guess_set_size) if pool is None and config.share_pool else pool
         self._memory: DraftMemory | None = None
         self._file: MemoryFile | None = None
@@ -63,38 +67,37 @@ class Drafting:
             self._memory, self._file = draft_memory(model, config)
 
     def drafter(self, predicted: PredictedText | None) -> Drafter:
-        """Make the drafter of one text, which may be expected."""
+        """Make the drafter of one text."""
         return build_drafter(
             self.config,
             self._pool,
             self._memory,
             self._pace,
-            most=self.most_nodes,
+            most=self.max_nodes,
             vocabulary=vocabulary_size(self._model),
             predicted=predicted,
             chains=self._chains,
         )
 
-    def keep(self) -> None:
-        """Bring what the memory learned to its file, if it has one.
-
-        A file that cannot be written is a warning: the text is there, and worth more.
-        """
+    def save(self) -> None:
+        """Save the memory to its file, if it has one; warn if the file cannot be written."""
         if self._file is None:
             return
         try:
             self._file.save(model_identity(self._model))
         except (OSError, InvalidArgumentError) as error:
             warnings.warn(
-                f"memory={str(self._file.path)!r} could not be written ({error}); what this process has learned since "
-                "it was last written is lost when it ends",
+                f"memory={str(self._file.path)!r} could not be written ({error}); predictions learned since the last "
+                "save are lost when this process ends. Check the path and its permissions",
                 LookaheadWarning,
                 stacklevel=2,
             )
 
     def release(self) -> None:
-        """Let a later text have the arrays of a memory that no other one shares; nothing drafts from it any more."""
-        spares, memory, self._memory = state_of(self._model).spares, self._memory, None
+        """Give up the memory, and keep its arrays for a later text if no other text shares it."""
+        spares = state_of(self._model).spares
+        memory = self._memory
+        self._memory = None
         if memory is not None and self.config.memory == "request" and len(spares) < _SPARES:
             spares.append(memory)
 
@@ -107,14 +110,15 @@ def draft_pace(
     chains: bool = False,
     sizes: Sequence[int] = (),
 ) -> Pace:
-    """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
-    stored them, or a first guess.
+    """Return the pace of a model for a setting, with the costs of earlier calls, of `lookahead tune`, or a first guess.
 
     Args:
-        config: How its engine is set.
-        rows, chains: Sequences that run together, and whether their drafts are chains.
-        temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
-        sizes: See `Runner.pass_sizes`.
+        model: The model.
+        config: Its engine's configuration.
+        rows: Number of rows that run together.
+        temperature: Temperature of sampling; 0 for greedy decoding. It changes the acceptance of drafts.
+        chains: Whether drafts are chains.
+        sizes: Sizes of captured passes; see `Runner.pass_sizes`.
     """
     settings = (*sizes, config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
     setting = (rows, torch.get_num_threads(), model.dtype, model.device, *settings)
@@ -130,10 +134,10 @@ def draft_pace(
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[DraftMemory, MemoryFile | None]:
-    """The memory that a call drafts from and fills, a new one or that of `config.memory`, and its file, if it has one.
+    """Return the memory of a call according to `config.memory`, and its file if it has one.
 
     Raises:
-        InvalidArgumentError: The file is no memory, or that of another model, or there cannot be one of that name.
+        InvalidArgumentError: The file is not a memory, belongs to another model, or has an invalid name.
         OSError: The file cannot be read.
     """
     state = state_of(model)
@@ -148,7 +152,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
             return state.memory, None
         try:
             path = Path(config.memory).expanduser().absolute()
-        except RuntimeError as error:  # there is no such user
+        except RuntimeError as error:  # unknown user after ~
             name = os.fspath(config.memory)
             raise InvalidArgumentError(f"memory={name!r} cannot be written: {error}; choose another file") from error
         if str(path) not in state.files:
@@ -159,18 +163,18 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
 
 
 Prediction = torch.Tensor | Sequence[int] | Sequence[Sequence[int] | None]
-"""Token ids of the text that is expected of the one row, or for each row its own, `None` where there is none."""
+"""Token ids of the predicted output of a single row, or a list with one item for each row (`None`: no prediction)."""
 
 
 def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
-    """Token ids of a text, given as a list or a tensor.
+    """Convert a list or tensor of token ids.
 
     Raises:
-        InvalidArgumentError: They are none.
+        InvalidArgumentError: It has other values.
     """
     try:
         ids = torch.as_tensor(tokens)
-    except Exception:  # an object of the user's own may raise anything
+    except Exception:  # user objects may raise any error
         ids = torch.empty(1)
     check_values("prediction", ids)
     is_whole = are_whole_numbers(ids) or (ids.layout is torch.strided and not ids.numel())
@@ -185,11 +189,11 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
 def predicted_texts(
     prediction: Prediction | None, config: LookaheadConfig, rows: int, model: PreTrainedModel
 ) -> list[PredictedText | None]:
-    """The predicted text of each row; `None` for an empty one.
+    """Return the predicted text of each row; `None` for an empty one.
 
     Raises:
         InvalidArgumentError: `prediction` is not one text for each row.
-        UnsupportedArgumentError: The preset does not draft from it.
+        UnsupportedArgumentError: The preset does not use predictions.
     """
     if prediction is None:
         return [None] * rows
@@ -197,19 +201,19 @@ def predicted_texts(
         raise UnsupportedArgumentError(
             f"prediction is not supported by preset={config.preset!r}, which drafts from other texts; use preset='auto'"
         )
-    given: Sequence[Any] = _rows(prediction)
-    if len(given) != rows:
+    items: Sequence[Any] = _rows(prediction)
+    if len(items) != rows:
         raise InvalidArgumentError(
-            f"prediction has {len(given)} texts for {rows} prompts; give a list with one for each, None where nothing "
-            "is expected"
+            f"prediction has {len(items)} texts for {rows} prompts; give a list with one text for each, None for no "
+            "prediction"
         )
     vocabulary = vocabulary_size(model)
-    texts = [[] if item is None else _token_ids(item, vocabulary) for item in given]
+    texts = [[] if item is None else _token_ids(item, vocabulary) for item in items]
     return [PredictedText(text) if text else None for text in texts]
 
 
 def _rows(prediction: Any) -> Sequence[Any]:
-    """The text of each row, of which there may be one alone.
+    """Split a prediction into the texts of the rows.
 
     Raises:
         InvalidArgumentError: It is neither a list nor a tensor.

@@ -1,4 +1,4 @@
-"""The engine: requests come, share steps, and go."""
+"""Engine: many requests that share the steps of one model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
-from lookahead.serving.arguments import Arguments, hand_over, unknown_token
+from lookahead.serving.arguments import Arguments, prepare_call, unknown_token
 from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.engine_model import EngineModel, ModelMoved
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
@@ -27,42 +27,41 @@ from lookahead.serving.request import Request
 from lookahead.serving.scheduler import PATIENCE, Scheduler
 from lookahead.values import check_callable, whole_number, yes_or_no
 
-_MOST_SIZE = 2**63 - 1
+_MAX_SIZE = 2**63 - 1
 _SEEDS = (-(2**63), 2**64 - 1)
-"""Those that `torch.manual_seed` takes."""
+"""Range of seeds of `torch.manual_seed`."""
 
 
 class Engine:
-    """Serves many requests with one model, each with exactly the tokens that `model.generate` gives it alone.
+    """Runs many requests with one model. Each gets exactly the tokens of its own `model.generate` call.
 
-    Requests join and leave between two steps. A step is one forward pass: the token trees of all running requests and
-    parts of new prompts, one after another, without padding. Use it as a context manager, or `start` it, for a thread
-    of its own; without one, whoever waits for a request runs the steps.
+    Requests join and leave between steps. A step is one forward pass over the token trees of all running requests and
+    parts of new prompts, without padding. As a context manager, or after `start`, the engine runs steps in its own
+    thread. Otherwise the thread that waits for a request runs them.
 
     Args:
-        model: A causal language model of transformers that token trees run on; the faster with `"sdpa"` attention,
-            without which batches are padded.
-        config: How to draft; if not given, the default configuration with `memory="process"`, so that requests draft
-            from what the model predicted for others. `preset="auto"` sends the likeliest candidates of all rows, as
-            many as pay; with a `step_budget` so many nodes a step over all rows. Other methods send theirs for each
-            row. A drafter or source that raises costs its request the drafts, with a warning.
-        max_rows: Most requests that run at once. At least 1.
-        kv_bytes: Most bytes of keys and values that are held at once, those of trees and of finished texts included;
-            any number if `None`. For a GGUF model llama.cpp takes them at once, but for a quarter at most that
-            finished texts may take.
-        prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others. At
+        model: Causal language model of transformers that supports token trees. With another attention than `"sdpa"`
+            batches are padded, which is slower.
+        config: Configuration of drafts; the default one with `memory="process"` if not given, so that requests draft
+            from the model's predictions for others. `preset="auto"` sends the likeliest candidates of all rows, up to
+            `step_budget` nodes a step if it is set. Other methods draft for each row separately. If a drafter or source
+            raises, its request continues without drafts, with a warning.
+        max_rows: Largest number of requests that run at once. At least 1.
+        kv_bytes: Limit for the bytes of keys and values, including trees and finished texts; unlimited if `None`. For a
+            GGUF model llama.cpp allocates them at the start; finished texts take at most a quarter.
+        prompt_tokens: Limit for the prompt tokens of a step, so that a long prompt does not delay other requests. At
             least 1.
-        prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and start requests
-            from the text, finished or running, with the longest common prefix.
-        prefix_bytes: Most bytes of finished texts, instead of that.
+        prefix_cache: Keep keys and values of finished texts, up to 1 GiB or the rest of `kv_bytes`. New requests start
+            from the finished or running text with the longest common prefix.
+        prefix_bytes: Another limit for the bytes of finished texts.
 
     Attributes:
         statistics: Counts since the engine was made.
 
     Raises:
-        InvalidArgumentError: A size is out of range, or `model` is no model of transformers.
-        UnsupportedArgumentError: A setting of `config` is not supported by engines.
-        UnsupportedModelError: The model cannot be run on token trees, or not with several rows.
+        InvalidArgumentError: A size is out of range, or `model` is not a transformers model.
+        UnsupportedArgumentError: Engines do not support a setting of `config`.
+        UnsupportedModelError: The model does not support token trees, or several rows.
     """
 
     def __init__(
@@ -76,20 +75,20 @@ class Engine:
         prefix_cache: bool = True,
         prefix_bytes: int | None = None,
     ) -> None:
-        max_rows = whole_number("max_rows", max_rows, 1, _MOST_SIZE)
-        prompt_tokens = whole_number("prompt_tokens", prompt_tokens, 1, _MOST_SIZE)
-        kv_bytes = None if kv_bytes is None else whole_number("kv_bytes", kv_bytes, 1, _MOST_SIZE)
-        prefix_bytes = None if prefix_bytes is None else whole_number("prefix_bytes", prefix_bytes, 1, _MOST_SIZE)
+        max_rows = whole_number("max_rows", max_rows, 1, _MAX_SIZE)
+        prompt_tokens = whole_number("prompt_tokens", prompt_tokens, 1, _MAX_SIZE)
+        kv_bytes = None if kv_bytes is None else whole_number("kv_bytes", kv_bytes, 1, _MAX_SIZE)
+        prefix_bytes = None if prefix_bytes is None else whole_number("prefix_bytes", prefix_bytes, 1, _MAX_SIZE)
         yes_or_no("prefix_cache", prefix_cache)
         self._model = EngineModel(model, config, max_rows, kv_bytes, prefix_cache, prefix_bytes)
-        self._model.drafting(self._model.config).release()  # its memory file may be none
+        self._model.drafting(self._model.config).release()  # fails early if the memory file is invalid
         self._memory = self._model.memory
         self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
         self._scheduler = Scheduler(max_rows, self._memory, prompt_tokens, self.statistics)
         self._arrivals: deque[Request] = deque()
-        self._numbers = count()  # of requests, as they come
-        self._changed = Condition()  # held for the arrivals, and by who waits for some
-        self._stepping = RLock()  # one step at a time
+        self._numbers = count()  # of requests, in order of arrival
+        self._changed = Condition()  # protects `_arrivals`, and announces them
+        self._stepping = RLock()  # permits one step at a time
         self._thread: Thread | None = None
         self._closing = False
         self._process = os.getpid()
@@ -111,24 +110,24 @@ class Engine:
 
         Args:
             input_ids: Token ids of the prompt: a list, or a tensor `[tokens]` or `[1, tokens]`.
-            seed: Seed of its random draws. The tokens are those of `model.generate` after `torch.manual_seed(seed)`,
-                whatever other requests there are. Drawn from torch's default generator if not given.
-            priority: Requests of a larger one are served first. A request waits for those of the next priority that
-                come up to 1,000 steps after it, and for no later ones.
-            group: Any value, equal for requests of one group, such as the answers to one question. Each counts as of
-                one priority less for every other one of its group that runs.
-            logprobs: Return per-token log-probabilities, and this many of the likeliest tokens with each; see
+            seed: Seed of sampling; random if not given. `model.generate` after `torch.manual_seed(seed)` selects the
+                same tokens, regardless of other requests.
+            priority: Larger priorities run first. A request waits for requests of the next higher priority only if they
+                arrive at most 1,000 steps after it.
+            group: Any value, equal for requests of one group, for example the answers to one question. Each running
+                request of a group lowers the priority of its other requests by one.
+            logprobs: Return log-probabilities, and the given number of likeliest tokens at each index; see
                 `RequestHandle.events`. At least 0.
-            prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
-                It is drafted from, and changes nothing but the number of steps.
-            lookahead_config: How to draft for this request; the engine's configuration if not given. The method counts,
-                and `step_budget` as the most nodes that it sends in a step; weights are the engine's.
-            on_step: Called after each step with a `StepRecord`, in the thread that runs the steps.
-            **kwargs: As for `model.generate`: lengths, sampling, processors, stopping criteria, `stop_strings` with
-                `tokenizer`, `streamer`, `return_dict_in_generate`, ...
+            prediction: Token ids of the predicted output, for example a file to be edited. It is used for drafts, and
+                changes only the number of steps.
+            lookahead_config: Configuration of drafts for this request; the engine's if not given. Only the method and
+                `step_budget`, its largest number of nodes in a step, have an effect.
+            on_step: Function called after each step with a `StepRecord`, in the thread that runs the steps.
+            **kwargs: Arguments of `model.generate`: lengths, sampling, processors, stopping criteria, `stop_strings`
+                with `tokenizer`, `streamer`, `return_dict_in_generate`, ...
 
         Raises:
-            LookaheadError: An argument cannot work, or is not supported.
+            LookaheadError: An argument is invalid or unsupported.
         """
         self.check_process()
         if self._closing:
@@ -141,14 +140,16 @@ class Engine:
         config = self._model.config_of(lookahead_config)
         model, runner = self._model.model, self._model.runner
         ids = read_prompt(input_ids)
-        shell = shell_of(model)  # `generate` may note things on it, which are of this request alone
-        arguments: Arguments = hand_over(shell, ids.to(model.device), kwargs, lambda read: read, checked=True)
+        shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
+        arguments: Arguments = prepare_call(
+            shell, ids.to(model.device), kwargs, lambda prepared: prepared, checked=True
+        )
         self._model.check(arguments, config)
         drafting = self._model.drafting(config)
-        expected = predicted_texts(prediction, config, 1, model)[0]
+        predicted = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed))
-        request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
+        request = Request(arguments, drafting, noise, runner.last_length, predicted=predicted, logprobs=logprobs)
         handle = RequestHandle(self)
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
@@ -161,14 +162,14 @@ class Engine:
         return handle
 
     def step(self) -> int:
-        """Run one step for the requests whose turn it is.
+        """Run one step.
 
         Returns:
-            How many requests are not finished yet.
+            Number of unfinished requests.
 
         Raises:
-            Exception: What the model raised; the requests of the step end with it.
-            LookaheadError: The model has changed, and cannot be run as it is now; all requests end with it.
+            Exception: The model raised it; the requests of the step end with it.
+            LookaheadError: The model has changed and is not supported any more; all requests end with it.
         """
         self.check_process()
         with self._stepping, torch.no_grad():
@@ -186,10 +187,10 @@ class Engine:
             pass
 
     def start(self) -> None:
-        """Begin to run steps in a thread of its own, whenever there are requests. Starting twice does no harm.
+        """Start the engine's own thread, unless it runs. The thread runs steps as long as there are requests.
 
         Raises:
-            InvalidArgumentError: It is closed.
+            InvalidArgumentError: The engine is closed.
         """
         self.check_process()
         with self._changed:
@@ -200,10 +201,10 @@ class Engine:
                 self._thread.start()
 
     def close(self, cancel: bool = False) -> None:
-        """Take no further requests, finish those that there are, and end the thread.
+        """Refuse new requests, finish the others, and end the thread.
 
         Args:
-            cancel: Give them up instead.
+            cancel: Whether to cancel unfinished requests instead.
 
         Raises:
             InvalidArgumentError: `cancel` is neither `True` nor `False`.
@@ -228,43 +229,44 @@ class Engine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if os.getpid() == self._process:  # a fork that leaves the block has nothing to close
+        if os.getpid() == self._process:  # a forked process has nothing to close
             self.close(cancel=error is not None)
 
     @property
     def started(self) -> bool:
-        """Whether a thread of its own runs the steps."""
+        """Whether the engine's own thread runs the steps."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's current load."""
-        running, size = list(self._scheduler.running), self._memory.token_bytes
+        """Current load."""
+        running = list(self._scheduler.running)
         waiting = len(self._arrivals) + len(self._scheduler.waiting)
-        held = sum(request.row.capacity for request in running)
-        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size, self._memory.most_bytes)
+        memory = self._memory
+        used = sum(request.row.capacity for request in running) * memory.token_bytes
+        return EngineLoad(waiting, len(running), used, memory.prefix_tokens * memory.token_bytes, memory.limit_bytes)
 
     @property
     def longest_text(self) -> int | None:
-        """Most tokens that a text may come to beside the largest draft of the engine's own; any number if `None`."""
+        """Largest number of tokens of a text that fits beside the engine's largest draft; unlimited if `None`."""
         tokens, block = self._memory.tokens, self._memory.block
         return None if tokens is None else max(tokens // block * block - self._model.config.max_nodes, 0)
 
     def check_process(self) -> None:
-        """Refuse to run in a forked process, which has neither the engine's thread nor the holders of its locks.
+        """Refuse to run in a forked process, which lacks the engine's thread.
 
         Raises:
-            InvalidArgumentError: This process is one.
+            InvalidArgumentError: This process is a fork.
         """
         if os.getpid() != self._process:
             raise InvalidArgumentError(
-                f"this Engine is of process {self._process}, and process {os.getpid()} is a fork of it, which has "
-                "neither its threads nor its locks; make an Engine in a process that was started by 'spawn'"
+                f"this Engine belongs to process {self._process}, and process {os.getpid()} is a fork without its "
+                "thread; make an Engine in a process that was started by 'spawn'"
             )
 
     def wake(self) -> None:
-        """Let the thread look at what has changed."""
+        """Wake the thread after a change."""
         with self._changed:
             self._changed.notify_all()
 
@@ -281,27 +283,27 @@ class Engine:
                     self._changed.wait()
             try:
                 self.step()
-            except Exception:  # of which those have been told whose step it was
+            except Exception:  # the requests of the step have it
                 continue
 
     def _update(self) -> None:
-        """Queue new requests, remove cancelled ones, and follow the model if it has changed."""
+        """Queue new requests, remove cancelled ones, and reopen the model if it has changed."""
         with self._changed:
             while self._arrivals:
                 request = self._arrivals.popleft()
-                request.row = self._memory.new_row()  # of the runner that there is now
+                request.row = self._memory.new_row()  # of the current runner
                 self._scheduler.add(request)
         for request in self._scheduler.requests:
             if request.handle.cancelled:
                 self._leave(request)
-        idle = not self._scheduler.running  # who is served one after another does not wait for this in between
+        idle = not self._scheduler.running  # a thorough check would delay running requests
         if self._scheduler.requests and (
             self._model.has_changed(thorough=True) if idle else self._model.changed_before_pass()
         ):
-            self._follow_model()
+            self._reopen_model()
 
     def _run(self, requests: list[Request]) -> None:
-        """One step. Its requests are taken out of the list: an error keeps its callers' variables, and so this list."""
+        """Run one step, and clear the list of its requests, which the traceback of an error would keep alive."""
         try:
             counts = Statistics()
             self._model.steps.run(requests, counts)
@@ -310,10 +312,10 @@ class Engine:
             self.statistics.nodes += sum(counts.nodes_per_step)
             self.statistics.tokens += counts.tokens
         except ModelMoved:
-            self._follow_model()
+            self._reopen_model()
         except BaseException as error:
             if isinstance(error, Exception) and self._model.has_changed():  # which is why it could not run
-                self._follow_model()
+                self._reopen_model()
                 return
             self._leave_all(requests, error)
             raise
@@ -323,7 +325,7 @@ class Engine:
             requests.clear()
 
     def _read_inputs(self, requests: list[Request]) -> None:
-        """Let the model read prompts with images. What it refuses is an error of its own request."""
+        """Let the model read prompts with images. An error ends only its own request."""
         for request in [one for one in requests if one.reads_inputs and not one.cached]:
             try:
                 self._model.read_inputs(request)
@@ -331,17 +333,16 @@ class Engine:
                 requests.remove(request)
                 self._leave(request, error)
 
-    def _follow_model(self) -> None:
-        """Begin anew with what the model is now: nothing of before may go into a text.
+    def _reopen_model(self) -> None:
+        """Reopen the changed model, and forget all keys and values.
 
         Raises:
-            LookaheadError: It cannot be run as it is now; all requests have ended with that.
+            LookaheadError: The model is not supported any more; all requests have ended with it.
         """
         for request in self._scheduler.requests:
             if request.sequence.steps:
                 error = ModelChangedError(
-                    f"the model changed after {len(request.handle.tokens)} tokens of this text, whose rest would be "
-                    "that of another model; submit the request again"
+                    f"the model changed after {len(request.handle.tokens)} tokens of the text; submit the request again"
                 )
                 self._leave(request, error)
         self._memory.forget()

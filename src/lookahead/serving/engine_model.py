@@ -1,4 +1,4 @@
-"""The model of an engine, and what runs rows on it, as long as the model is what it was."""
+"""Model of an engine: its session, runner and memory, and the watch for changes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ class ModelMoved(Exception):
 
 
 class EngineModel:
-    """A model that runs requests.
+    """Model of an engine.
 
     Args:
-        config: How requests draft that say nothing about it.
-        max_rows, kv_bytes, prefix_cache, prefix_bytes: As for `Engine`.
+        model: The model.
+        config: Default configuration of drafts.
+        max_rows: As for `Engine`.
+        kv_bytes: As for `Engine`.
+        prefix_cache: As for `Engine`.
+        prefix_bytes: As for `Engine`.
 
     Attributes:
-        session, runner: How it is run, and what runs its rows.
-        memory: Where their keys and values are.
-        steps: Makes the steps of requests.
+        session: The opened model.
+        runner: Runner of the rows.
+        memory: Memory for keys and values.
+        steps: Runs the steps of requests.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class EngineModel:
             prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
         self._rows = config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
         self.runner, kv_bytes, prefix_bytes = self.session.open_rows(*self._rows)
-        self.config_of(config)  # which it may refuse
+        self.config_of(config)  # checks it against the runner
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(config.pack_weights)
         self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
@@ -73,86 +78,85 @@ class EngineModel:
         self._begin()
 
     def reopen(self) -> None:
-        """Run the model as it is now.
+        """Open the changed model again.
 
         Raises:
-            LookaheadError: It cannot be run.
+            LookaheadError: The model is not supported.
         """
         self.runner = self.memory.runner = self.steps.backend = self.session.open_rows(*self._rows)[0]
         self._begin()
 
     def _begin(self) -> None:
-        """Give the runner its memory, and watch the model from now on."""
+        """Allocate the runner's memory, and start to watch the model."""
         self.runner.take_memory(self.memory.tokens, self.memory.block, self._rows[1], self.config.max_nodes)
         self._watch = self.session.watch(self.runner, self._compares_bits)
 
-    def config_of(self, given: LookaheadConfig | None) -> LookaheadConfig:
-        """How a request drafts that asks for `given`.
+    def config_of(self, override: LookaheadConfig | None) -> LookaheadConfig:
+        """Return the checked configuration of a request: `override`, or the engine's.
 
         Raises:
-            UnsupportedArgumentError: An engine cannot draft so.
-            InvalidArgumentError: Its trees have a fixed shape, for which llama.cpp has not enough sequence ids.
+            UnsupportedArgumentError: Engines do not support a setting.
+            InvalidArgumentError: Trees of fixed shape need more sequence ids than llama.cpp has.
         """
-        config = self.config if given is None else _checked(given)
+        config = self.config if override is None else _checked(override)
         if config.preset in ("paper", "jacobi") and config.max_nodes > self.runner.most_nodes:
             raise InvalidArgumentError(
                 f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each row, but llama.cpp has "
-                f"sequences for {self.runner.most_nodes}; choose smaller sizes, or an Engine with a smaller max_rows"
+                f"sequence ids for {self.runner.most_nodes}; choose smaller sizes, or an Engine with smaller max_rows"
             )
         return config
 
     def check(self, arguments: Arguments, config: LookaheadConfig) -> None:
-        """Refuse a request that an engine does not run, or has no room for.
+        """Refuse a request that the engine cannot run.
 
         Raises:
-            InvalidArgumentError: It may need more memory, or more positions, than there are.
-            UnsupportedArgumentError: It is of a kind that an engine does not run, or may come to where its text is read
-                otherwise beside others.
+            InvalidArgumentError: It may need more memory or positions than there are.
+            UnsupportedArgumentError: Engines do not support an argument, or the text may become so long that other rows
+                would change it.
         """
         prompts, runner, memory = arguments.prompts, self.runner, self.memory
         longest = int(arguments.config.max_length)
         if prompts.inputs:
-            refused = self.session.refuses_inputs
+            reason = self.session.refuses_inputs
             if runner.chains:
-                refused = "an Engine reads such prompts of models without a running state alone; use lookahead.generate"
-            check_own_prefill(arguments.model, prompts, self.config, arguments.config, refused)
+                reason = "Engines do not support them for models with a running state; use lookahead.generate"
+            check_own_prefill(arguments.model, prompts, self.config, arguments.config, reason)
         if prompts.rows != 1:
             raise UnsupportedArgumentError(
-                f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by "
-                "itself"
+                f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each row "
+                "separately"
             )
         if prompts.cache is not None:
             raise UnsupportedArgumentError(f"{CACHE} is not supported by an Engine; give the whole text")
         if not prompts.all_count:
             raise UnsupportedArgumentError(
-                "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
-                "an attention_mask, transformers hides those that are the pad_token_id"
+                "attention_mask hides tokens of input_ids, which an Engine does not support; remove them. Without an "
+                "attention_mask, transformers hides tokens that equal pad_token_id"
             )
         check_length(runner, type(self.model).__name__, prompts, longest - prompts.width)
         nodes = min(config.max_nodes, runner.most_nodes)
         if memory.tokens is not None and memory.reserved(longest + nodes) > memory.tokens:
             raise InvalidArgumentError(
-                f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_bytes "
-                f"has room for {memory.tokens} tokens; choose a smaller max_new_tokens, or an Engine with more kv_bytes"
+                f"input_ids and max_new_tokens may reach {longest} tokens, and a step adds up to {nodes}, but kv_bytes "
+                f"is enough for {memory.tokens} tokens; choose smaller max_new_tokens, or an Engine with more kv_bytes"
             )
         if runner.changes_after is not None and longest - 1 > runner.changes_after:
             raise UnsupportedArgumentError(
-                f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.changes_after} the "
-                "positions of this model depend on the longest text of a pass; use lookahead.generate, or a smaller "
+                f"input_ids and max_new_tokens may reach {longest} tokens: beyond {runner.changes_after} the positions "
+                "of this model depend on the longest text of a pass; use lookahead.generate, or a smaller "
                 "max_new_tokens"
             )
 
     def drafting(self, config: LookaheadConfig) -> Drafting:
-        """Makes the drafter of a request."""
+        """Return the drafting of a request."""
         runner = self.runner
-        return Drafting(self.model, config, self._shared, most_nodes=runner.most_nodes, chains=runner.chains)
+        return Drafting(self.model, config, self._shared, max_nodes=runner.most_nodes, chains=runner.chains)
 
     def read_inputs(self, request: Request) -> None:
-        """Let the model itself read a prompt that is more than tokens. All but its last token stays: that one is sent
-        with the coming step.
+        """Process a prompt with inputs beside tokens by the model's own prefill, except its last token.
 
         Raises:
-            LookaheadError: It cannot be read.
+            LookaheadError: The model cannot read it.
         """
         arguments = request.arguments
         prompts = arguments.prompts
@@ -174,7 +178,7 @@ class EngineModel:
             raise ModelMoved
 
     def has_changed(self, thorough: bool = False) -> bool:
-        """Whether the model is not what it was; see `ModelWatch`."""
+        """Return whether the model has changed; see `ModelWatch`."""
         return self._watch is not None and self._watch.has_changed(thorough=thorough)
 
     def changed_before_pass(self) -> bool:
@@ -183,7 +187,7 @@ class EngineModel:
 
 
 def _checked(config: LookaheadConfig | None) -> LookaheadConfig:
-    checked = check_config(config)
-    if checked.engine not in ("auto", "dynamic"):
-        raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='auto'")
-    return checked
+    config = check_config(config)
+    if config.engine not in ("auto", "dynamic"):
+        raise UnsupportedArgumentError(f"engine={config.engine!r} is not supported by an Engine; use engine='auto'")
+    return config

@@ -1,4 +1,4 @@
-"""What the caller has of a request: its tokens as they come, its result, its counts, and the way to give it up."""
+"""Handle of a submitted request: its tokens, result and statistics, and its cancellation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Output = torch.Tensor | LookaheadOutput
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of a request.
+    """New token of a request.
 
     Attributes:
-        token: Its id.
-        logprob: Natural logarithm of its probability, as the model gave it, before processors and sampling settings;
-            `None` if the request did not ask for `logprobs`.
-        top: The likeliest tokens in its place with theirs, likeliest first.
+        token: Token id.
+        logprob: Natural logarithm of the model's probability, before processors and sampling settings; `None` if the
+            request has no `logprobs`.
+        top: Likeliest tokens at the same index with their log-probabilities, likeliest first.
     """
 
     token: int
@@ -58,18 +58,17 @@ class StepRunner(Protocol):
 class RequestHandle:
     """A request that was submitted to an `Engine`.
 
-    `for token in handle` and `async for token in handle` give the new token ids as they come, `events()` gives
-    them with log-probabilities in the same two ways, `result()` waits for all of them, and so does `await
-    handle.wait()`. Where the engine has no thread of its own, these run its steps. Any number of readers may read,
-    each from the first token on.
+    `for token in handle` and `async for token in handle` yield new token ids as they arrive; `events()` adds
+    log-probabilities in the same two ways. `result()` and `await handle.wait()` wait for the complete text. All of them
+    run the engine's steps if it has no thread. Several readers may read at once; each starts at the first token.
 
     Args:
-        engine: Who runs the steps.
+        engine: Engine that runs the steps.
 
     Attributes:
-        finish_reason: Why it is done: `"stop"` (a token, a text or a criterion that ends it), `"length"`,
-            `"cancelled"`, `"error"`; `None` before.
-        cancelled: Whether it was cancelled; `done` follows with the next step.
+        finish_reason: `"stop"` (a token, text or criterion ended it), `"length"`, `"cancelled"` or `"error"`; `None`
+            until it is done.
+        cancelled: Whether it was cancelled; it is `done` after the next step.
         statistics: Counts and times of this request.
     """
 
@@ -82,7 +81,7 @@ class RequestHandle:
         self._events: list[TokenEvent] | None = None  # with their log-probabilities, if requested
         self._outcome: Future[Output] = Future()
         self._listeners: set[Callable[[], object]] = set()
-        self._readers = 0  # that wait, or are about to
+        self._readers = 0  # waiting, or about to wait
         self.finish_reason: str | None = None
         self.cancelled = False
         self.statistics = RequestStatistics()
@@ -94,11 +93,11 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it is finished, failed or cancelled."""
+        """Whether the request is finished, failed or cancelled."""
         return self.finish_reason is not None
 
     def cancel(self) -> None:
-        """Cancel the request: it takes part in no further step. No effect once it is done."""
+        """Cancel the request before its next step. It has no effect once the request is done."""
         if not self.done:
             self._engine.check_process()
             self.cancelled = True
@@ -108,33 +107,33 @@ class RequestHandle:
         """Wait until the request is done.
 
         Returns:
-            What `model.generate` returns: the text `[1, tokens]` int64, prompt included; or a `LookaheadOutput` with
-            `return_dict_in_generate=True`.
+            The text `[1, tokens]` int64 including the prompt, as `model.generate` returns it; or a `LookaheadOutput`
+            with `return_dict_in_generate=True`.
 
         Raises:
-            concurrent.futures.CancelledError: It was cancelled.
-            Exception: What a processor, a stopping criterion, a streamer or the model raised.
+            concurrent.futures.CancelledError: The request was cancelled.
+            Exception: A processor, a stopping criterion, a streamer or the model raised it.
         """
         self._wait(math.inf)
         return self._outcome.result()
 
     async def wait(self) -> Output:
-        """`result()` for asyncio: other tasks run meanwhile."""
+        """Wait like `result()`, but let other asyncio tasks run."""
         async for _ in self.events():
             pass
         return self._outcome.result()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once it is done, in the thread that ends it; at once if it is done.
+        """Call `callback` when the request is done, in the thread that ends it; at once if it is done already.
 
         Raises:
-            InvalidArgumentError: It is not callable.
+            InvalidArgumentError: `callback` is not callable without arguments.
         """
         check_callable("callback", callback, 0, "must be callable without arguments")
         self._outcome.add_done_callback(lambda _: callback())
 
     def events(self) -> TokenEvents:
-        """The new tokens as they come, for `for` and for `async for`."""
+        """Return an iterator over the new tokens, for `for` and for `async for`."""
         return TokenEvents(self)
 
     def __iter__(self) -> Iterator[int]:
@@ -143,27 +142,27 @@ class RequestHandle:
     def __aiter__(self) -> AsyncIterator[int]:
         return (event.token async for event in self.events())
 
-    def events_since(self, seen: int) -> list[TokenEvent]:
-        """The new tokens so far, without the first `seen`; does not wait.
+    def events_since(self, start: int) -> list[TokenEvent]:
+        """Return the new tokens so far from index `start` on, without waiting.
 
         Raises:
-            InvalidArgumentError: `seen` is no whole number, or below 0.
+            InvalidArgumentError: `start` is not a whole number of at least 0.
         """
-        seen = whole_number("seen", seen, 0)
+        start = whole_number("start", start, 0)
         if self._events is not None:
-            return self._events[seen:]
-        return [TokenEvent(token) for token in self._text[self._begin + seen : self._end]]
+            return self._events[start:]
+        return [TokenEvent(token) for token in self._text[self._begin + start : self._end]]
 
-    def _wait(self, seen: float) -> bool:
-        """Wait for more than `seen` tokens, or for the end; whether there are more."""
+    def _wait(self, count: float) -> bool:
+        """Wait for more than `count` tokens or the end, and return whether there are more."""
         if not self.done:
             self._engine.check_process()
         while True:
             with self._changed:
-                self._readers += 1  # before the look at events: who adds some later sees that somebody waits
+                self._readers += 1  # before events are counted, so that `_notify` misses no reader
                 try:
-                    if self.done or self._end - self._begin > seen:
-                        return self._end - self._begin > seen
+                    if self.done or self._end - self._begin > count:
+                        return self._end - self._begin > count
                     if self._engine.started:
                         self._changed.wait()
                         continue
@@ -178,12 +177,12 @@ class RequestHandle:
         self._events = [] if with_events else None
 
     def serve(self) -> None:
-        """For the engine: the request takes part in a step."""
+        """Note the first step (called by the engine)."""
         if self.statistics.queue_seconds is None:
             self.statistics.queue_seconds = perf_counter() - self._submitted
 
     def add(self, nodes: int, tokens: int, events: Sequence[TokenEvent] = ()) -> None:
-        """For the engine: a step of `nodes` nodes has added `tokens` tokens to the text."""
+        """Add `tokens` tokens of the text, from a step of `nodes` nodes (called by the engine)."""
         statistics = self.statistics
         statistics.steps += 1
         statistics.tokens += tokens
@@ -198,9 +197,9 @@ class RequestHandle:
             self._notify()
 
     def end(self, output: Output | None, error: BaseException | None, reason: str) -> None:
-        """For the engine: the request is done."""
+        """Finish the request (called by the engine)."""
         self.statistics.total_seconds = perf_counter() - self._submitted
-        self.finish_reason = reason  # from here on it is done
+        self.finish_reason = reason  # `done` is true from here on
         if output is None:
             self._outcome.set_exception(error or CancelledError())
         else:
@@ -208,7 +207,7 @@ class RequestHandle:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake whoever waits."""
+        """Wake all readers."""
         if self._readers:
             with self._changed:
                 self._changed.notify_all()
@@ -220,34 +219,37 @@ class RequestHandle:
 
 
 class TokenEvents:
-    """The tokens of a request, for `for` and for `async for`; each loop begins with the first one."""
+    """Tokens of a request, for `for` and `async for`. Each loop starts at the first token."""
 
     def __init__(self, handle: RequestHandle) -> None:
         self._handle = handle
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        handle, seen = self._handle, 0
-        while handle._wait(seen):
-            new = handle.events_since(seen)
+        handle = self._handle
+        count = 0
+        while handle._wait(count):
+            new = handle.events_since(count)
             yield from new
-            seen += len(new)
+            count += len(new)
         handle._outcome.result()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         handle = self._handle
         if not handle.done:
             handle._engine.check_process()
-        seen, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
-        notify = partial(loop.call_soon_threadsafe, changed.set)
+        count = 0
+        changed = asyncio.Event()
+        notify = partial(asyncio.get_running_loop().call_soon_threadsafe, changed.set)
         handle._listeners.add(notify)
         try:
             while True:
                 changed.clear()
-                done, new = handle.done, handle.events_since(seen)  # in this order, so that no token is missed
+                is_last = handle.done  # read before the events, so that none is missed
+                new = handle.events_since(count)
                 for event in new:
                     yield event
-                seen += len(new)
-                if done:
+                count += len(new)
+                if is_last:
                     break
                 if handle._engine.started:
                     await changed.wait()
@@ -264,13 +266,13 @@ class EngineStatistics:
 
     Attributes:
         steps: Forward passes.
-        rows: Rows served, over all of them.
-        nodes: Nodes sent, prompt tokens not counted.
-        tokens: Tokens generated.
-        preempted: How often a running request had to wait again for want of memory.
-        prompt_tokens: Tokens of the texts that requests began with, computed or reused.
-        reused_tokens: Those whose keys and values another text had.
-        graphs: What capturing CUDA graphs took so far.
+        rows: Sum of the rows of all passes.
+        nodes: Nodes of all passes, without prompt tokens.
+        tokens: Generated tokens.
+        preempted: Number of preemptions of running requests for lack of memory.
+        prompt_tokens: Prompt tokens, computed or reused.
+        reused_tokens: Prompt tokens with keys and values of another text.
+        graphs: Time and memory of captured CUDA graphs.
     """
 
     steps: int = 0
@@ -293,31 +295,31 @@ class EngineLoad:
     """The current load of an engine.
 
     Attributes:
-        waiting: Requests that wait for their turn.
-        running: Requests that run.
-        kv_bytes: Bytes of keys and values that running requests hold.
-        prefix_bytes: Bytes of those that are kept for requests that begin alike.
-        most_kv_bytes: Most bytes of both; any number if `None`.
+        waiting: Number of waiting requests.
+        running: Number of running requests.
+        kv_bytes: Bytes of keys and values of running requests.
+        prefix_bytes: Bytes of the prefix cache.
+        kv_limit_bytes: Limit of both in bytes; unlimited if `None`.
     """
 
     waiting: int
     running: int
     kv_bytes: int
     prefix_bytes: int
-    most_kv_bytes: int | None = None
+    kv_limit_bytes: int | None = None
 
 
 @dataclass
 class RequestStatistics(Statistics):
-    """Counts and times of one request; `seconds` stays empty, as steps are shared.
+    """Counts and times of one request; `seconds` is empty, because steps are shared.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        reused_tokens: Those whose keys and values another text had.
-        predicted_tokens: Tokens of the output that were where `prediction` had them.
-        queue_seconds: From `submit` to the first step that it takes part in; `None` before that.
-        first_token_seconds: From `submit` to the first token; `None` before there is one.
-        total_seconds: From `submit` to the end; `None` before it.
+        reused_tokens: Prompt tokens with keys and values of another text.
+        predicted_tokens: Tokens of the output that `prediction` predicted.
+        queue_seconds: Seconds from `submit` to its first step; `None` until then.
+        first_token_seconds: Seconds from `submit` to the first token; `None` until then.
+        total_seconds: Seconds from `submit` to the end; `None` until then.
     """
 
     prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Keys and values of all requests: how many bytes they take, which finished texts are kept, who begins with them."""
+"""Memory for keys and values of all requests: its size, and the prefix cache of finished texts."""
 
 from __future__ import annotations
 
@@ -16,42 +16,40 @@ if TYPE_CHECKING:
 
 
 BLOCK = 64
-"""Tokens by which the room of a row grows, at most. Growing copies the row, which takes about as long as reading it
-once."""
+"""Growth of a row's capacity in tokens. Growth copies the row."""
 
-FEWEST_BLOCKS = 64
-"""Blocks that there are, at least, where memory is limited."""
+MIN_BLOCKS = 64
+"""Smallest number of blocks of a limited memory; blocks become smaller for it."""
 
 PREFIX_BYTES = 1 << 30
-"""Bytes of finished texts that are kept where nothing is said about it and memory is not limited."""
+"""Default limit of the prefix cache if memory is unlimited, in bytes."""
 
-LEAST = 16
-"""Tokens that two texts must begin with in common, or nothing is reused."""
+MIN_COMMON = 16
+"""Shortest common prefix that is reused, in tokens."""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A finished text that is kept: its token ids, and the row of their keys and values."""
+    """Finished text in the prefix cache: its token ids, and the row of its keys and values."""
 
     tokens: list[int]
     row: TextRow
 
 
 class KVMemory:
-    """Room for keys and values, in tokens: those of running requests, and of finished texts, the least recently used
-    first, which requests that begin alike copy from.
+    """Accounting of keys and values in tokens: running requests, and finished texts, least recently used first.
 
     Args:
-        runner: What runs the rows. Where it `keeps_apart`, finished texts come on top of `kv_bytes`; else they take
-            what running requests leave of it.
-        kv_bytes: Most bytes to hold at once, any number if `None`.
-        prefix_bytes: Most bytes of finished texts; `None` if requests do not begin with the keys and values of others.
+        runner: Runner of the rows. If it `keeps_apart`, finished texts have their own memory; else the rest of
+            `kv_bytes`.
+        kv_bytes: Limit in bytes; unlimited if `None`.
+        prefix_bytes: Limit of finished texts in bytes; `None` disables their reuse.
 
     Attributes:
-        tokens: Most tokens to hold at once, any number if `None`.
-        most_bytes: Most bytes to hold at once, those of finished texts included; any number if `None`.
-        block: Tokens by which the room of a row grows.
-        token_bytes: Bytes that a token takes.
+        tokens: Limit in tokens; unlimited if `None`.
+        limit_bytes: Limit in bytes including finished texts; unlimited if `None`.
+        block: Growth of a row's capacity in tokens.
+        token_bytes: Bytes of keys and values of a token.
     """
 
     def __init__(self, runner: Runner, kv_bytes: int | None, prefix_bytes: int | None) -> None:
@@ -60,17 +58,17 @@ class KVMemory:
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
         if self.tokens == 0:
             raise InvalidArgumentError(
-                f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
+                f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes; give more"
             )
-        self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
+        self.block = BLOCK if self.tokens is None else min(max(self.tokens // MIN_BLOCKS, 1), BLOCK)
         self._reuses = prefix_bytes is not None
         self._prefixes: list[Prefix] = []
-        self._prefix_tokens = (prefix_bytes or 0) // token_bytes
-        kept_on_top = self._prefix_tokens if runner.keeps_apart else 0
-        self.most_bytes = None if self.tokens is None else (self.tokens + kept_on_top) * token_bytes
+        self._max_prefix_tokens = (prefix_bytes or 0) // token_bytes
+        apart = self._max_prefix_tokens if runner.keeps_apart else 0
+        self.limit_bytes = None if self.tokens is None else (self.tokens + apart) * token_bytes
 
     def new_row(self) -> TextRow:
-        """An empty row."""
+        """Return an empty row."""
         return self.runner.new_row(self.block)
 
     def lengths(self, requests: Sequence[Request]) -> list[int]:
@@ -78,16 +76,16 @@ class KVMemory:
         return self.runner.lengths_of([request.row for request in requests])
 
     def drop(self, request: Request) -> None:
-        """Forget keys and values of a request; they will be computed anew."""
+        """Drop the keys and values of a request, to be computed again later."""
         request.row = self.new_row()
 
     def reserved(self, tokens: int) -> int:
-        """Tokens of room that a row of `tokens` tokens takes."""
+        """Return the capacity of a row for `tokens` tokens."""
         return whole_blocks(tokens, self.block)
 
     @property
-    def kept(self) -> int:
-        """Tokens that the rows of finished texts have room for."""
+    def prefix_tokens(self) -> int:
+        """Capacity of the rows of finished texts in tokens."""
         return sum(prefix.row.capacity for prefix in self._prefixes)
 
     def forget(self) -> None:
@@ -95,34 +93,35 @@ class KVMemory:
         self._prefixes.clear()
 
     def settle(self, running: Sequence[Request]) -> None:
-        """Evict finished texts until running requests have room."""
-        self._evict(self._room(running))
+        """Evict finished texts until running requests fit."""
+        self._evict(self._prefix_capacity(running))
 
     def keep(self, request: Request, running: Sequence[Request]) -> None:
-        """Keep the text of a request that has ended, as long as there is room beside those that are running."""
-        row, room = request.row, self._room(running)
+        """Add the text of a request that has ended to the prefix cache, if it fits beside the running ones."""
+        row = request.row
+        capacity = self._prefix_capacity(running)
         tokens = request.sequence.tokens[: row.length]
-        if not self._reuses or request.reads_inputs or len(tokens) < LEAST or row.capacity > room:
+        if not self._reuses or request.reads_inputs or len(tokens) < MIN_COMMON or row.capacity > capacity:
             return
         for prefix in list(self._prefixes):
             size = min(len(tokens), len(prefix.tokens))
             if may_share_more(tokens, prefix.tokens, size - 1) and tokens[:size] == prefix.tokens[:size]:
                 if size == len(tokens):
-                    return  # it has all of this one
-                self._prefixes.remove(prefix)  # this one has all of it
+                    return  # already contained
+                self._prefixes.remove(prefix)  # contained in the new one
         row.set_apart()
         self._prefixes.append(Prefix(tokens, row))
-        self._evict(room)
+        self._evict(capacity)
 
     def begin(self, request: Request, running: Sequence[Request]) -> bool:
-        """Start a request from the keys and values of the text, finished or running, with the longest common prefix.
+        """Start a request from the keys and values of the finished or running text with the longest common prefix.
 
         Args:
             request: One of `running`.
-            running: All that run, the most urgent first.
+            running: Running requests, most urgent first.
 
         Returns:
-            Whether it takes part in the coming step; else a more urgent one is about to compute what it can use.
+            Whether the request takes part in the next step. It waits if a more urgent one computes its prefix now.
         """
         if not self._reuses or request.reads_inputs:
             return True
@@ -138,48 +137,48 @@ class KVMemory:
                 continue
             shared = common_start(text, other.sequence.tokens)
             ready = min(shared, other.cached)
-            if ahead and shared > max(ready, common) + LEAST:
+            if ahead and shared > max(ready, common) + MIN_COMMON:
                 return False
             if ready > common:
                 prefix, row, common = None, other.row, ready
         common = min(common, len(text) - 1)
-        if row is not None and common >= LEAST:
-            self._start(request, row, common, prefix, self._room(running))
+        if row is not None and common >= MIN_COMMON:
+            self._start(request, row, common, prefix, self._prefix_capacity(running))
         return True
 
-    def _start(self, request: Request, row: TextRow, common: int, prefix: Prefix | None, room: int) -> None:
-        """Start a request from the first `common` tokens of `row`, that of `prefix` unless its text runs."""
-        self._evict(room, but=prefix)
-        if self.kept <= room:
+    def _start(self, request: Request, row: TextRow, common: int, prefix: Prefix | None, capacity: int) -> None:
+        """Start a request from the first `common` tokens of `row`, the row of `prefix` or of a running text."""
+        self._evict(capacity, but=prefix)
+        if self.prefix_tokens <= capacity:
             request.row.copy_start(row, common)
-        elif prefix is not None:  # there is room for one of them alone
+        elif prefix is not None:  # only one of the two rows fits
             self._prefixes.remove(prefix)
             if row.capacity <= self.reserved(request.reach):
                 row.crop(common)
                 request.row = row
 
     def _longest(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
-        """The finished text with the longest common prefix with `text`, now used last, and the length of that."""
-        most, place = 0, 0
+        """Return the finished text with the longest common prefix with `text`, and its length; mark it as used."""
+        longest, index = 0, 0
         for other, prefix in enumerate(self._prefixes):
-            if may_share_more(text, prefix.tokens, most):
+            if may_share_more(text, prefix.tokens, longest):
                 common = common_start(text, prefix.tokens)
-                most, place = max((most, place), (common, other))
-        if most < LEAST:
+                longest, index = max((longest, index), (common, other))
+        if longest < MIN_COMMON:
             return None, 0
-        self._prefixes.append(self._prefixes.pop(place))
-        return self._prefixes[-1], most
+        self._prefixes.append(self._prefixes.pop(index))
+        return self._prefixes[-1], longest
 
-    def _evict(self, room: int, but: Prefix | None = None) -> None:
-        """Evict the least recently used finished texts, except `but`, until they hold at most `room` tokens."""
-        excess = self.kept - room
+    def _evict(self, capacity: int, but: Prefix | None = None) -> None:
+        """Evict the least recently used finished texts, except `but`, until they fit into `capacity` tokens."""
+        excess = self.prefix_tokens - capacity
         for prefix in list(self._prefixes):
             if excess > 0 and prefix is not but:
                 self._prefixes.remove(prefix)
                 excess -= prefix.row.capacity
 
-    def _room(self, running: Sequence[Request]) -> int:
-        """Tokens of finished texts that there is room for."""
+    def _prefix_capacity(self, running: Sequence[Request]) -> int:
+        """Return the number of tokens of finished texts that fit beside running requests."""
         if self.tokens is None or self.runner.keeps_apart:
-            return self._prefix_tokens
-        return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._prefix_tokens)
+            return self._max_prefix_tokens
+        return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._max_prefix_tokens)

@@ -1,4 +1,4 @@
-"""What `generate` returns, and what streamers get."""
+"""Outputs of `generate`, and the feeding of streamers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from lookahead.serving.arguments import Arguments
 
 @dataclass
 class LookaheadOutput(EitherCacheName, GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What `generate` returns with `return_dict_in_generate=True`.
+    """Output of `generate` with `return_dict_in_generate=True`: transformers' `GenerateDecoderOnlyOutput`.
 
-    All fields of transformers' `GenerateDecoderOnlyOutput`, and:
-
-    Args:
+    Attributes:
         statistics: Counts and times of the call.
     """
 
-    statistics: Statistics = None  # type: ignore[assignment]  # fields of transformers, which have defaults, come first
+    statistics: Statistics = None  # type: ignore[assignment]  # a default is required after fields with defaults
 
 
 class EncoderDecoderOutput(EitherCacheName, GenerateEncoderDecoderOutput):  # type: ignore[misc]
-    """The same for a model with an encoder: all fields of transformers' `GenerateEncoderDecoderOutput`.
+    """Output for a model with an encoder: transformers' `GenerateEncoderDecoderOutput`.
 
     Attributes:
-        statistics: Counts and times of the call; no item of the dict, as Whisper takes each item for tensors.
+        statistics: Counts and times of the call. It is not an item of the dict: Whisper expects tensors in all items.
     """
 
     statistics: Statistics | None = None
@@ -49,15 +47,17 @@ def make_output(
     statistics: Statistics,
     cache: Cache | None = None,
 ) -> torch.Tensor | LookaheadOutput | EncoderDecoderOutput:
-    """Build the output of a call from its rows: the texts `[batch, tokens]`, or a dict if `arguments` ask for one.
+    """Make the output of a call: the texts `[batch, tokens]`, or a dict with `return_dict_in_generate`.
 
     Args:
-        pad_token: Fills up rows that ended early.
-        statistics: Counts and times; those of the drafters are added.
-        cache: The cache that is returned, if one is.
+        sequences: The texts.
+        arguments: Arguments of the call.
+        pad_token: Padding after rows that ended early; `None` if all rows have the same length.
+        statistics: Counts and times; the drafters' own are added.
+        cache: Cache to return.
     """
     ids = [sequence.ids[0] for sequence in sequences]
-    texts = pad_sequence(ids, batch_first=True, padding_value=pad_token or 0)  # without one, all are of one length
+    texts = pad_sequence(ids, batch_first=True, padding_value=pad_token or 0)
     if not arguments.config.return_dict_in_generate:
         return texts
     statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in sequences]
@@ -75,7 +75,7 @@ def make_output(
 
 
 def padded_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> list[list[int]]:
-    """The texts as plain decoding leaves them in its cache: it goes on with a row that ended, by padding."""
+    """Return the texts in the cache after plain decoding, which continues ended rows with padding."""
     longest = max(sequence.length for sequence in sequences)
     texts = []
     for sequence in sequences:
@@ -85,26 +85,26 @@ def padded_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> li
 
 
 def _stacked(collected: Sequence[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
-    """What the samplers of all rows collected, one `[batch, vocabulary]` for each token; zero where a row has ended."""
+    """Stack scores or logits of all rows to `[batch, vocabulary]` for each token, with zeros after a row's end."""
     rows = [tensors for tensors in collected if tensors is not None]
     if not rows:
         return None
     stacked = []
-    for place in zip_longest(*rows):
-        found = [values for values in place if values is not None]
-        stacked.append(torch.cat([torch.zeros_like(found[0]) if values is None else values for values in place]))
+    for column in zip_longest(*rows):
+        template = next(values for values in column if values is not None)
+        stacked.append(torch.cat([torch.zeros_like(template) if values is None else values for values in column]))
     return tuple(stacked)
 
 
 class StreamFeeder:
-    """Gives a streamer what transformers would: first the prompts, then for each position one token of every row.
+    """Feeds a streamer as transformers does: the prompts, then one token of every row for each position.
 
-    Rows of a batch get ahead of each other; a position is handed over when all rows have reached it.
+    Rows of a batch get ahead of each other; a position is sent when all rows have reached it.
 
     Args:
         streamer: The caller's streamer.
-        prompts: What it gets first, `[rows, tokens]`.
-        pad_token: Stands for the tokens of a row that is finished; `None` if all rows go on to the end.
+        prompts: Prompts `[rows, tokens]`.
+        pad_token: Token for finished rows; `None` if all rows continue to the end.
     """
 
     def __init__(self, streamer: BaseStreamer, prompts: torch.Tensor, pad_token: int | None) -> None:
@@ -115,9 +115,9 @@ class StreamFeeder:
         self._pad_token = pad_token
 
     def add(self, step: StepRecord) -> None:
-        """Take the tokens of a step, and hand over the positions that are complete with them.
+        """Add the tokens of a step, and send the complete positions.
 
-        The prompts come with the first one: until then the call may be refused.
+        The prompts are sent with the first step: before it the call may fail.
         """
         if self._prompts is not None:
             self._streamer.put(self._prompts.cpu())
@@ -131,5 +131,5 @@ class StreamFeeder:
             self._streamer.put(torch.tensor(column))
 
     def end(self) -> None:
-        """Tell the streamer that this was all."""
+        """End the stream."""
         self._streamer.end()

@@ -1,4 +1,4 @@
-"""Checks of what a call of `generate` asks for, before anything runs."""
+"""Checks of the arguments of `generate`, before anything runs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _CONSUMED = (
     *("attention_mask", "position_ids", "cache", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
     "cache_position",
 )
-"""Model inputs that `generate` prepares and the engine makes for itself."""
+"""Model inputs that `generate` prepares, and steps make themselves."""
 
 _NOT_OF_PROMPTS = (
     *("inputs_embeds", "per_layer_inputs", "encoder_outputs", "encoder_hidden_states", "encoder_attention_mask"),
     *("labels", "output_router_logits", "return_dict"),
 )
-"""Model inputs that take the place of tokens, are read at each step, or ask for other outputs."""
+"""Model inputs that replace tokens, are needed at each step, or request other outputs."""
 
-_OWN_CACHE = "a token tree needs a cache that can take back what was not accepted; leave it unset"
+_OWN_CACHE = "a token tree needs a cache that can drop rejected tokens; leave it unset"
 
 _OTHER_MODES = {
     "num_beams": "beam search keeps several texts; use num_beams=1",
@@ -48,11 +48,10 @@ _OTHER_MODES = {
     "output_hidden_states": "a step reads many tokens at once; leave it unset",
     "cache_implementation": _OWN_CACHE,
 }
-"""Settings of ways of decoding that are neither greedy nor sampling, and of outputs that a tree does not give; unless
-they are `None`, `False` or one of `_HARMLESS`."""
+"""Settings of unsupported decoding methods and outputs, unless the value is `None`, `False` or in `_HARMLESS`."""
 
 ON_STEP = "must be a function that takes a StepRecord"
-"""What an argument `on_step` has to be."""
+"""Requirement for an argument `on_step`, for errors."""
 
 _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
@@ -66,16 +65,16 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 
 
 def are_whole_numbers(ids: torch.Tensor) -> bool:
-    """Whether a tensor holds whole numbers, one beside the other."""
+    """Return whether a tensor is dense and has an integer type."""
     is_dense = ids.layout is torch.strided and not ids.is_nested
     return is_dense and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 
 
 def check_prompt_ids(input_ids: object) -> None:
-    """Refuse prompts that are no token ids, or have none.
+    """Refuse invalid prompts.
 
     Raises:
-        InvalidArgumentError: `input_ids` is no integer tensor `[batch, tokens]`, or has no rows, tokens or values.
+        InvalidArgumentError: `input_ids` is not an integer tensor `[batch, tokens]`, or has no rows, tokens or values.
     """
     if not isinstance(input_ids, torch.Tensor):
         raise InvalidArgumentError(
@@ -99,14 +98,14 @@ def check_prompt_ids(input_ids: object) -> None:
 
 
 def read_prompt(input_ids: object) -> torch.Tensor:
-    """The token ids of one text as a tensor, `[1, tokens]` int64.
+    """Convert the token ids of one text to a tensor `[1, tokens]` int64.
 
     Raises:
         InvalidArgumentError: `input_ids` is neither a list of token ids nor a tensor of them.
     """
     try:
         ids = torch.as_tensor(input_ids)
-    except Exception as error:  # an object of the user's own may raise anything
+    except Exception as error:  # user objects may raise any error
         raise InvalidArgumentError(
             f"input_ids={shown(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
             "tokenizer(text).input_ids makes one"
@@ -117,13 +116,13 @@ def read_prompt(input_ids: object) -> torch.Tensor:
 
 
 def check_lengths(setting: Callable[[str], Any]) -> None:
-    """Refuse lengths that are no whole numbers: a text up to nan tokens never ends.
+    """Refuse lengths that are not whole numbers: a text of up to nan tokens never ends.
 
     Args:
-        setting: Gives what is set for a name.
+        setting: Returns the setting of a name.
 
     Raises:
-        InvalidArgumentError: One is something else.
+        InvalidArgumentError: A length is not a whole number.
     """
     for name in _LENGTHS:
         length = setting(name)
@@ -132,7 +131,7 @@ def check_lengths(setting: Callable[[str], Any]) -> None:
 
 
 def _check_names(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Refuse fields of the configuration among the arguments, unless the model has such an argument.
+    """Refuse fields of `LookaheadConfig` among the arguments, unless the model has an argument of this name.
 
     Raises:
         InvalidArgumentError: There is one.
@@ -141,7 +140,7 @@ def _check_names(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         methods = (model.forward, model.prepare_inputs_for_generation)
         if not any(name in inspect.signature(method).parameters for method in methods):
             raise InvalidArgumentError(
-                f"{name}={shown(kwargs[name])} is no argument of generate; pass "
+                f"{name}={shown(kwargs[name])} is not an argument of generate; pass "
                 f"lookahead_config=lookahead.LookaheadConfig({name}={shown(kwargs[name])})"
             )
 
@@ -150,29 +149,28 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor on the device `meta`.
 
     Raises:
-        InvalidArgumentError: It is one.
+        InvalidArgumentError: It is on this device.
     """
     if tensor.is_meta:
         raise InvalidArgumentError(
-            f"{name} is a tensor on the device 'meta', which holds no values; give one on the model's device"
+            f"{name} is a tensor on the device 'meta', which has no values; give one on the model's device"
         )
 
 
 def effective_setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """What a field of the generation configuration is for a call: an argument goes before the call's configuration,
-    and that before the model's."""
+    """Return a generation setting: from the arguments, else from the configuration of the call, else of the model."""
     if name in kwargs:
         return kwargs[name]
-    given = getattr(kwargs.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if given is None else given
+    value = getattr(kwargs.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
 
 
 def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Refuse what transformers would act upon, or drop, before it hands the call over. Takes such arguments out.
+    """Check arguments that transformers would use or drop before decoding begins, and remove them from `kwargs`.
 
     Raises:
-        InvalidArgumentError: `custom_generate` is given, or a tensor without values.
-        UnsupportedArgumentError: Another one is asked for; the message names it.
+        InvalidArgumentError: There is `custom_generate`, or a tensor without values.
+        UnsupportedArgumentError: An argument is not supported; the message names it.
     """
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
@@ -181,7 +179,7 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     check_lengths(lambda name: effective_setting(model, kwargs, name))
     streamer = kwargs.get("streamer")
     puts = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
-    require(puts, "streamer", streamer, "takes no tokens; give a streamer of transformers, with put and end")
+    require(puts, "streamer", streamer, "is not a streamer; give a streamer of transformers, with put and end")
     if kwargs.pop("custom_generate", None) is not None:
         raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
     if kwargs.pop("assistant_model", None) is not None:
@@ -194,7 +192,7 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise UnsupportedArgumentError("inputs_embeds is not supported by lookahead decoding; give input_ids")
     if effective_setting(model, kwargs, "token_healing"):
         raise UnsupportedArgumentError(
-            "token_healing=True is not supported: transformers keeps the tokenizer to itself; heal the prompt first, "
+            "token_healing=True is not supported: transformers does not pass the tokenizer on; heal the prompt first, "
             "input_ids = model.heal_tokens(input_ids, tokenizer)"
         )
     if effective_setting(model, kwargs, "cache_implementation") == "paged":
@@ -202,10 +200,10 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def check_devices(model: PreTrainedModel, synced: bool) -> None:
-    """Refuse models whose weights are spread over devices that have to take the same steps.
+    """Refuse models with weights sharded over devices that must run the same steps.
 
     Raises:
-        UnsupportedArgumentError: They are, or the call says so.
+        UnsupportedArgumentError: The model is sharded, or the call has `synced_gpus`.
     """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and torch.distributed.get_world_size() > 1:
@@ -215,54 +213,54 @@ def check_devices(model: PreTrainedModel, synced: bool) -> None:
 
 
 def check_mode(config: GenerationConfig) -> None:
-    """Refuse the ways of decoding that are neither greedy nor sampling, and outputs that a tree does not give.
+    """Refuse decoding methods other than greedy decoding and sampling, and unsupported outputs.
 
     Raises:
-        InvalidArgumentError: A length is none, or the settings of a prompt's chunks cannot work.
-        UnsupportedArgumentError: One of them is asked for; the message names the argument.
+        InvalidArgumentError: A length is not a whole number, or the settings of a prompt's chunks are invalid.
+        UnsupportedArgumentError: A setting is not supported; the message names it.
     """
     check_lengths(partial(getattr, config))
     for name, advice in _OTHER_MODES.items():
         value = getattr(config, name, None)
         if value is None or value is False or value in _HARMLESS.get(name, ()):
             continue
-        if name != "penalty_alpha" or not config.do_sample:  # which goes before it
+        if name != "penalty_alpha" or not config.do_sample:  # sampling has precedence
             raise _unsupported(name, value, advice)
     if config.prefill_chunk_size is not None:
         whole_number("prefill_chunk_size", config.prefill_chunk_size, 1, meaning="None for no chunks")
     if config.prefill_chunk_size is not None and not config.use_cache:
-        raise InvalidArgumentError("use_cache=False leaves nothing for prefill_chunk_size to fill; drop one of them")
+        raise InvalidArgumentError("prefill_chunk_size has no effect with use_cache=False; leave one of them out")
 
 
 def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use_cache: bool) -> None:
-    """Refuse inputs of the model that are no part of a prompt.
+    """Refuse inputs of the model that are not part of a prompt.
 
     Raises:
-        InvalidArgumentError: A cache is given, but is not to be used.
-        UnsupportedArgumentError: There is such an input, or a cache beside an encoder; the message names it.
+        InvalidArgumentError: There is a cache, and `use_cache=False`.
+        UnsupportedArgumentError: There is another input, or a cache for an encoder-decoder; the message names it.
     """
     for name in (CACHE, "cache_params"):
         cache = model_kwargs.get(name)
         if getattr(cache, "_is_user_defined", False) and (name != CACHE or not knows_its_length(cache)):
-            raise _unsupported(name, type(cache).__name__, "it does not know how long its text is; give the whole text")
+            raise _unsupported(name, type(cache).__name__, "its text has no known length; give the whole text")
     modalities = model.input_modalities
-    reads_text_alone = modalities == "text" or set(modalities) == {"text"}
+    is_text_model = modalities == "text" or set(modalities) == {"text"}
     for name in inputs_beside_tokens(model, model_kwargs):
-        if reads_text_alone or name in _NOT_OF_PROMPTS or is_encoder_decoder(model):
+        if is_text_model or name in _NOT_OF_PROMPTS or is_encoder_decoder(model):
             kind = type(model_kwargs[name]).__name__
-            raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
+            raise _unsupported(name, kind, "steps send only token ids to the model; leave it out")
         if not use_cache:
-            raise _unsupported("use_cache", False, f"the model would read {name} anew at each step; leave it unset")
+            raise _unsupported("use_cache", False, f"each step would process {name} again; leave it unset")
     if not getattr(model_kwargs.get(CACHE), "_is_user_defined", False):
         return
-    if is_encoder_decoder(model):  # of which it holds what another source gave
+    if is_encoder_decoder(model):  # the cache belongs to another source
         raise UnsupportedArgumentError(
             f"{CACHE} is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
         )
     if not use_cache:
         raise InvalidArgumentError(
-            f"use_cache=False, as given or as the model's generation configuration has it, contradicts {CACHE}; "
-            "pass use_cache=True, or leave the cache out"
+            f"use_cache=False, in the call or the model's generation configuration, contradicts {CACHE}; pass "
+            "use_cache=True, or leave the cache out"
         )
 
 
@@ -273,42 +271,47 @@ def check_own_prefill(
     generation_config: GenerationConfig,
     refused: str | None,
 ) -> None:
-    """Refuse what does not go with a prompt that the model's own prefill reads; `refused` says why it is refused in any
-    case, if it is.
+    """Refuse settings that contradict a prefill by the model itself.
+
+    Args:
+        model: The model.
+        prompts: The prompts.
+        config: Configuration of drafts.
+        generation_config: Generation configuration.
+        refused: Reason to refuse this prefill in any case.
 
     Raises:
-        UnsupportedArgumentError: Something else is asked for; the message names it.
+        UnsupportedArgumentError: A setting is not supported; the message names it.
     """
     names = ", ".join(inputs_beside_tokens(model, prompts.inputs)) or "positions that follow an image"
     if refused is not None:
         reason = refused
     elif config.invariant:
-        reason = "the model's own prefill reads it, whose bits depend on what is sent together; use invariant=False"
+        reason = "the bits of the model's own prefill depend on the other tokens of a pass; use invariant=False"
     elif generation_config.prefill_chunk_size is not None:
-        reason = "it is read in one pass; leave prefill_chunk_size unset"
+        reason = "its prefill is one pass; leave prefill_chunk_size unset"
     elif prompts.cache is not None and not bool(prompts.mask.all()):
-        reason = f"it cannot be read behind {CACHE} with hidden tokens; give the whole text without a cache"
+        reason = f"it cannot follow {CACHE} with hidden tokens; give the whole text without a cache"
     else:
         return
     raise UnsupportedArgumentError(f"a prompt with {names} is not supported here: {reason}")
 
 
 def inputs_beside_tokens(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> list[str]:
-    """Names of what a model is to read of a prompt beside its tokens, such as images."""
-    names = [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
-    return [name for name in names if not _asks_for_nothing(model, name, model_kwargs[name])]
+    """Return the names of a prompt's inputs beside tokens, for example images."""
+    names = [name for name, value in model_kwargs.items() if name not in _CONSUMED and _is_present(value)]
+    return [name for name in names if not _is_default(model, name, model_kwargs[name])]
 
 
-def _given(value: object) -> bool:
-    """Whether there is something. To a class that could see images transformers passes what it encoded of them, even
-    where there are none."""
+def _is_present(value: object) -> bool:
+    """Return whether an input has a value. transformers passes mappings of `None` for missing images."""
     if isinstance(value, Mapping):
-        return any(map(_given, value.values()))
+        return any(map(_is_present, value.values()))
     return value is not None
 
 
-def _asks_for_nothing(model: PreTrainedModel, name: str, value: object) -> bool:
-    """Whether an input is what the model takes without it, or an output that is not asked for."""
+def _is_default(model: PreTrainedModel, name: str, value: object) -> bool:
+    """Return whether an input has the model's default, or requests no output."""
     parameter = forward_arguments(model).get(name)
     is_default = parameter is not None and value is parameter.default
     return is_default or (value is False and name.startswith("output_"))

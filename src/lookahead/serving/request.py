@@ -1,5 +1,4 @@
-"""One request: its text, who drafts and selects its tokens, where it ends, and who hears of it. And the steps that
-requests make together, those of one call of `generate` or those that an engine serves."""
+"""One request: its text, drafter, sampler, stop rule and listeners; and the steps of several requests together."""
 
 from __future__ import annotations
 
@@ -28,29 +27,26 @@ from lookahead.serving.selecting import LogprobSampler, StopRule, in_lock_step, 
 
 
 class Request:
-    """One text that is decoded. `generate` has one for each row of a call, an `Engine` one for each that it was given.
+    """One text in decoding: a row of a call of `generate`, or a request of an `Engine`.
 
     Args:
-        arguments: What the call asks for.
-        drafting: Makes its drafter.
-        noise: What its tokens are sampled with, if they are.
-        last_length: Tokens after which the model has no position for another one, if there are.
-        place: Which row of the call it is.
-        predicted: A text that is expected.
-        logprobs: How many of the likeliest tokens to note with the log-probability of each token; none of both if
-            `None`.
+        arguments: Arguments of the call.
+        drafting: Makes the drafter.
+        noise: Random numbers of sampling.
+        last_length: Largest number of tokens for the model's positions; unlimited if `None`.
+        index: Row of the call.
+        predicted: Predicted text.
+        logprobs: Number of likeliest tokens to record with the log-probability of each token; `None` records neither.
 
     Attributes:
-        sequence: The text, for `step`.
-        rule: When it is complete.
-        row: Its keys and values (`TextRow`); `None` where the runner has those of all rows of a call.
-        handle: What a caller has of it who submitted it.
-        reads_inputs: Whether its prompt is more than tokens, such as images: then its keys and values are no other
-            text's.
-        temperature: Of its sampling, 0 for greedy decoding.
-        group: Its group, if it has one; see `Engine.submit`.
-        urgency: Its place among others, which never changes, the smallest first: the step at which it came, earlier by
-            its priority, and which request it is.
+        sequence: State of the text for `step`.
+        rule: Stop rule.
+        row: Keys and values (`TextRow`); `None` if the runner has the rows of a call.
+        handle: Handle of the caller, in an engine.
+        reads_inputs: Whether the prompt has inputs beside tokens, such as images. Its keys and values are not shared.
+        temperature: Temperature of sampling; 0 for greedy decoding.
+        group: Group of the request; see `Engine.submit`.
+        urgency: Fixed order of requests, smallest first: the step of arrival minus the priority's steps, and a number.
     """
 
     row: Any = None
@@ -62,43 +58,46 @@ class Request:
         drafting: Drafting,
         noise: SamplingNoise,
         last_length: int | None,
-        place: int = 0,
+        index: int = 0,
         predicted: PredictedText | None = None,
         logprobs: int | None = None,
     ) -> None:
         prompts = arguments.prompts
-        self.arguments, self.drafting, self.predicted = arguments, drafting, predicted
-        self.reads_inputs, self.temperature = bool(prompts.inputs), arguments.temperature
+        self.arguments = arguments
+        self.drafting = drafting
+        self.predicted = predicted
+        self.reads_inputs = bool(prompts.inputs)
+        self.temperature = arguments.temperature
         self.rule = rule = StopRule(arguments.criteria)
         self._feeder: StreamFeeder | None = None
         config = arguments.config
         keeps = bool(config.return_dict_in_generate)
         kind = TextSampler if logprobs is None else partial(LogprobSampler, logprobs)
-        alone = not in_lock_step(arguments)  # where tokens are selected for all rows together
+        alone = not in_lock_step(arguments)  # in lock step, tokens are selected for all rows together
         sampler = kind(
-            processor=(alone and row_processors(arguments.processors, place, prompts.rows)) or None,
+            processor=(alone and row_processors(arguments.processors, index, prompts.rows)) or None,
             noise=noise if alone and config.do_sample else None,
-            row=place,
+            row=index,
             keep_logits=keeps and bool(config.output_logits),
             keep_scores=keeps and bool(config.output_scores),
         )
         self._notes = sampler if isinstance(sampler, LogprobSampler) else None
-        tokens = prompts.tokens[place]
+        tokens = prompts.tokens[index]
         self.sequence = TextSequence(
-            prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
+            prompts.input_ids[index : index + 1].long(),  # dtype of the texts that transformers returns
             tokens,
             drafting.drafter(predicted),
             sampler,
             rule,
-            last_lengths(last_length, prompts, rule.has_eos)[place],
-            index=place,
-            most_tokens=rule.most_tokens(prompts.width, len(tokens)),
+            last_lengths(last_length, prompts, rule.has_eos)[index],
+            index=index,
+            most_tokens=rule.max_tokens(prompts.width, len(tokens)),
         )
         last = self.sequence.last_length
         if last is None or self.sequence.length + self.sequence.most_tokens - len(tokens) <= last:
             self.sequence.end_tokens = rule.end_tokens
-        if prompts.source_tokens and (read := prompts.source_tokens[place]):  # texts copy from what they are about
-            self.sequence.ask_drafter(lambda drafter: drafter.start([*read, *tokens]), None)
+        if prompts.source_tokens and (source := prompts.source_tokens[index]):  # outputs often copy the input
+            self.sequence.ask_drafter(lambda drafter: drafter.start([*source, *tokens]), None)
         if (trace := drafting.config.trace) is not None:
             self.sequence.watcher = trace.begin(tokens)
 
@@ -109,17 +108,18 @@ class Request:
 
     @property
     def cached(self) -> int:
-        """How many of them have keys and values."""
+        """Tokens with keys and values."""
         return int(self.row.length)
 
     @property
     def reach(self) -> int:
-        """Length in tokens that the text may reach in the coming step, drafts included."""
-        return self.length + self.drafting.most_nodes
+        """Largest length of the text in the next step, drafts included."""
+        return self.length + self.drafting.max_nodes
 
     def serve(self, handle: RequestHandle, urgency: tuple[int, int], on_step: OnStep | None) -> None:
-        """Become a request of an engine, which notifies `handle` of each step; `on_step` and the streamer listen."""
-        self.handle, self.urgency = handle, urgency
+        """Make this a request of an engine: `handle`, `on_step` and the streamer get each step."""
+        self.handle = handle
+        self.urgency = urgency
         handle.follow(self.sequence.tokens, self._notes is not None)
         listeners: list[OnStep] = []
         if on_step is not None:
@@ -130,17 +130,17 @@ class Request:
         self.sequence.listeners = listeners
 
     def add(self, nodes: int, tokens: int) -> None:
-        """Notify the handle of a step; see `RequestHandle.add`."""
+        """Pass a step on to the handle; see `RequestHandle.add`."""
         try:
             self.handle.add(nodes, tokens, () if self._notes is None else self._notes.take())
         except Exception as error:
             self.sequence.fail(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell the handle how it ended: complete, with an error, or cancelled."""
+        """End the request, and pass its output, its error or its cancellation to the handle."""
         self.sequence.watcher = None
-        self.sequence.listeners = ()  # which refer to this object: what it holds is to go with it, not some time later
-        self.drafting.keep()
+        self.sequence.listeners = ()  # breaks a reference cycle, so that memory is freed at once
+        self.drafting.save()
         error = error or self.sequence.error
         try:
             if self._feeder is not None:
@@ -161,16 +161,16 @@ class Request:
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Clear the variables of all functions that have ended of those that an error came through, and was called from.
+    """Clear the locals of finished frames in an error's traceback.
 
-    They hold the request, whose handle holds the error: the step's logits would stay until the garbage collector comes.
+    They refer to the request, and its handle refers to the error: this cycle would keep the step's logits alive.
     """
-    came_through = [frame for frame, _ in walk_tb(error.__traceback__)]
-    called: FrameType | None = came_through[-1] if came_through else None
-    while called is not None:
-        with suppress(RuntimeError):  # it runs
-            called.clear()
-        called = called.f_back
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    frame: FrameType | None = frames[-1] if frames else None
+    while frame is not None:
+        with suppress(RuntimeError):  # still running
+            frame.clear()
+        frame = frame.f_back
 
 
 def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
@@ -182,18 +182,18 @@ def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
 
 
 class Steps:
-    """Runs requests, step by step, timed for a pace.
+    """Runs steps of requests, and measures their times for a pace.
 
     Args:
-        backend: Runs their trees.
-        clock: The clock for its steps, in seconds.
-        pace: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
-        rows_leave: See `Call`.
-        launched: Called when the pass of a step was launched, which a device still computes.
-        notify: Called with the requests and the results of a step, before any listener.
+        backend: Runs the trees.
+        clock: Clock of the steps in seconds.
+        pace: Chooses the number of nodes, of each row or of all together; `None` for no choice by time.
+        rows_leave: Whether rows leave before the call ends; see `Call`.
+        launched: Called after the launch of a pass, while the device computes.
+        notify: Called with the requests and the results of a step, before all listeners.
 
     Attributes:
-        batch: What is handed to `step`.
+        batch: Arguments of `step`.
     """
 
     def __init__(
@@ -207,8 +207,9 @@ class Steps:
     ) -> None:
         self.backend = backend
         self.rows_leave = rows_leave
-        self._pace, self._notify = pace, notify
-        # A thread's own time is a call into the system.
+        self._pace = pace
+        self._notify = notify
+        # Without a pace the cheaper clock is enough: CPU time needs a system call.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
         timer = self._timer
 
@@ -220,8 +221,7 @@ class Steps:
         self.batch = Batch((), mark=self._timer.mark if launched is None else mark)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
-        """Make one step, and add its counts and times to `statistics`. What one of `requests` raises is in its
-        `SequenceState.error`."""
+        """Run one step, and add its counts to `statistics`. Errors of a request are stored in `SequenceState.error`."""
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         batch.notify = None if self._notify is None else partial(self._notify, requests)
@@ -232,29 +232,31 @@ class Steps:
                 done = step(self.backend, batch)
             if pace is not None and not pace.skip():
                 pace.book(self._timer.end(batch, done, pace.searches))
-        finally:  # an error keeps this object, which is not to keep requests
-            batch.sequences, batch.notify, batch.pace = (), None, None
+        finally:  # the traceback of an error must not keep requests alive
+            batch.sequences = ()
+            batch.notify = None
+            batch.pace = None
 
     def _serving(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
-        """Passes over the rows of some requests, where each step has its own."""
+        """Return a context for passes over the rows of some requests."""
         if requests[0].row is None:  # the runner has the rows of a call
             return nullcontext()
         serving: AbstractContextManager[None] = self.backend.serving([request.row for request in requests])
         return serving
 
     def _pace_of(self, requests: Sequence[Request]) -> StepPace | None:
-        """The pace of the coming step, if drafts can be made and nodes are chosen by it."""
+        """Return the pace of the next step; `None` if no drafts are chosen by time."""
         if self._pace is None or not BACKGROUND.are_there() or not any(one.drafting.is_paced for one in requests):
             return None
         self._pace.begin_step(len(requests), sum([request.temperature for request in requests]) / len(requests))
         return self._pace
 
     def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:
-        """Send long texts ahead in parts, so that the first step has few pending tokens; returns how many passes."""
+        """Process long texts in chunks, so that the first step has few pending tokens; return the number of passes."""
         with self._serving(requests):
             return int(self.backend.prefill([request.sequence.tokens for request in requests], chunk_size))
 
     def complete(self, requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> None:
-        """Fill the caches of requests with all of their texts but the last token."""
+        """Fill the caches of requests with their texts except the last token."""
         with self._serving(requests):
             self.backend.complete(texts)

@@ -1,4 +1,4 @@
-"""Which requests the coming step serves."""
+"""Scheduler: choice of the requests of each step."""
 
 from __future__ import annotations
 
@@ -15,35 +15,32 @@ if TYPE_CHECKING:
     from lookahead.serving.request import Request
 
 PATIENCE = 1000
-"""Steps that one level of priority is worth: a request waits for those of the next level that came up to so many steps
-after it, and for no later ones. So none waits for ever."""
+"""Steps that one level of priority is worth, so that no request waits forever."""
 
 _BY_URGENCY = attrgetter("urgency")
 
 
 class Scheduler:
-    """Waiting and running requests, and the choice of those that take part in the coming step.
+    """Waiting and running requests, most urgent first, and the choice of the requests of each step.
 
     Args:
-        max_rows, room: Most requests that run at once, and where their keys and values go.
-        prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
-        statistics: Requests that wait again, and tokens that requests begin with, are added to it.
-        clock: The clock for turns, in seconds.
-
-    Attributes:
-        waiting, running: The most urgent first.
+        max_rows: Largest number of requests that run at once.
+        memory: Memory for their keys and values.
+        prompt_tokens: Largest number of prompt tokens in a step, so that a long prompt does not delay others.
+        statistics: Counts to update: preempted requests, and prompt tokens.
+        clock: Clock in seconds.
     """
 
     def __init__(
         self,
         max_rows: int,
-        room: KVMemory,
+        memory: KVMemory,
         prompt_tokens: int,
         statistics: EngineStatistics,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._max_rows = max_rows
-        self._room = room
+        self._memory = memory
         self._prompt_tokens = prompt_tokens
         self._statistics = statistics
         self._turns = _Turns(clock)
@@ -52,11 +49,11 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All of them."""
+        """Waiting and running requests."""
         return [*self.waiting, *self.running]
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn."""
+        """Queue a request."""
         insort(self.waiting, request, key=_BY_URGENCY)
 
     def remove(self, request: Request) -> None:
@@ -64,14 +61,14 @@ class Scheduler:
         (self.running if request in self.running else self.waiting).remove(request)
 
     def plan(self) -> list[Request]:
-        """The requests of the coming step, the most urgent first; none if there are none.
+        """Return the requests of the next step, most urgent first.
 
-        Running requests that outgrew the memory go back to wait, the last one first. Then those whose turn it is come
-        in, as long as there is room; one of a group makes room where the group has more than its share. None
-        overtakes one that finds no room, so that a long one gets its turn.
+        If running requests outgrow the memory, the last ones are preempted. Then waiting requests join in order while
+        there is memory; a request of an overrepresented group is preempted for them. The queue never skips a request
+        that does not fit, so that long ones get their turn.
         """
         while len(self.running) > 1 and not self._fits(self.running):
-            self._send_back(max(self.running, key=self._turn))
+            self._preempt(max(self.running, key=self._turn))
         while (request := self._next()) is not None:
             if len(self.running) < self._max_rows and self._fits([*self.running, request]):
                 self.waiting.remove(request)
@@ -80,52 +77,51 @@ class Scheduler:
             last = max(self.running, key=self._turn, default=request)
             if self._turn(last) <= max(self._turn(request), last.urgency):
                 break
-            self._room.keep(last, self.running)
-            self._send_back(last)
-        requests = self._share_out()
-        self._room.settle(self.running)
+            self._memory.keep(last, self.running)
+            self._preempt(last)
+        requests = self._select()
+        self._memory.settle(self.running)
         return requests
 
     def end_step(self) -> None:
-        """Count the time of the step that was planned."""
+        """Count the time of the step."""
         self._turns.end()
 
     def _turn(self, request: Request) -> tuple[int, int]:
-        """The place of a request among all, the smallest first: one level of priority less for each other request of
-        its group that runs."""
-        came, number = request.urgency
+        """Return a request's urgency, lowered by one priority for each other running request of its group."""
+        step, number = request.urgency
         group = request.group
         others = 0 if group is None else sum(one.group == group and one is not request for one in self.running)
-        return came + PATIENCE * others, number
+        return step + PATIENCE * others, number
 
     def _next(self) -> Request | None:
-        """The waiting request whose turn it is."""
-        found: Request | None = None
+        """Return the most urgent waiting request."""
+        best: Request | None = None
         for request in self.waiting:
-            if found is not None and request.urgency > self._turn(found):
-                break  # as are all that follow
-            if found is None or self._turn(request) < self._turn(found):
-                found = request
-        return found
+            if best is not None and request.urgency > self._turn(best):
+                break  # all further ones are less urgent too
+            if best is None or self._turn(request) < self._turn(best):
+                best = request
+        return best
 
-    def _send_back(self, request: Request) -> None:
-        """Let a running request wait again."""
+    def _preempt(self, request: Request) -> None:
+        """Return a running request to the queue."""
         self.running.remove(request)
-        self._room.drop(request)
+        self._memory.drop(request)
         self._statistics.preempted += 1
         self.add(request)
 
     def _fits(self, requests: Sequence[Request]) -> bool:
-        room = self._room
-        return room.tokens is None or sum(room.reserved(request.reach) for request in requests) <= room.tokens
+        memory = self._memory
+        return memory.tokens is None or sum(memory.reserved(request.reach) for request in requests) <= memory.tokens
 
-    def _share_out(self) -> list[Request]:
-        """The requests that take part: all that decode, and prompts up to the token budget for them.
+    def _select(self) -> list[Request]:
+        """Select all decoding requests, and prompts within their token budget.
 
-        Prompts that the budget has room for come in their order. Longer ones share what is left of it, and have half
-        of it. They take turns with all others, as do rows of a group that has most of all rows.
+        Short prompts come in order. Prompts longer than the budget share at least half of it, and take turns with all
+        other requests. So do the rows of a group with more than half of all rows.
         """
-        lengths = self._room.lengths(self.running)
+        lengths = self._memory.lengths(self.running)
         sizes = [len(request.sequence.tokens) for request in self.running]
         are_in_groups = any(request.group is not None for request in self.running)
         if not are_in_groups and 0 not in lengths and sum(sizes) - sum(lengths) == len(sizes):  # each has one token
@@ -134,25 +130,25 @@ class Scheduler:
                 request.row.most_pending = 1
             return list(self.running)
         fresh = {request for request, length in zip(self.running, lengths, strict=True) if not length}
-        begun = [one for one in self.running if one not in fresh or self._room.begin(one, self.running)]
-        pending = {request: request.length - request.cached for request in begun}
-        groups = Counter(request.group for request in begun if request.group is not None)
-        large = {group for group, count in groups.items() if count > max(len(begun) // 2, 1)}
-        heavy = {one for one in begun if pending[one] > self._prompt_tokens or one.group in large}
-        if not self._turns.begin(bool(heavy), len(heavy) < len(begun)):
-            begun = [request for request in begun if request not in heavy]
-        long = [request for request in begun if pending[request] > self._prompt_tokens]
-        parts = {request: 1 for request in begun if pending[request] == 1}
-        left = self._prompt_tokens - (self._prompt_tokens // 2 if long else 0)
-        for request in begun:
-            if 1 < pending[request] <= self._prompt_tokens and left:
-                parts[request] = min(pending[request], left)
-                left -= parts[request]
-        left += self._prompt_tokens // 2 if long else 0
-        for place, request in enumerate(long):
-            if left:
-                parts[request] = max(left // (len(long) - place), 1)
-                left -= parts[request]
+        ready = [one for one in self.running if one not in fresh or self._memory.begin(one, self.running)]
+        pending = {request: request.length - request.cached for request in ready}
+        groups = Counter(request.group for request in ready if request.group is not None)
+        large = {group for group, count in groups.items() if count > max(len(ready) // 2, 1)}
+        heavy = {one for one in ready if pending[one] > self._prompt_tokens or one.group in large}
+        if not self._turns.begin(bool(heavy), len(heavy) < len(ready)):
+            ready = [request for request in ready if request not in heavy]
+        long = [request for request in ready if pending[request] > self._prompt_tokens]
+        parts = {request: 1 for request in ready if pending[request] == 1}
+        budget = self._prompt_tokens - (self._prompt_tokens // 2 if long else 0)
+        for request in ready:
+            if 1 < pending[request] <= self._prompt_tokens and budget:
+                parts[request] = min(pending[request], budget)
+                budget -= parts[request]
+        budget += self._prompt_tokens // 2 if long else 0
+        for number, request in enumerate(long):
+            if budget:
+                parts[request] = max(budget // (len(long) - number), 1)
+                budget -= parts[request]
         for request in self.running:
             if request in fresh and (request.cached or request in parts):
                 self._statistics.prompt_tokens += request.length
@@ -161,32 +157,35 @@ class Scheduler:
         for request, tokens in parts.items():
             request.row.most_pending = tokens
             request.handle.serve()
-        return [request for request in begun if request in parts]
+        return [request for request in ready if request in parts]
 
 
 class _Turns:
-    """Turns of heavy requests: the time that a step takes longer with them is given to steps of all others, if these
-    run."""
+    """Turns of heavy requests. Other requests get steps without them for as long as heavy ones delayed their steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._begin = 0.0
-        self._heavy = self._others = False  # whether they take part in the step
-        self._light = 0.0  # seconds of a step of the others alone
-        self._owed = 0.0  # seconds, to the others
+        self._heavy = False  # whether heavy requests take part in the step
+        self._others = False  # whether other requests take part
+        self._light = 0.0  # seconds of a step without heavy requests
+        self._owed = 0.0  # seconds of delay not yet made up for
 
     def begin(self, heavy: bool, others: bool) -> bool:
-        """Whether heavy requests take part in the coming step, if there are any, and any others."""
-        self._heavy, self._others = heavy and not (others and self._owed > self._light), others
+        """Return whether heavy requests take part in the next step, given which kinds of requests there are."""
+        self._heavy = heavy and not (others and self._owed > self._light)
+        self._others = others
         self._begin = self._clock()
         return self._heavy
 
     def end(self) -> None:
         """Count the step."""
-        spent = self._clock() - self._begin
+        seconds = self._clock() - self._begin
         if not self._heavy:
-            self._light, self._owed = spent, max(self._owed - spent, 0.0)
+            self._light = seconds
+            self._owed = max(self._owed - seconds, 0.0)
         elif self._others:
-            self._owed += max(spent - self._light, 0.0)
+            self._owed += max(seconds - self._light, 0.0)
         else:
-            self._light, self._owed = 0.0, spent
+            self._light = 0.0
+            self._owed = seconds

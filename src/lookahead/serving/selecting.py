@@ -1,4 +1,4 @@
-"""Who selects the tokens of one text, and when it is complete."""
+"""Selection of tokens: processors of a row, log-probabilities, and the stop rule."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ _BY_ROW = {
     ),
     "transformers.generation.stopping_criteria": ("EosToken", "MaxLength", "MaxTime", "StopString"),
 }
-"""Classes of transformers, without the ends of their names, which are known to treat each row of a batch by itself."""
+"""Classes of transformers that treat each row of a batch separately, without the suffix of their names."""
 
 _ENDS = re.compile("(LogitsProcessor|LogitsWarper|Criteria)$")
 
 
 def in_lock_step(arguments: Arguments) -> bool:
-    """Whether the rows of a call have to go on together, as its processors and criteria are not all known to treat each
-    row by itself.
+    """Return whether the rows of a call must advance together.
 
-    Of a class or function of a user's own nobody knows that: it may have a rule for each row, compare rows, count its
-    calls, or follow the text by a state. No trial tells what it will do later.
+    They must, unless all processors and criteria are known to treat each row separately. User classes and functions may
+    compare rows, count calls or keep a state.
     """
     kinds = map(type, [*arguments.processors, *arguments.criteria])
     known = all(_ENDS.sub("", kind.__name__) in _BY_ROW.get(kind.__module__, ()) for kind in kinds)
@@ -56,11 +55,10 @@ def in_lock_step(arguments: Arguments) -> bool:
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
-    """The processors of one row of a batch whose rows are not `in_lock_step`.
+    """Return the processors of one row of a batch without lock step.
 
-    Plain decoding hands a processor all rows at once; here rows are at different places, so each is processed
-    by itself, `[1, tokens]` and `[1, vocabulary]`. Processors that hold something for each row of the batch are
-    narrowed to theirs.
+    The rows have different lengths, so processors are called for one row: `[1, tokens]` and `[1, vocabulary]`.
+    Processors with data for each row of the batch are narrowed to the data of this row.
     """
     if batch_size == 1:
         return processors
@@ -82,62 +80,64 @@ def _narrow(processor: processing.LogitsProcessor, row: int, batch_size: int) ->
     ):
         narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
     elif isinstance(processor, processing.SynthIDTextWatermarkLogitsProcessor):
-        return copy.deepcopy(processor)  # keeps a running state of what it has seen
+        return copy.deepcopy(processor)  # keeps a state of the text
     else:
         return processor
     return narrowed
 
 
 def warn_of_last_position(tokens: int) -> None:
-    """Say why a text ends where transformers would fail and lose it."""
+    """Warn that a text ends at the model's last position; transformers would fail there."""
     warnings.warn(f"generation stopped at {tokens} tokens: the model has no position for another one", stacklevel=2)
 
 
 class LogprobSampler(TextSampler):
-    """A sampler that notes the log-probabilities of what it selects.
+    """Sampler that records the log-probabilities of selected tokens.
 
     Args:
-        top: How many of the likeliest tokens to note each time.
-        **options: As for `TextSampler`.
+        top: Number of likeliest tokens to record with each.
+        **options: Arguments of `TextSampler`.
     """
 
     def __init__(self, top: int, **options: Any) -> None:
         super().__init__(**options)
-        self._top, self._selects, self.needs_logits = top, self.needs_logits, True
-        self._noted: list[tuple[int, Read, Read]] = []
+        self._top = top
+        self._selects = self.needs_logits
+        self.needs_logits = True
+        self._records: list[tuple[int, Read, Read]] = []
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
-        """The token after `node`, to follow the text of `sequence`."""
+        """Select the token after `node` of the text `sequence`."""
         token = super().select(sequence, outputs, node) if self._selects else int(outputs.predictions[node])
         logprobs = outputs.logits_after(node)[0].log_softmax(-1)
         values, ids = logprobs.topk(min(self._top, len(logprobs)))
-        found = torch.cat([logprobs[token : token + 1], values]).view(torch.int32)
-        bring = outputs.downloads.add  # with those of all rows of the step
-        self._noted.append((token, bring(found), bring(ids.int())))
+        bits = torch.cat([logprobs[token : token + 1], values]).view(torch.int32)
+        download = outputs.downloads.add  # one copy to the host for all rows of the step
+        self._records.append((token, download(bits), download(ids.int())))
         return token
 
     def take(self) -> list[TokenEvent]:
-        """Take the events of the tokens selected since the last call."""
-        noted, self._noted = self._noted, []
+        """Return the events of the tokens selected since the last call."""
+        records = self._records
+        self._records = []
         events = []
-        for token, found, ids in noted:
-            selected, *values = found().view(np.float32).tolist()
+        for token, bits, ids in records:
+            selected, *values = bits().view(np.float32).tolist()
             events.append(TokenEvent(token, selected, tuple(zip(ids().tolist(), values, strict=True))))
         return events
 
 
 class StopRule:
-    """Evaluates transformers' stopping criteria after every token, as plain decoding does.
+    """Evaluates transformers' stopping criteria after every token.
 
-    The two that every call has, the end-of-sequence token and the largest length, are evaluated on plain
-    numbers, so that they need neither a kernel nor a synchronisation with the device.
+    The end-of-sequence token and the largest length are evaluated on plain numbers, without a kernel or a
+    synchronisation with the device.
 
     Args:
-        criteria: The prepared criteria of the call.
+        criteria: Criteria of the call, prepared by transformers.
 
     Attributes:
-        has_eos: Whether rows that end are filled up with padding, as transformers does when there is an
-            end-of-sequence criterion.
+        has_eos: Whether there is an end-of-sequence criterion, so that ended rows are padded.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -154,41 +154,45 @@ class StopRule:
                 self._criteria.append(criterion)
 
     @property
-    def asks_others(self) -> bool:
-        """Whether there are criteria besides those two, which may depend on time or other state."""
+    def has_further_criteria(self) -> bool:
+        """Whether there are other criteria than end tokens and length; they may depend on time or other state."""
         return bool(self._criteria)
 
     @property
     def end_tokens(self) -> tuple[int, ...] | None:
-        """Token ids that complete a text, if nothing else does but its length; else `None`."""
-        return None if self.asks_others else tuple(sorted(self._eos))
+        """Token ids that complete a text; `None` if further criteria do too."""
+        return None if self.has_further_criteria else tuple(sorted(self._eos))
 
     def ends_by_length(self, sequence: TextSequence) -> bool:
-        """Whether a complete `sequence` ended only because it reached its length limit."""
+        """Return whether only the length limit ended a complete `sequence`."""
         if sequence.tokens[-1] in self._eos or self._max_length is None or sequence.length < self._max_length:
             return False
         texts = (criterion for criterion in self._criteria if isinstance(criterion, StopStringCriteria))
-        return not any(_answer(criterion, criterion(sequence.ids, None)) for criterion in texts)
+        return not any(_verdict(criterion, criterion(sequence.ids, None)) for criterion in texts)
 
-    def most_tokens(self, width: int, tokens: int) -> int | None:
-        """Tokens, padding left out, at which a text is complete at the latest; `None` if that is open. Its prompt has
-        `tokens` without padding and is `width` long with it."""
+    def max_tokens(self, width: int, tokens: int) -> int | None:
+        """Return the largest number of tokens of a text without padding; `None` if it is unlimited.
+
+        Args:
+            width: Length of the prompt with padding.
+            tokens: Length of the prompt without padding.
+        """
         return None if self._max_length is None else self._max_length - width + tokens
 
     def __call__(self, sequence: TextSequence) -> bool:
-        """Whether `sequence` is complete with the token it has just got."""
-        done = sequence.tokens[-1] in self._eos
-        done |= self._max_length is not None and sequence.length >= self._max_length
+        """Return whether the last token completes `sequence`."""
+        complete = sequence.tokens[-1] in self._eos
+        complete |= self._max_length is not None and sequence.length >= self._max_length
         scores = None if sequence.sampler.scores is None else tuple(sequence.sampler.scores)
         for criterion in self._criteria:
-            done |= _answer(criterion, criterion(sequence.ids, scores))
-        if not done and sequence.last_length is not None and sequence.length >= sequence.last_length:
+            complete |= _verdict(criterion, criterion(sequence.ids, scores))
+        if not complete and sequence.last_length is not None and sequence.length >= sequence.last_length:
             warn_of_last_position(len(sequence.tokens))
             return True
-        return done
+        return complete
 
 
-def _answer(criterion: object, result: object) -> bool:
+def _verdict(criterion: object, result: object) -> bool:
     if isinstance(result, torch.Tensor) and result.numel() == 1:
         return bool(result)
     if isinstance(result, bool):
@@ -196,19 +200,19 @@ def _answer(criterion: object, result: object) -> bool:
     shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
     raise InvalidArgumentError(
         f"stopping_criteria: {type(criterion).__name__} returned {shape}; it must return a bool tensor of shape (1,), "
-        "one entry for each sequence of the text it was given"
+        "one entry for each row of its input_ids"
     )
 
 
 def last_lengths(last_length: int | None, prompts: Prompts, has_eos: bool) -> list[int] | list[None]:
-    """Lengths, padding included, at which the model can read no further token of each row.
+    """Return the largest length of each row for the model's positions, padding included.
 
-    Where nothing fills up a row that ended, all of them end with the first.
+    Without padding of ended rows all rows end with the first.
 
     Args:
-        last_length: Tokens that count after which there is no position for another one, if that is so.
-        prompts: What the rows begin with.
-        has_eos: Whether rows that end are filled up.
+        last_length: Largest number of tokens for the model's positions; unlimited if `None`.
+        prompts: Prompts of the rows.
+        has_eos: Whether ended rows are padded.
     """
     if last_length is None:
         return [None] * prompts.rows
