@@ -260,7 +260,7 @@ def test_an_input_that_counts_at_each_step_is_refused() -> None:
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=96
     )
     model = Biased(config).eval()
-    with pytest.raises(UnsupportedModelError, match="bias: steps of tokens alone differ"):
+    with pytest.raises(UnsupportedModelError, match="bias: steps of only tokens differ"):
         lookahead.generate(model, torch.tensor([TEXT]), bias=torch.randn(96), max_new_tokens=4)
 
 

@@ -15,7 +15,7 @@ import model_zoo
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import comparisons, findings
 from lookahead.backends.transformers.invariant import modules
-from lookahead.backends.transformers.invariant.modules import MOST, RowRule
+from lookahead.backends.transformers.invariant.modules import MAX_ROWS, RowRule
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])
 
@@ -26,7 +26,10 @@ class Tries:
     def __init__(self, patch: pytest.MonkeyPatch, forget: Callable[[], None]) -> None:
         self._forget = forget
         self.counts = {"find_rule": 0, "check_invariance": 0}
-        for module, name, result in ((modules, "find_rule", RowRule(2, MOST)), (comparisons, "check_invariance", True)):
+        for module, name, result in (
+            (modules, "find_rule", RowRule(2, MAX_ROWS)),
+            (comparisons, "check_invariance", True),
+        ):
             patch.setattr(module, name, self._counting(name, result))
 
     def _counting(self, name: str, result: object) -> Any:

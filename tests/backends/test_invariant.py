@@ -187,7 +187,7 @@ def test_the_model_and_other_calls_stay_unchanged() -> None:
     [
         ("stablelm", torch.bfloat16, {}, "attention interface"),
         ("gpt_oss", torch.bfloat16, {}, "attention sinks"),
-        ("llama4_chunked", torch.bfloat16, {}, "experts multiplies in a way of its own"),
+        ("llama4_chunked", torch.bfloat16, {}, "experts has its own kind of product"),
         ("llama", torch.float64, {}, "float64"),
     ],
 )
@@ -303,22 +303,22 @@ def differing_products() -> Iterator[tuple[modules.Product, modules.RowRule | No
     def bent(changes: Any) -> modules.Product:
         return lambda sample: sample * (2.0 if changes(len(sample)) else 1.0)
 
-    yield bent(lambda count: False), modules.RowRule(1, modules.MOST)
-    yield bent(lambda count: count == 1), modules.RowRule(2, modules.MOST)
-    yield bent(lambda count: count < 4), modules.RowRule(4, modules.MOST)
+    yield bent(lambda count: False), modules.RowRule(1, modules.MAX_ROWS)
+    yield bent(lambda count: count == 1), modules.RowRule(2, modules.MAX_ROWS)
+    yield bent(lambda count: count < 4), modules.RowRule(4, modules.MAX_ROWS)
     yield bent(lambda count: count < 48), modules.RowRule(16, 16)
     yield lambda sample: sample + torch.arange(len(sample))[:, None], None
     # One row in a thousand, like rounding.
     yield (
         lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0),
-        modules.RowRule(4, modules.MOST),
+        modules.RowRule(4, modules.MAX_ROWS),
     )
 
 
 @pytest.mark.parametrize("case", range(6))
 def test_the_rule_for_rows_is_found_and_kept(case: int) -> None:
     product, expected = list(differing_products())[case]
-    sample = torch.randn(modules.MOST, 3)
+    sample = torch.randn(modules.MAX_ROWS, 3)
     rule = modules.find_rule(product, 3, torch.float32)
     assert rule == expected
     if rule is not None:

@@ -40,7 +40,7 @@ def in_any_order(
         tokens[row].append(
             int((probabilities[place, row] / noise.take(row, probabilities[place, row : row + 1])).argmax())
         )
-        assert noise.kept_bytes <= most_bytes
+        assert noise.stored_bytes <= most_bytes
         if len(tokens[row]) == lengths[row]:
             noise.leave(row)
     return tokens
@@ -69,7 +69,7 @@ def test_rows_take_the_noise_of_multinomial(dtype: torch.dtype, most_bytes: int)
         got = in_any_order(probabilities, noise, lengths, random, most_bytes)
         assert got == [row[:length] for row, length in zip(expected, lengths, strict=True)]
         assert torch.equal(generator.get_state(), state)
-        assert noise.kept_bytes == 0
+        assert noise.stored_bytes == 0
         assert noise.drawn_again > 0 or most_bytes > 0
 
 

@@ -354,7 +354,7 @@ def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrain
 def test_unsupported_arguments_are_refused() -> None:
     model = build("llama")
     engine = Engine(model, NODES, kv_bytes=60 * token_bytes(model))
-    with pytest.raises(InvalidArgumentError, match="room for 60 tokens"):
+    with pytest.raises(InvalidArgumentError, match="enough for 60 tokens"):
         engine.submit(PROMPT, max_new_tokens=100)
     with pytest.raises(UnsupportedArgumentError, match="2 rows"):
         engine.submit(torch.tensor([PROMPT, PROMPT]), max_new_tokens=4)

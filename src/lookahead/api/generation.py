@@ -16,7 +16,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from lookahead.api.call import GenerateCall
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.own_decoding import given_generate
+from lookahead.backends.transformers.own_decoding import own_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
@@ -190,7 +190,7 @@ def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> Non
             raise
         warn_of_plain(refusal, stacklevel=3)
         target = language_model(model)[0]
-        if given_generate(target) is not None:  # this `generate` decodes plainly and stays
+        if own_generate(target) is not None:  # this `generate` decodes plainly and stays
             return
     # transformers binds a repository's own `generate` in the same way: an attribute that hides the class's method.
     # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so in a copy it refers to the copy.
@@ -246,7 +246,7 @@ def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[
     method = "generate"
     if prompt and _is_prepared(arguments):
         method = GENERATION_MODES_MAPPING[arguments["generation_config"].get_generation_mode()]
-    given = given_generate(model) if method == "generate" else None
+    given = own_generate(model) if method == "generate" else None
     output = given(*prompt, **arguments) if given else getattr(type(model), method)(model, *prompt, **arguments)
     if type(output) is not GenerateDecoderOnlyOutput:
         return output

@@ -24,7 +24,7 @@ from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
-from lookahead.backends.transformers.own_decoding import given_generate
+from lookahead.backends.transformers.own_decoding import own_generate
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.refusals import (
     check_call,
@@ -292,7 +292,7 @@ def check_wrapper(model: Any) -> None:
         UnsupportedModelError: An adapter does not support trees, or `generate` was replaced.
     """
     check_adapters(model)
-    if given_generate(model) is not None:
+    if own_generate(model) is not None:
         raise UnsupportedModelError(
             f"model={type(model).__name__} has an attribute `generate` that replaces its class's and may decode "
             "differently; delete the attribute, or use model.generate"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.invariant.modules import min_rows
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
@@ -153,7 +153,7 @@ class Engine:
         handle = RequestHandle(self)
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
-        handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
+        handle.statistics.invariant_rows = min_rows(runner.model) if runner.is_invariant else 0
         request.group = group
         request.serve(handle, (self.statistics.steps - PATIENCE * priority, next(self._numbers)), on_step)
         with self._changed:

@@ -119,7 +119,7 @@ class EngineModel:
         if prompts.inputs:
             reason = self.session.refuses_inputs
             if runner.chains:
-                reason = "Engines do not support them for models with a running state; use lookahead.generate"
+                reason = "models with a running state do not support it in an Engine; use lookahead.generate"
             check_own_prefill(arguments.model, prompts, self.config, arguments.config, reason)
         if prompts.rows != 1:
             raise UnsupportedArgumentError(

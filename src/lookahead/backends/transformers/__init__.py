@@ -1,4 +1,4 @@
-"""Models of transformers, run as they are on token trees or chains."""
+"""Backend for transformers models, on token trees or chains."""
 
 import re
 import warnings
@@ -11,7 +11,7 @@ TRANSFORMERS: tuple[int, ...] = tuple(int(number) for number in re.findall(r"\d+
 """Major and minor version of the installed transformers."""
 
 _TESTED = ((5, 17), (5, 24))
-"""The oldest and the newest one that was tried: the range in pyproject.toml."""
+"""Oldest and newest tested versions, as in pyproject.toml."""
 
 if not _TESTED[0] <= TRANSFORMERS <= _TESTED[1]:  # before any import below can fail
     _oldest, _newest = (".".join(map(str, version)) for version in _TESTED)

@@ -1,9 +1,9 @@
-"""Attention as the clones of a model call it: heads folded into rows, invariant, rows packed into one, and trees.
+"""Attention functions of clones: folded heads, invariant, packed rows, and trees.
 
-All are attention functions of transformers. They take the layer that calls, `query` `[batch, heads, nodes, size]`,
-`key` `[batch, heads of keys, keys, size]`, `value` `[batch, heads of keys, keys, value size]`, a mask, and by name what
-else a model hands over: `scaling`, what scores are multiplied by, 1 / sqrt(size) if not given; `softcap`, which bends
-scores to stay below it; `dropout`. They give `[batch, nodes, heads, value size]`, and `None` in place of weights.
+All have transformers' signature: the calling layer, `query` `[batch, heads, nodes, size]`, `key` `[batch, kv heads,
+keys, size]`, `value` `[batch, kv heads, keys, value size]`, a mask, and named arguments: `scaling` of the scores (1 /
+sqrt(size) by default), `softcap` (soft limit of scores), `dropout`. They return `[batch, nodes, heads, value size]`,
+and `None` in place of weights.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
-"""The name under which transformers finds `folded_sdpa`."""
+"""Registered name of `folded_sdpa`."""
 
 PACKED_ROWS = "lookahead_packed_rows"
-"""The name under which it finds `packed_rows_attention`."""
+"""Registered name of `packed_rows_attention`."""
 
 TREE_ATTENTION = "lookahead_tree"
-"""The name of `tree_attention_forward`. Passes without a packed mask of ours, such as those of a prompt, run as with
-"sdpa"."""
+"""Registered name of `tree_attention_forward`. Passes without our packed mask, as of a prompt, use "sdpa"."""
 
 BY_POSITION = "lookahead_tree_by_position"
-"""That of `by_position_forward`, whose bits for a query depend on its own text alone."""
+"""Registered name of `by_position_forward`, with bits that depend only on a query's own text."""
 
 _BEYOND_MASKS = {
     "softcap": "soft-capped scores",
@@ -47,20 +46,19 @@ _BEYOND_MASKS = {
     "block_indices": "a choice of keys for each query",
     "cache": "a paged cache",
 }
-"""Arguments of attention functions that change the result and that this one does not know."""
+"""Arguments of attention functions that change the result and are not supported here."""
 
 INVARIANT = "lookahead_invariant"
-"""The name under which it finds `invariant_attention`."""
+"""Registered name of `invariant_attention`."""
 
 INVARIANT_ROWS = "lookahead_packed_rows_invariant"
-"""The name under which it finds `packed_rows_attention` with that for each row."""
+"""Registered name of `packed_rows_attention` with `invariant_attention` for each row."""
 
-LEAST_NODES = "least_nodes"
-"""The attribute of a model that says how many nodes a pass has at least, where products of a lone row would have to be
-padded one by one. Two cost no more there, and with packed weights four take less time than one."""
+MIN_NODES = "min_nodes"
+"""Attribute of a clone: smallest number of nodes of a pass. Invariant products of one row would need padding each."""
 
-_LEAST_WORK = 1 << 17
-"""Products of query, key and head for which another thread pays."""
+_WORK_PER_THREAD = 1 << 17
+"""Products of query, key and head that occupy one thread."""
 
 
 def folded_sdpa(
@@ -73,19 +71,17 @@ def folded_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Torch's `scaled_dot_product_attention` as transformers' own `sdpa` calls it, with another shape of the queries:
-    for models on CPUs whose query heads share key-value heads.
+    """Torch's `scaled_dot_product_attention` with folded queries, for models on CPUs with shared key-value heads.
 
-    Query heads that share a key-value head become rows of one product, `[batch, key-value heads, group * nodes,
-    head size]`, so that no key is repeated. Each row has the sums it had before; what changes is the time: on a
-    CPU torch lays out keys and values anew for each head, which in bfloat16 takes far longer than one query does.
+    Query heads of a key-value head become rows of one product, `[batch, key-value heads, group * nodes, head size]`, so
+    that keys are not repeated. The sums stay the same, but not the time: torch on a CPU repacks keys and values for
+    each head, which is slow in bfloat16.
 
-    The mask is added to the scores, `[batch, 1, nodes, keys]`; without one, one node sees all keys, and a run of them
-    each those up to its own place.
+    The mask `[batch, 1, nodes, keys]` is added to the scores; without one, attention is causal.
     """
     batch, heads, nodes, head_size = query.shape
     groups = heads // key.shape[1]
-    # In float32 a single row is summed in another order, so one-token steps stay transformers' own there.
+    # In float32 the sum of a single row has another order, so plain steps use transformers' own function.
     single = nodes == 1 and query.dtype != torch.float32
     masked = nodes > 1 and attention_mask is not None
     foldable = groups > 1 and dropout == 0 and (single or masked) and kwargs.get("position_bias") is None
@@ -111,13 +107,13 @@ def invariant_attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention on the CPU whose result for a query depends on what it sees alone, in the order of the text.
+    """Attention on the CPU with bits that depend only on visible tokens, in the order of the text.
 
-    All is summed in float32 and rounded once, at the end. The mask is packed, see `tree_attention.packed_mask`; windows
-    and causality are in it, and there is no dropout.
+    Sums are in float32, and rounded once at the end. The mask is packed (`tree_attention.packed_mask`) with windows and
+    causality; there is no dropout.
 
     Raises:
-        UnsupportedModelError: The layer has something that this attention has not.
+        UnsupportedModelError: The layer has an unsupported argument.
     """
     mask = only_packed(module, INVARIANT, attention_mask, kwargs)
     batch, heads, nodes, size = query.shape
@@ -130,7 +126,7 @@ def invariant_attention(
     numbers = (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0))
     about = (arrays, sizes, np.ascontiguousarray(mask[:, 0].numpy()), numbers)
     units = batch * shared
-    threads = min(torch.get_num_threads(), units, batch * heads * nodes * keys // _LEAST_WORK + 1)
+    threads = min(torch.get_num_threads(), units, batch * heads * nodes * keys // _WORK_PER_THREAD + 1)
     run = partial(attend, *about)
     if threads == 1:
         run((0, units))
@@ -154,14 +150,12 @@ def packed_rows_attention(
     packed_rows: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over texts that lie one after another in one row of tokens: each sees its own keys and values alone.
+    """Attention over packed texts in one row of tokens: each text sees only its own keys and values.
 
-    Which node sees what is told by `packed_rows`, the step, and by no mask. Keys and values are what the cache of the
-    step returned.
+    `packed_rows` has the masks of the step. Keys and values come from the cache of the step.
 
     Raises:
-        UnsupportedModelError: The model did not hand the step through, or computes attention over other keys than
-            those that its cache gave it.
+        UnsupportedModelError: The model did not pass `packed_rows` on, or uses other keys than its cache returned.
     """
     cache = None if packed_rows is None else packed_rows.cache
     if isinstance(cache, StaticTreeCache):
@@ -170,12 +164,12 @@ def packed_rows_attention(
         states = None if cache is None else cache.states(key)
     if packed_rows is None or not states or attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends to other keys than those of its cache, or by a mask of its own"
+            f"{type(module).__name__} attends to other keys than its cache returned, or has its own mask"
         )
     masks = packed_rows.masks_of(module)
     if packed_rows.pages is not None:
         return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
-    # Folding is for CPUs.
+    # Folding is faster only on CPUs.
     of_row: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row = invariant_attention
@@ -196,20 +190,20 @@ def tree_attention_forward(
     pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention on a GPU that knows packed masks, which have windows and causality in them; in place of "sdpa".
+    """Attention on a GPU with packed masks, including windows and causality; in place of "sdpa".
 
-    The mask is packed, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a tree, what "sdpa"
-    takes. `pages` say where the keys of each text lie, of many whose nodes share a batch of 1.
+    The mask is packed, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; other masks are passed on to "sdpa". `pages`
+    locate the keys of each text, if several texts share a batch of 1.
 
     Raises:
         InvalidArgumentError: There is dropout.
-        UnsupportedModelError: The model's attention has something that tree attention has not.
+        UnsupportedModelError: The layer has an unsupported argument.
     """
     refuse_unknown(module, TREE_ATTENTION, kwargs)
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     if kwargs.get("dropout"):
-        raise InvalidArgumentError(f"dropout={kwargs['dropout']} in a tree attention; put the model into eval mode")
+        raise InvalidArgumentError(f"dropout={kwargs['dropout']} in tree attention; call model.eval()")
     from lookahead.backends.transformers.tree_attention import kernel
 
     return kernel.tree_attention(query, key, value, attention_mask, scaling, pages=pages), None
@@ -225,11 +219,10 @@ def by_position_forward(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """As `tree_attention_forward`, for masks along paths, `[batch, 1, nodes, 3 + slots]` int32, and no others; see
-    `packed_mask.along_paths`.
+    """Tree attention with masks along paths, `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`.
 
     Raises:
-        UnsupportedModelError: The layer has something that this attention has not.
+        UnsupportedModelError: The mask is another one, or the layer has an unsupported argument.
     """
     mask = only_packed(module, BY_POSITION, attention_mask, kwargs)
     from lookahead.backends.transformers.tree_attention.kernel import attention_by_position
@@ -240,25 +233,25 @@ def by_position_forward(
 def only_packed(
     module: torch.nn.Module, name: str, mask: torch.Tensor | None, kwargs: Mapping[str, object]
 ) -> torch.Tensor:
-    """The mask that `module` hands to attention `name`, which takes packed ones alone.
+    """Return the packed mask of `module` for attention `name`.
 
     Raises:
-        UnsupportedModelError: It is another one, or the layer has something that this attention has not.
+        UnsupportedModelError: The mask is another one, or the layer has an unsupported argument.
     """
     refuse_unknown(module, name, kwargs)
     if mask is None or mask.dtype != torch.int32 or kwargs.get("dropout"):
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
+            f"{type(module).__name__} does not pass the masks of token trees to its attention, or has dropout"
         )
     return mask
 
 
 def refuse_unknown(module: torch.nn.Module, name: str, kwargs: Mapping[str, object]) -> None:
-    """Raise an `UnsupportedModelError` if `module` hands something to attention `name` that masks cannot say."""
+    """Raise `UnsupportedModelError` if `module` passes an unsupported argument to attention `name`."""
     for argument, meaning in _BEYOND_MASKS.items():
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(
-                f"the attention of {type(module).__name__} has {meaning} ({argument}), which {name!r} does not have; "
+                f"the attention of {type(module).__name__} has {meaning} ({argument}), unsupported by {name!r}; "
                 "load the model with attn_implementation='eager'"
             )
 
@@ -272,5 +265,5 @@ for _name, _function, _makes_masks in (
     (BY_POSITION, by_position_forward, True),
 ):
     AttentionInterface.register(_name, _function)
-    if _makes_masks:  # where we make none
+    if _makes_masks:  # transformers makes masks if we do not
         AttentionMaskInterface.register(_name, sdpa_mask)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lookahead.backends.base import TextRow, vocabulary_size
 from lookahead.backends.transformers.cache_names import CACHE, CACHE_ARGUMENTS, cache_name
 from lookahead.backends.transformers.limits import limits_of
-from lookahead.backends.transformers.snapshots import hold_only
+from lookahead.backends.transformers.snapshots import replace_items
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Source = Mapping[str, Any]
@@ -87,7 +87,7 @@ class _Encoded(BaseModelOutput):  # type: ignore[misc]
     router_logits = attention_mask = None
 
 
-def tried_source(model: PreTrainedModel, rows: int = 1) -> Source:
+def trial_source(model: PreTrainedModel, rows: int = 1) -> Source:
     """What an encoder might give, the same for each row: random numbers, as trials are of the decoder."""
     config = getattr(model.get_encoder(), "config", model.config).get_text_config()
     draws = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ class SavedState:
                 raise UnsupportedModelError("the model writes into a part of its cache that transformers only replaces")
         for container, content in self._containers:
             if isinstance(container, dict):
-                hold_only(container, content)
+                replace_items(container, content)
             else:
                 container[:] = content
         for tensor, saved in self._copies:

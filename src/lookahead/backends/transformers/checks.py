@@ -1,26 +1,26 @@
-"""What is asked before a model runs: of the model, of the settings, and of the texts of a call.
+"""Checks before a model runs: of the model, of the settings, and of the texts of a call.
 
-| question | how it is tried | what is refused |
+| question | check | refused otherwise |
 | --- | --- | --- |
-| Is it of a kind that can work? | from the outside: `ADAPTERS`, `MODELS` | the model |
-| Does it decode by transformers' loop? | methods of its own: `own_decoding`; a miniature | the model |
-| Does it take trees? | from the outside: `_check_inputs` | trees; chains may do |
-| Does it honour masks and positions? | a text along trees, and token by token: `_try_trees` | likewise |
-| Does its kind read trees as plain decoding does? | a miniature: `equivalence.QUESTIONS` | likewise |
-| Does it go on from running states? | a miniature, and chains on the model itself: `_check_chains` | the model |
-| Is a prompt read in parts as at once? | a text, both ways: `engine_model.check_parts` | Engines |
-| Do its rows come and go? | an encoder's do not; without drafts a miniature shows it: `runs_rows` | Engines |
-| Does a clone compute what it computes? | both read the same: `comparisons.computes_the_same` | the clone |
-| Are passes invariant? | `SETTINGS`; all bits along a text: `comparisons.is_invariant` | `invariant=True` |
-| Are weights packed? | from the outside: `SETTINGS` | `pack_weights=True` |
-| Are rows that share a pass read as each alone? | three texts: `comparisons.reads_rows_alike` | packed rows, Engines |
-| Do static passes compute what others do? | the same steps: `static_engine.acquire_steps` | they are not used |
-| Are there positions for a text? | `limits.Limits`: `check_length` | longer prompts, and texts read wrongly |
-| May rows be at different places? | `Limits`: `_check_places`; a miniature: `check_texts` | rows, `use_cache=False` |
-| Do rows of plain decoding depend on each other? | a miniature: `check_texts` | rows |
-| Is a text read anew as from a cache? | a miniature, padding tokens in it: `check_texts` | `use_cache=False` |
-| Are hidden tokens hidden? | `Limits`, a miniature: `_check_hidden` | `attention_mask`, a cache |
-| May a call run on chains? | from the outside: `_check_states` | what the state of a whole text does not have |
+| Is the kind of model supported? | inspection: `ADAPTERS`, `MODELS` | the model |
+| Does it decode by transformers' loop? | inspection: `own_decoding`; a miniature | the model |
+| Does it accept trees? | inspection: `_check_inputs` | trees |
+| Does it honour masks and positions? | trial of the model: `_try_trees` | trees |
+| Do trees equal plain decoding for its kind? | a miniature: `equivalence.QUESTIONS` | trees |
+| Can it continue from running states? | a miniature, and a trial of the model: `_check_chains` | the model |
+| Are chunks of a prompt equal to one pass? | trial of the model: `engine_model.check_parts` | Engines |
+| Can rows join and leave? | inspection; without drafts a miniature: `runs_rows` | Engines |
+| Does a clone equal the model? | trial of both: `comparisons.computes_the_same` | the clone |
+| Are passes invariant? | `SETTINGS`; comparison of all bits: `comparisons.is_invariant` | `invariant=True` |
+| Can weights be packed? | inspection: `SETTINGS` | `pack_weights=True` |
+| Are rows of a shared pass independent? | trial of three texts: `comparisons.reads_rows_alike` | packed rows, Engines |
+| Do static passes equal dynamic ones? | trial of both: `static_engine.acquire_steps` | static passes |
+| Are there positions for a text? | `limits.Limits`: `check_length` | prompts, texts |
+| May rows have different lengths? | `Limits`: `_check_positions`; a miniature: `check_texts` | rows, `use_cache=False`
+| | Are rows of plain decoding independent? | a miniature: `check_texts` | rows |
+| Does decoding without a cache equal decoding with one? | a miniature: `check_texts` | `use_cache=False` |
+| Are hidden tokens ignored? | `Limits`, a miniature: `_check_hidden` | `attention_mask`, a cache |
+| Can a call run on chains? | inspection: `_check_states` | the call |
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lookahead.backends.base import Prompts, Runner
 from lookahead.backends.transformers.cache_names import CACHE, cache_name
 from lookahead.backends.transformers.chain_cache import has_running_state, is_encoder_decoder, is_forgetful
-from lookahead.backends.transformers.comparisons import TEXTS, are_close, goes_on_rightly, reads_trees
+from lookahead.backends.transformers.comparisons import TEXTS, are_close, continues_correctly, reads_trees
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, once, state_of
@@ -49,7 +49,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 
 Rules = tuple[tuple[Callable[[Any], object], str], ...]
-"""What shows from the outside: what something is known by, and why it is refused. `{it}` and `{kind}` are filled in."""
+"""Pairs of a condition and the reason to refuse, with the fields `{it}` and `{kind}` (its class)."""
 
 _CPU = "cpu"
 _CUDA = "cuda"
@@ -57,22 +57,23 @@ _CUDA = "cuda"
 ADAPTERS: Rules = (
     (
         lambda adapter: getattr(adapter, "is_prompt_learning", False),
-        "has a {kind} adapter, whose virtual tokens come by a way that token trees do not take. Use "
-        "model.generate, or an adapter of the weights, such as LoRA",
+        "has a {kind} adapter, and token trees cannot carry its virtual tokens. Use model.generate, or an adapter of "
+        "the weights, such as LoRA",
     ),
     (
         lambda adapter: getattr(adapter, "alora_invocation_tokens", None),
-        "has an activated LoRA adapter, which counts places in a forward pass. Use model.generate, or plain LoRA",
+        "has an activated LoRA adapter, which depends on the order of tokens in a pass. Use model.generate, or plain "
+        "LoRA",
     ),
 )
-"""Adapters of PEFT."""
+"""Unsupported adapters of PEFT."""
 
 MODELS: Rules = (
     (
         lambda model: (
             model.device.type == "meta" and not (hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map"))
         ),
-        "is on the device 'meta': it has no weights, and no hooks of accelerate that would bring them. Load them first",
+        "is on the device 'meta': it has no weights, and no hooks of accelerate that load them. Load them first",
     ),
     (
         lambda model: model.device.type == _CPU and "flex_attention" in _attentions(model),
@@ -80,18 +81,18 @@ MODELS: Rules = (
         "Load it with attn_implementation='sdpa' or 'eager', or use model.generate",
     ),
 )
-"""Models that neither trees nor chains run on."""
+"""Models that support neither trees nor chains."""
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INVARIANCE: Rules = (
     (
         lambda model: model.device.type not in (_CPU, _CUDA),
-        "it is on {it.device}, and invariant passes are written for CPUs and CUDA",
+        "it is on {it.device}, and invariant passes run only on CPUs and CUDA",
     ),
     (lambda model: model.device.type == _CUDA and find_spec("triton") is None, "Triton is not installed"),
     (
         lambda model: model.dtype not in _TYPES,
-        f"it is in {{it.dtype}}; invariant passes are of {', '.join(map(str, _TYPES))}",
+        f"it is in {{it.dtype}}; invariant passes support {', '.join(map(str, _TYPES))}",
     ),
     (lambda model: torch.is_autocast_enabled(model.device.type), "autocast chooses number types while it runs"),
     (
@@ -100,7 +101,7 @@ _INVARIANCE: Rules = (
     ),
     (
         lambda model: model.config._attn_implementation not in ("sdpa", "eager"),
-        "attn_implementation={it.config._attn_implementation!r} was chosen for it, neither 'sdpa' nor 'eager'",
+        "its attn_implementation={it.config._attn_implementation!r} is neither 'sdpa' nor 'eager'",
     ),
     (lambda model: not can_be_cloned(model), FORWARD_IS_REPLACED),
 )
@@ -109,21 +110,21 @@ _PACKING: Rules = (
     (lambda model: model.device.type != _CPU, "it is on {it.device}, and weights are packed on CPUs"),
 )
 SETTINGS = {"pack_weights": _PACKING, "invariant": _INVARIANCE}
-"""Models of which it is known without a pass that a setting is not possible for them."""
+"""Conditions that exclude a setting without a trial."""
 
 
 def _broken(rules: Rules, it: Any) -> str | None:
-    """Why `it` is refused by the first of the rules that applies; `None` if none does."""
+    """Return the reason of the first rule that applies; `None` if none does."""
     return next((why.format(it=it, kind=type(it).__name__) for applies, why in rules if applies(it)), None)
 
 
 def _attentions(model: PreTrainedModel) -> set[str | None]:
-    """The attention implementations of a model, and of the part of it that reads text."""
+    """Return the attention implementations of a model and of its text decoder."""
     return {config._attn_implementation for config in (model.config, model.config.get_text_config(decoder=True))}
 
 
 def check_adapters(model: torch.nn.Module) -> None:
-    """Refuse PEFT adapters that a tree cannot carry; `model` is the adapted model, or its wrapper.
+    """Refuse PEFT adapters that do not support trees; `model` is the adapted model, or its wrapper.
 
     Raises:
         UnsupportedModelError: There is one.
@@ -135,24 +136,24 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 
 def _check_outside(model: PreTrainedModel) -> None:
-    """Refuse models that already show that neither trees nor chains work."""
+    """Refuse models that inspection shows to be unsupported."""
     check_adapters(model)
     if why := _broken(MODELS, model):
         raise UnsupportedModelError(f"model={type(model).__name__} {why}")
     if own := own_method(model):
         raise UnsupportedModelError(
-            f"model={type(model).__name__} has a {own} of its own, as adapters with virtual tokens do: it may "
-            "decode otherwise than transformers' loop, which lookahead decoding takes the place of. Use model.generate"
+            f"model={type(model).__name__} has a {own} of its own, as adapters with virtual tokens do: it may decode "
+            "differently from transformers' loop, which lookahead decoding replaces. Use model.generate"
         )
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Make sure that `model` can be run on token trees, and that they give what plain decoding gives.
+    """Check that `model` supports token trees, and that they equal plain decoding.
 
-    A few passes over single tokens once per model object, and the questions about its kind once per configuration.
+    It runs a few short passes once per model object, and the trials of its kind once per configuration.
 
     Raises:
-        UnsupportedModelError: It cannot; the message says why.
+        UnsupportedModelError: The model does not; the message has the reason.
     """
     _check_outside(model)
     once(model, ("trees", *model_setting(model)), lambda: _try_trees(model))
@@ -163,19 +164,19 @@ def check_model(model: PreTrainedModel) -> None:
             "a small copy of it, run past every window and context of its configuration, differs from plain decoding",
         )
         raise UnsupportedModelError(
-            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} is not known "
-            f"to give on token trees what it gives token by token: {found}. Use model.generate"
+            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} may compute "
+            f"other logits on token trees than token by token: {found}. Use model.generate"
         )
 
 
 def runs_on_chains(model: PreTrainedModel) -> bool:
-    """Whether `model` is run on chains of tokens, and not on token trees.
+    """Return whether `model` runs on chains, rather than on token trees.
 
-    That is so if it keeps a running state, which cannot take back a token; and if it does not honour the masks or
-    positions of trees, but goes on from its cache over several tokens as plain decoding does.
+    A model with a running state does, since it cannot take back a token. So does a model that ignores the masks or
+    positions of trees, but processes several tokens after its cache correctly.
 
     Raises:
-        UnsupportedModelError: It can be run on neither; the message says why.
+        UnsupportedModelError: It supports neither; the message has the reason.
     """
     _check_outside(model)
     made = state_of(model).trials.made
@@ -200,11 +201,14 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
 
 
 def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
-    """How rows of `model` that come and go are run: whether on chains, and whether with drafts, without which one that
-    is refused for them may do if it `falls_back`.
+    """Return how an engine runs rows of `model`: whether on chains, and whether with drafts.
+
+    Args:
+        model: The model.
+        falls_back: Whether a model that is refused with drafts may run without them.
 
     Raises:
-        UnsupportedModelError: They cannot; the message says why.
+        UnsupportedModelError: Engines do not support the model; the message has the reason.
     """
     if is_encoder_decoder(model):
         raise UnsupportedModelError(
@@ -227,12 +231,12 @@ def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
 
 
 def _check_inputs(model: PreTrainedModel) -> None:
-    """Refuse what takes no trees."""
+    """Refuse models without the inputs that trees need."""
     name = type(model).__name__
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
             f"model={name} keeps a running state (Mamba-style or linear attention), which cannot take back a token "
-            "that was not accepted: it runs chains of tokens, and no token trees"
+            "that was not accepted: it supports chains of tokens, but no token trees"
         )
     MaskBuilder(model.config)
     arguments = forward_arguments(model)
@@ -245,7 +249,7 @@ def _check_inputs(model: PreTrainedModel) -> None:
 
 
 def _try_trees(model: PreTrainedModel) -> None:
-    """Refuse a model that takes no trees, or reads them otherwise than single tokens."""
+    """Refuse a model with other logits on trees than token by token."""
     _check_inputs(model)
     name = f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r}"
     advice = (
@@ -256,7 +260,7 @@ def _try_trees(model: PreTrainedModel) -> None:
         with _failure_refused(model, f"{name} failed on a token tree", advice):
             drafted, plain = reads_trees(model, number)
         if not bool(torch.isfinite(plain).all()):
-            raise UnsupportedModelError(f"{name} gives logits that are not finite, in {model.dtype}; {advice}")
+            raise UnsupportedModelError(f"{name} computes logits that are not finite, in {model.dtype}; {advice}")
         if are_close([drafted], [plain], model.dtype):
             return
         found = difference([drafted], [plain])
@@ -270,7 +274,7 @@ def _try_trees(model: PreTrainedModel) -> None:
 
 
 def _check_chains(model: PreTrainedModel) -> None:
-    """Refuse a model that reads chains otherwise than single tokens."""
+    """Refuse a model with other logits on chains than token by token."""
     kind = equivalence(model)
     name = f"model={type(model).__name__}"
     state = "keeps a running state (Mamba-style or linear attention)"
@@ -284,25 +288,25 @@ def _check_chains(model: PreTrainedModel) -> None:
 
 
 def _found(kind: Equivalence, differs: str) -> str:
-    """Why the answer to a question about a kind is no."""
+    """Return the reason of a failed trial of a kind."""
     return differs if kind.has_miniature else f"no small copy of it could be tried ({kind.obstacle})"
 
 
 def _try_chains(model: PreTrainedModel, what: str) -> None:
-    """Refuse the model itself, whose device may have kernels of its own; `what` says of which kind it is."""
+    """Try chains on the model itself, since its device may have other kernels; `what` names its kind in errors."""
     with _failure_refused(model, f"model={type(model).__name__} failed on a chain of tokens", "use model.generate"):
-        # A clone that runs chains has been compared.
-        same = chain_engine(model) is not model or goes_on_rightly(model, model)
+        # A clone for chains has been compared already.
+        same = chain_engine(model) is not model or continues_correctly(model, model)
     if not same:
         raise UnsupportedModelError(
-            f"{what}, and goes on over several tokens otherwise than one token at a time; call model.eval() if it "
-            "is in training mode, and if it still does, use model.generate"
+            f"{what}, and processes several tokens otherwise than one token at a time; call model.eval() if it is in "
+            "training mode, and if that does not help, use model.generate"
         )
 
 
 @contextmanager
 def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator[None]:
-    """Passes that leave no trace in `model`; where one fails, the model is refused."""
+    """Restore the state of `model` after trial passes, and refuse the model if one fails."""
     try:
         with torch.no_grad(), preserved_state(model) as written:
             yield
@@ -313,24 +317,24 @@ def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator
 
 
 def check_setting(model: PreTrainedModel, name: str) -> None:
-    """Refuse one of `SETTINGS` where it is known without a pass that it is not possible.
+    """Refuse one of `SETTINGS` that inspection shows to be impossible.
 
     Raises:
-        UnsupportedArgumentError: It is not.
+        UnsupportedArgumentError: It is impossible.
     """
     if why := _broken(SETTINGS[name], model):
         raise not_possible(model, name, why)
 
 
 def not_possible(model: PreTrainedModel, name: str, why: str) -> UnsupportedArgumentError:
-    """The error of one of `SETTINGS` that `model` cannot be run with."""
+    """Return the error for one of `SETTINGS`."""
     return UnsupportedArgumentError(
         f"{name}=True is not possible for this {type(model).__name__}: {why}; use {name}=False"
     )
 
 
 def check_chain_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
-    """Refuse settings that are about trees.
+    """Refuse settings for trees.
 
     Raises:
         UnsupportedArgumentError: There is one.
@@ -343,33 +347,33 @@ def check_chain_settings(model: PreTrainedModel, config: LookaheadConfig) -> Non
 def check_texts(
     model: PreTrainedModel, runner: ModelRunner | ChainRunner, prompts: Prompts, generation_config: GenerationConfig
 ) -> None:
-    """Refuse a call whose texts may come to where the model cannot be exact.
+    """Refuse a call with texts that the model may not decode exactly.
 
     Raises:
         InvalidArgumentError: A prompt is longer than the model's table of positions.
-        UnsupportedArgumentError: Rows, hidden tokens or `use_cache=False` do not go with the model.
+        UnsupportedArgumentError: The model does not support several rows, hidden tokens or `use_cache=False`.
     """
     name = type(model).__name__
     if isinstance(runner, ChainRunner):
         _check_states(model, prompts, generation_config)
     new_tokens = generation_config.max_length - prompts.width
     check_length(runner, name, prompts, new_tokens)
-    _check_places(runner, prompts, new_tokens, generation_config.use_cache)
+    _check_positions(runner, prompts, new_tokens, generation_config.use_cache)
     kind = equivalence(model)
     questions = ["plain_rows"] if isinstance(runner, ChainRunner) else ["plain_rows", "batches"]
     if prompts.rows > 1 and not all(map(kind.holds, questions)):
         raise _read_otherwise(name, f"input_ids has {prompts.rows} rows, which")
-    if not generation_config.use_cache and not kind.holds("anew"):
+    if not generation_config.use_cache and not kind.holds("without_cache"):
         raise UnsupportedArgumentError(
-            f"use_cache=False is not supported for {name}, which reads a whole text otherwise than from a cache, which "
-            "lookahead decoding keeps: it may count positions without padding tokens; leave use_cache unset"
+            f"use_cache=False is not supported for {name}: without a cache it computes other logits than with the "
+            "cache of lookahead decoding, for example because it skips padding tokens; leave use_cache unset"
         )
     if isinstance(runner, ModelRunner) and not prompts.all_count:
         _check_hidden(runner, kind, name, prompts, new_tokens)
 
 
 def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: GenerationConfig) -> None:
-    """Refuse what does not go with chains: their states are those of a whole text, a row's apart from the others'."""
+    """Refuse calls that chains do not support: their states belong to a whole text, and to one row."""
     name = type(model).__name__
     if not generation_config.use_cache and has_running_state(type(model), model.config):
         raise UnsupportedArgumentError(
@@ -378,11 +382,11 @@ def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: G
         )
     if generation_config.prefill_chunk_size is not None and is_forgetful(model):
         raise UnsupportedArgumentError(
-            f"prefill_chunk_size is not supported for {name}, whose own passes over several tokens forget the state "
-            "behind them; leave it unset"
+            f"prefill_chunk_size is not supported for {name}: its own passes over several tokens forget the state "
+            "before them; leave it unset"
         )
-    seen = prompts.source.get("attention_mask")
-    if generation_config.prefill_chunk_size is not None and seen is not None and not seen.all():
+    source_mask = prompts.source.get("attention_mask")
+    if generation_config.prefill_chunk_size is not None and source_mask is not None and not source_mask.all():
         raise UnsupportedArgumentError(
             "prefill_chunk_size is not supported for an encoder whose attention_mask hides tokens: generate of "
             "transformers cuts that mask to the length of the decoder's chunks; leave it unset"
@@ -391,89 +395,92 @@ def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: G
     if prompts.rows > 1 and (prompts.cache is not None or (prompts.inputs and picks)):
         what = CACHE if prompts.cache is not None else "more than tokens"
         raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows with {what}, but {name} is run on chains of tokens, whose states are "
-            "kept for each row apart; call generate once for each row"
+            f"input_ids has {prompts.rows} rows with {what}, but {name} runs on chains of tokens with a separate state "
+            "for each row; call generate once for each row"
         )
-    # The model itself reads a prompt with images, padding included, and its cache is cut. Picked keys lie in blocks.
+    # The model's own prefill reads images and padding, and its cache is cropped. Indexed keys lie in blocks.
     by_model = bool(prompts.inputs) and prompts.cache is None and not picks and not _has_holes(prompts.mask)
     if not prompts.all_count and not by_model:
         raise UnsupportedArgumentError(
-            f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
-            "and they may have a part in its state; leave them out of input_ids, or use the model's own generate"
+            f"attention_mask hides tokens, and lookahead decoding does not send them; {name} runs on chains, and they "
+            "may change its state; leave them out of input_ids, or use the model's own generate"
         )
 
 
 def check_length(runner: Runner, name: str, prompts: Prompts, new_tokens: int) -> None:
-    """Refuse a prompt longer than the table of positions, and texts of which plain decoding loses the beginning.
+    """Refuse a prompt longer than the table of positions, and texts that plain decoding truncates.
 
     Args:
-        runner, name: What runs the model, and the name of its class.
-        prompts, new_tokens: What the rows begin with, and how many tokens are added to each at most.
+        runner: Runner of the model.
+        name: Class name of the model.
+        prompts: Prompts of the rows.
+        new_tokens: Largest number of tokens to add to each.
 
     Raises:
         InvalidArgumentError: There is no position for the prompt.
-        UnsupportedArgumentError: Plain decoding reads such texts wrongly.
+        UnsupportedArgumentError: Plain decoding drops the cache of texts of this length.
     """
     longest = prompts.longest
     if runner.last_length is not None and longest >= runner.last_length:
         raise InvalidArgumentError(
-            f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+            f"input_ids is a prompt of {longest} tokens, but the model's context has {runner.context}; shorten it"
         )
     if runner.broken_after is not None and longest + new_tokens > runner.broken_after:
         raise UnsupportedArgumentError(
-            f"input_ids and max_new_tokens may come to {longest + new_tokens} tokens: beyond {runner.broken_after} "
-            f"generate of {name} drops its cache and reads the last token alone; choose a smaller max_new_tokens"
+            f"input_ids and max_new_tokens may reach {longest + new_tokens} tokens: beyond {runner.broken_after} "
+            f"generate of {name} drops its cache and reads only the last token; choose a smaller max_new_tokens"
         )
 
 
-def _check_places(runner: Runner, prompts: Prompts, new_tokens: int, use_cache: bool) -> None:
-    """Refuse texts that may come to where all positions change, if rows are at different places, of which others would
-    be read with those of the longest, or if plain decoding would compute earlier keys anew."""
-    longest = prompts.longest + new_tokens - 1  # the last token of a text is not read
+def _check_positions(runner: Runner, prompts: Prompts, new_tokens: int, use_cache: bool) -> None:
+    """Refuse texts beyond a change of all positions for several rows, and without a cache.
+
+    The longest row would change the positions of the others. Without a cache plain decoding recomputes earlier keys.
+    """
+    longest = prompts.longest + new_tokens - 1  # the last token of a text is not sent
     if runner.changes_after is None or longest <= runner.changes_after:
         return
     if prompts.rows > 1:
         raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows, and the longest may come to {longest} tokens: beyond "
-            f"{runner.changes_after} the positions of this model depend on the longest text of a pass, and rows are at "
-            "different places; call generate once for each row, or choose a smaller max_new_tokens"
+            f"input_ids has {prompts.rows} rows, and the longest may reach {longest} tokens: beyond "
+            f"{runner.changes_after} the positions of this model depend on the longest text of a pass; call generate "
+            "once for each row, or choose a smaller max_new_tokens"
         )
     if not use_cache:
         raise UnsupportedArgumentError(
-            f"use_cache=False is not supported for a text that may come to {longest} tokens: beyond "
-            f"{runner.changes_after} this model reads positions otherwise, and keys computed anew would differ from "
-            "those that lookahead decoding keeps; leave use_cache unset, or choose a smaller max_new_tokens"
+            f"use_cache=False is not supported for a text that may reach {longest} tokens: beyond "
+            f"{runner.changes_after} this model changes all positions, and recomputed keys would differ from cached "
+            "ones; leave use_cache unset, or choose a smaller max_new_tokens"
         )
 
 
 def _check_hidden(runner: ModelRunner, kind: Equivalence, name: str, prompts: Prompts, new_tokens: int) -> None:
-    """Refuse hidden tokens where the model counts them: only those that count are sent."""
+    """Refuse hidden tokens if the model counts them, since only visible ones are sent."""
     has_hole = _has_holes(prompts.mask)
     what = f"attention_mask hides tokens {'between others' if has_hole else 'before the prompt'}"
     limit = runner.counts_hidden_after(between=has_hole)
     longest = prompts.mask.shape[1] + new_tokens - 1
     if limit is not None and longest > limit:
         raise UnsupportedArgumentError(
-            f"{what}, and the text may come to {longest} tokens: beyond {limit} this model counts hidden tokens as "
-            "well, which lookahead decoding does not send; use the model's own generate, or choose a smaller "
-            "max_new_tokens"
+            f"{what}, and the text may reach {longest} tokens: beyond {limit} this model counts hidden tokens, which "
+            "lookahead decoding does not send; use the model's own generate, or choose a smaller max_new_tokens"
         )
     if not kind.holds("padding") or (has_hole and not kind.holds("holes")):
         raise _read_otherwise(name, f"{what}, and such rows")
     if prompts.cache is not None and not kind.holds("padded_caches"):
         raise UnsupportedArgumentError(
-            f"{CACHE} of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
+            f"{CACHE} of a prompt with hidden tokens is not supported for {name}, because its plain decoding counts "
             "them as positions; give the whole text without a cache"
         )
 
 
 def _read_otherwise(name: str, what: str) -> UnsupportedArgumentError:
     return UnsupportedArgumentError(
-        f"{what} are read otherwise by plain decoding of {name} than each row by itself; call generate once for each "
-        "row, without hidden tokens"
+        f"{what} may have other logits in plain decoding of {name} than each row by itself; call generate once for "
+        "each row, without hidden tokens"
     )
 
 
 def _has_holes(mask: torch.Tensor) -> bool:
-    """Whether a token is hidden behind one that is not."""
+    """Return whether a token after a visible one is hidden."""
     return bool((mask[:, 1:] < mask[:, :-1]).any())

@@ -1,7 +1,7 @@
-"""The composition of a model: everything but numbers that decides its output.
+"""Composition of a model: everything except weights that determines its output.
 
-A trial shows that drafts are exact for one composition. A hook registered later, or another `forward`, module, class or
-mode, makes a new composition, which needs its own trial.
+A trial proves exactness for one composition. A new hook, `forward`, module, class or mode makes a new composition,
+which needs its own trial.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-"""Hooks of all modules of the process."""
+"""Global hooks, for all modules of the process."""
 
 _MODEL_FILES = ("transformers.models.", "transformers_modules.")
-"""Packages with functions that models call. Files of other packages may hold the caller's own variables."""
+"""Packages of model code. Modules of other packages may contain variables of the caller."""
 
 _OF_LOADING = frozenset({"init_weights", "tie_weights"})
-"""Methods that transformers replaces for the time in which it loads another model."""
+"""Methods that transformers replaces while it loads another model."""
 
 _CACHES = (cache_utils.Cache, cache_utils.DynamicCache, cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 
 IRRELEVANT = frozenset(
     {"generate", "generation_config", "rope_deltas", "max_seq_len_cached", "_output_capturing_hooks_installed"}
 )
-"""Attributes of a module that no forward pass reads, or that only repeat what passes are given."""
+"""Attributes of a module that no forward pass reads, or that repeat inputs of a pass."""
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _COLLECTIONS = (list, tuple, set)
@@ -42,24 +42,23 @@ _UNREAD = frozenset(vars(torch.nn.Module())) - {"training"}
 
 Namespace = Mapping[str, Any]
 Place = tuple[int, str]
-"""A module, by its place among all modules, and the name of an attribute."""
+"""Index of a module among all modules, and the name of an attribute."""
 
 
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """`model` and all modules in it, each once; in a third of the time that `model.modules()` takes."""
-    found: list[torch.nn.Module] = [model]
-    seen = {id(model)}
-    for module in found:
+    """Return `model` and its submodules, each once; three times as fast as `model.modules()`."""
+    modules: list[torch.nn.Module] = [model]
+    ids = {id(model)}
+    for module in modules:
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
+            if child is not None and id(child) not in ids:
+                ids.add(id(child))
+                modules.append(child)
+    return modules
 
 
 class Surroundings:
-    """Code that modules look up outside of themselves: in their classes, the files of models, torch, caches and
-    registries; and hooks of all modules of the process.
+    """Code outside of a model's modules: classes, files of models, torch, caches and registries; and global hooks.
 
     Args:
         model: Any model.
@@ -77,7 +76,7 @@ class Surroundings:
         self._code = self._current_code()
 
     def hold(self) -> bool:
-        """Whether all of that is as it was."""
+        """Return whether the code is unchanged."""
         try:
             return self._current_code() == self._code
         except KeyError:  # a method was deleted
@@ -94,18 +93,18 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _code_names(space: Namespace) -> list[str]:
-    """Names of functions, methods and classes."""
+    """Return the names of functions, methods and classes."""
     kinds = (classmethod, property)
     return [n for n, value in space.items() if n not in _OF_LOADING and (callable(value) or isinstance(value, kinds))]
 
 
 class Composition:
-    """The parts of a model: modules with their code, hooks, modes, numbers and configurations.
+    """Modules of a model with their code, hooks, modes, numbers and configurations.
 
-    Weights and buffers are no part of it, nor numbers that passes write. No reference to the model is held.
+    Weights, buffers and numbers written by passes are not included. It has no reference to the model.
 
     Args:
-        model: The model as it is now.
+        model: The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -118,21 +117,21 @@ class Composition:
         self._configs = _configs(spaces)
         self._surroundings = Surroundings(model)
         self._written: set[Place] = set()
-        self._note(spaces)
-        self._is_gone = False  # a part was freed, so that another object may have its id
+        self._record(spaces)
+        self._is_gone = False  # a part was freed, and another object may have its id
         parts = (
             value for space in spaces for name, value in space.items() if name not in IRRELEVANT and callable(value)
         )
-        hooks = (hook for _, found in _hook_lists(spaces) for hook in found.values())
+        hooks = (hook for _, present in _hook_lists(spaces) for hook in present.values())
         self._guards = [self._guard(part) for part in (*modules, *parts, *hooks)]
 
     def holds(self, model: PreTrainedModel, after_passes: bool = False) -> bool:
-        """Whether the model is still composed so. Takes about a microsecond for each module.
+        """Return whether the model still has this composition. It takes about a microsecond for each module.
 
         Args:
             model: The model.
-            after_passes: Whether passes have run since the last look. Then other numbers are theirs, and are no change
-                from now on.
+            after_passes: Whether passes have run since the last check. They may have written numbers, which are
+                accepted.
         """
         modules = all_modules(model)
         spaces = list(map(vars, modules))
@@ -148,88 +147,90 @@ class Composition:
         )
 
     def has_same_code_around(self) -> bool:
-        """Whether the code outside of the modules is as it was: the part of `holds` that a look at modules misses."""
+        """Return whether the code outside of the modules is unchanged."""
         return self._surroundings.hold()
 
     def expect_writes(self, written: Iterable[tuple[int, str]]) -> None:
-        """Take attributes for such that passes write.
+        """Mark attributes that passes write.
 
         Args:
-            written: Each by the `id` of its module, and its name.
+            written: Pairs of the `id` of a module and the name of an attribute.
         """
-        places = {module: place for place, module in enumerate(self._modules)}
-        self._written |= {(places[module], name) for module, name in written if module in places and name != "training"}
+        indices = {module: index for index, module in enumerate(self._modules)}
+        self._written |= {
+            (indices[module], name) for module, name in written if module in indices and name != "training"
+        }
 
-    def _note(self, spaces: Sequence[Namespace]) -> None:
-        """Remember attributes, and where they are, for a quick look."""
+    def _record(self, spaces: Sequence[Namespace]) -> None:
+        """Record attributes in a form for fast comparisons."""
         tokens = list(map(_tokens, spaces))
         numbers = [
-            [name for name, token in found.items() if token is space[name]]
-            for found, space in zip(tokens, spaces, strict=True)
+            [name for name, token in named.items() if token is space[name]]
+            for named, space in zip(tokens, spaces, strict=True)
         ]
         getters = [itemgetter("training", *names) for names in numbers]
         others = [
-            (place, name, token)
-            for place, found in enumerate(tokens)
-            for name, token in found.items()
-            if name not in numbers[place]
+            (index, name, token)
+            for index, named in enumerate(tokens)
+            for name, token in named.items()
+            if name not in numbers[index]
         ]
         lengths = list(map(len, spaces))
         values = [get(space) for get, space in zip(getters, spaces, strict=True)]
-        self._noted = tokens, getters, values, others, lengths  # at once, as another thread may look
+        self._recorded = tokens, getters, values, others, lengths  # one assignment, because other threads may read it
 
     def _looks_same(self, spaces: Sequence[Namespace]) -> bool:
-        """Whether all attributes are as they were. A wrong no is possible."""
-        _, getters, values, others, lengths = self._noted
+        """Return whether all attributes look unchanged; `False` may be wrong."""
+        _, getters, values, others, lengths = self._recorded
         try:
             return (
                 list(map(len, spaces)) == lengths
                 and [get(space) for get, space in zip(getters, spaces, strict=True)] == values
-                and all(_token(spaces[place].get(name)) == token for place, name, token in others)
+                and all(_token(spaces[index].get(name)) == token for index, name, token in others)
             )
-        except (KeyError, RuntimeError, TypeError, ValueError):  # one was deleted, or is a tensor now
+        except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute was deleted, or is a tensor now
             return False
 
     def _has_same_attributes(self, spaces: Sequence[Namespace], after_passes: bool) -> bool:
         now = list(map(_tokens, spaces))
-        before = self._noted[0]
+        before = self._recorded[0]
         changed = {
-            (place, name)
-            for place, (new, old) in enumerate(zip(now, before, strict=True))
+            (index, name)
+            for index, (new, old) in enumerate(zip(now, before, strict=True))
             if new != old
             for name in new.keys() | old.keys()
             if new.get(name) != old.get(name)
         } - self._written
-        tokens = [found[place].get(name) for place, name in changed for found in (now, before)]
+        tokens = [named[index].get(name) for index, name in changed for named in (now, before)]
         if changed and not (after_passes and all(map(_is_number, tokens))):
             return False
         self._written |= changed
-        self._note(spaces)
+        self._record(spaces)
         return True
 
     def _guard(self, part: Any) -> object:
-        """Something that notices when a part is freed; the part itself, where it cannot be referred to weakly."""
+        """Return a weak reference that reports the end of a part; the part itself if it supports none."""
         try:
-            return weakref.ref(part, self._note_end)
+            return weakref.ref(part, self._record_end)
         except TypeError:
             return part
 
-    def _note_end(self, _: object) -> None:
+    def _record_end(self, _: object) -> None:
         self._is_gone = True
 
 
 def _tokens(space: Namespace) -> dict[str, object]:
-    """Attributes of a module that may decide its output, each as something that can be compared."""
+    """Return comparable values of the attributes that may affect a module's output."""
     names = [name for name in space if name not in _UNREAD and name not in IRRELEVANT]
-    found = {name: _token(space[name]) for name in names}
-    return {name: token for name, token in found.items() if token is not _UNKNOWN}
+    tokens = {name: _token(space[name]) for name in names}
+    return {name: token for name, token in tokens.items() if token is not _UNKNOWN}
 
 
 _UNKNOWN = object()
 
 
 def _token(value: object) -> object:
-    """Numbers and names as they are, collections of them as text, callables by identity, and that there is a tensor."""
+    """Return a comparable value: plain values, collections as text, callables by identity, a marker for tensors."""
     if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, torch.Tensor):
@@ -240,49 +241,49 @@ def _token(value: object) -> object:
 
 
 def _is_number(token: object) -> bool:
-    """Whether passes may write this: a number, nothing, or a tensor."""
+    """Return whether passes may write this value: a number, `None`, or a tensor."""
     return token is None or token is _TENSOR or (isinstance(token, int | float | complex) and type(token) is not bool)
 
 
 def _hook_lists(spaces: Sequence[Namespace]) -> list[tuple[int, Mapping[int, Any]]]:
-    """Hooks that there are, each list with the place of its module; -1 for the whole process."""
-    after = [(place, hooks) for place, space in enumerate(spaces) if (hooks := space.get("_forward_hooks"))]
-    before = [(place, hooks) for place, space in enumerate(spaces) if (hooks := space.get("_forward_pre_hooks"))]
+    """Return non-empty collections of hooks with the index of their module; -1 for global hooks."""
+    after = [(index, hooks) for index, space in enumerate(spaces) if (hooks := space.get("_forward_hooks"))]
+    before = [(index, hooks) for index, space in enumerate(spaces) if (hooks := space.get("_forward_pre_hooks"))]
     return [*after, *before, *((-1, hooks) for hooks in _GLOBAL_HOOKS if hooks)]
 
 
 def _hooks(spaces: Sequence[Namespace]) -> list[object]:
-    """Hooks of each module that has some. Hooks that collect outputs for transformers are left out: passes add them."""
-    found: list[object] = []
-    for place, hooks in _hook_lists(spaces):
-        space = spaces[place] if place >= 0 else {}
-        named = {**space.get("_forward_hooks_with_kwargs", {}), **space.get("_forward_pre_hooks_with_kwargs", {})}
-        kept = [(id(hook), key in named) for key, hook in hooks.items() if not collects_outputs(hook)]
-        found += [(place, kept)] if kept else []
-    return found
+    """Return the hooks of all modules, without transformers' own, which passes register."""
+    result: list[object] = []
+    for index, hooks in _hook_lists(spaces):
+        space = spaces[index] if index >= 0 else {}
+        with_kwargs = {**space.get("_forward_hooks_with_kwargs", {}), **space.get("_forward_pre_hooks_with_kwargs", {})}
+        own = [(id(hook), key in with_kwargs) for key, hook in hooks.items() if not collects_outputs(hook)]
+        result += [(index, own)] if own else []
+    return result
 
 
 def collects_outputs(hook: Any) -> bool:
-    """Whether transformers registered a hook, in the first pass that was to return what it collects."""
+    """Return whether a hook is transformers' own, registered in a pass that returns hidden states or attentions."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _weights(spaces: Sequence[Namespace]) -> list[tuple[object, ...]]:
-    """The kinds of all weights: quantised ones are multiplied otherwise."""
+    """Return the classes, types and devices of all weights; quantised ones have other kernels."""
     weights = [weight for space in spaces for weight in space["_parameters"].values() if weight is not None]
     return [(type(weight), weight.dtype, weight.device) for weight in weights]
 
 
 def _configs(spaces: Sequence[Namespace]) -> list[tuple[int, dict[str, object]]]:
-    """The configurations of modules and those inside of them, each once, with their values."""
-    found = {id(config): config for space in spaces if (config := space.get("config")) is not None}
-    left = [config for config in found.values() if hasattr(config, "__dict__")]
+    """Return the configurations of modules, nested ones included, with their values."""
+    configs = {id(config): config for space in spaces if (config := space.get("config")) is not None}
+    pending = [config for config in configs.values() if hasattr(config, "__dict__")]
     values: dict[int, dict[str, object]] = {}
-    while left:
-        config = left.pop()
+    while pending:
+        config = pending.pop()
         if id(config) not in values:
             values[id(config)] = {name: _setting(value) for name, value in vars(config).items()}
-            left += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+            pending += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return list(values.items())
 
 

@@ -1,4 +1,4 @@
-"""Which module the engine runs for a model: the model itself, or a clone of it that is faster here."""
+"""Choice of the module that runs trees of a model: the model itself, or a faster clone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookahead.backends.transformers.attention import (
     FOLDED_SDPA,
     INVARIANT,
     INVARIANT_ROWS,
-    LEAST_NODES,
+    MIN_NODES,
     PACKED_ROWS,
     TREE_ATTENTION,
 )
@@ -26,7 +26,7 @@ from lookahead.backends.transformers.comparisons import (
     trial_runner,
 )
 from lookahead.backends.transformers.equivalence import equivalence
-from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.invariant.modules import min_rows
 from lookahead.backends.transformers.model_state import model_setting, once
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import (
@@ -43,20 +43,20 @@ from lookahead.errors import UnsupportedModelError
 
 
 def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
-    """The module that runs the trees of `model`, which itself is not changed. Made and checked once per model object.
+    """Return the module that runs the trees of `model`: made and checked once per model object.
 
     Args:
-        model: A causal language model of transformers.
-        pack_weights: See `LookaheadConfig.pack_weights`; `True` packs where that is faster, see `chosen_packing`.
+        model: A causal language model of transformers, which stays unchanged.
+        pack_weights: See `LookaheadConfig.pack_weights`; `chosen_packing` chooses the smallest number of rows.
         invariant: See `LookaheadConfig.invariant`.
 
     Raises:
-        UnsupportedModelError: The model cannot be run on token trees.
+        UnsupportedModelError: The model does not support token trees.
         UnsupportedArgumentError: `pack_weights` or `invariant` is not possible for this model or machine.
     """
     check_model(model)
-    asked = [name for name, is_asked in (("invariant", invariant), ("pack_weights", pack_weights)) if is_asked]
-    for name in asked:
+    settings = [name for name, is_set in (("invariant", invariant), ("pack_weights", pack_weights)) if is_set]
+    for name in settings:
         check_setting(model, name)
     if invariant:
         attention: str | None = INVARIANT if model.device.type == "cpu" else BY_POSITION
@@ -67,23 +67,24 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
     clone = clone_for(model, attention, pack_weights, _computes_the_same)
     if isinstance(clone, SharedClone):
         return clone.module
-    if asked:
-        raise not_possible(model, asked[0], clone)
+    if settings:
+        raise not_possible(model, settings[0], clone)
     return model
 
 
 def _attention_for_trees(model: PreTrainedModel) -> str | None:
-    """What is faster here than the model's `sdpa`; whoever chose another implementation meant it.
+    """Return our attention in place of the model's `sdpa`, if it is faster; other implementations stay.
 
-    On a GPU it is our kernel: its masks are small and keep their shape, and it skips the empty part of the cache, which
-    `sdpa` with a dense mask would read. On a CPU query heads are folded, if they share heads of keys.
+    On a GPU it is our kernel: its masks are small with a fixed shape, and it skips the empty part of the cache. On a
+    CPU
+    query heads with a shared key-value head are folded.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         return None
     if model.device.type == "cuda":
         return TREE_ATTENTION if find_spec("triton") is not None else None
-    sizes = vars(config)  # as a dict: some configurations refuse to name a size that differs between layers
+    sizes = vars(config)  # as a dict: some configurations raise for a size that differs between layers
     heads = sizes.get("num_attention_heads")
     shared = sizes.get("num_key_value_heads")
     folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads
@@ -91,31 +92,26 @@ def _attention_for_trees(model: PreTrainedModel) -> str | None:
 
 
 def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
-    """Whether steps have fixed shapes: with a static `LookaheadConfig.engine`, and on CUDA with "auto", or where passes
-    are invariant, which they are by that alone.
-
-    Raises:
-        UnsupportedArgumentError: There are no such steps.
-    """
+    """Return whether steps have fixed shapes: with `engine="static"`, and on CUDA also with "auto" or `invariant`."""
     return engine == "static" or (model.device.type == "cuda" and (engine == "auto" or invariant))
 
 
 def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
-    """Whether a clone does what the model does, and has the same bits in all company where these are asked for."""
+    """Return why a clone differs from the model or is not invariant as requested; `None` if it passes."""
     attention = clone.config._attn_implementation
-    trees = attention in (INVARIANT, BY_POSITION)  # which read nothing else
+    trees = attention in (INVARIANT, BY_POSITION)  # they support only trees
     fixed = partial(fixed_runner, clone) if attention == BY_POSITION else None
     if not computes_the_same(clone, model, reads_plainly=not trees):
         return DIFFERS
     if trees and not is_invariant(clone, fixed):
-        return "a token has other bits in other company: something in it is summed in an order of its own"
-    if attention == INVARIANT and least_rows(clone) > 1:
-        vars(clone)[LEAST_NODES] = 4 if packing else 2
+        return "a token has other bits in other company: one of its sums has no fixed order"
+    if attention == INVARIANT and min_rows(clone) > 1:
+        vars(clone)[MIN_NODES] = 4 if packing else 2
     return None
 
 
 def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> ModelRunner:
-    """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
+    """Return a runner for rows that join and leave: packed, or padded if that is not possible.
 
     Args:
         model: A causal language model of transformers.
@@ -124,7 +120,7 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
 
     Raises:
         UnsupportedArgumentError: Passes of the model cannot be invariant.
-        UnsupportedModelError: The model cannot be run on token trees, or its rows give other logits together.
+        UnsupportedModelError: The model does not support token trees, or has other logits for rows in a shared pass.
     """
     packed = packed_runner(model, pack_weights, invariant)
     if isinstance(packed, ModelRunner):
@@ -141,17 +137,17 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
         with preserved_state(model):
             same = reads_rows_alike(runner, engine, exactly=False)
         if not same:
-            raise _unsupported(model, f"{packed}, and padded ones gave other logits together than each alone")
+            raise _unsupported(model, f"{packed}, and padded rows had other logits together than each alone")
 
     once(model, ("padded rows", *model_setting(model)), check)
     return runner
 
 
 def check_parts(model: PreTrainedModel, on_chains: bool) -> None:
-    """Refuse a model that reads a prompt in parts otherwise than at once: requests share steps and beginnings.
+    """Refuse a model with other logits for chunks of a prompt than for one pass: requests share steps and prefixes.
 
     Raises:
-        UnsupportedModelError: It does.
+        UnsupportedModelError: It has other logits.
     """
 
     def check() -> None:
@@ -159,33 +155,34 @@ def check_parts(model: PreTrainedModel, on_chains: bool) -> None:
         with torch.no_grad(), preserved_state(model):
             same = reads_parts(model, make)
         if not same:
-            raise _unsupported(model, "a prompt that is read in parts gave other logits than one that is read at once")
+            raise _unsupported(model, "a prompt that is read in parts has other logits than in one pass")
 
     once(model, ("parts", *model_setting(model)), check)
 
 
 def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> ModelRunner | str:
-    """What runs rows of `model` packed, on a clone that is made and tried once per model object; why there is nothing,
-    if so. Arguments as for `rows_runner`.
+    """Return a runner for packed rows, on a clone made and tried once per model object; the reason if there is none.
+
+    Arguments are as for `rows_runner`.
 
     Raises:
         UnsupportedArgumentError: Passes of the model cannot be invariant.
-        UnsupportedModelError: The model cannot be run on token trees.
+        UnsupportedModelError: The model does not support token trees.
     """
     check_model(model)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         return (
             f"its attention, {implementation!r}, is not called through transformers' AttentionInterface as 'sdpa'; "
-            "load it with attn_implementation='sdpa' if it has that"
+            "load it with attn_implementation='sdpa' if it supports that"
         )
     if not can_be_cloned(model):
         return FORWARD_IS_REPLACED
     if not equivalence(model).holds("packed_rows"):
-        return "a small copy of it gave other logits for rows that share a pass than for each alone"
+        return "a small copy of it has other logits for rows in a shared pass than for each alone"
     if invariant and model.device.type != "cpu":
         raise not_possible(model, "invariant", f"rows share a pass on {model.device}, and not on a CPU")
-    if invariant:  # refused where passes of one text cannot be
+    if invariant:  # raises if passes of one text cannot be invariant
         engine_model(model, pack_weights, invariant=True)
     attention = INVARIANT_ROWS if invariant else PACKED_ROWS
     clone = clone_for(model, attention, pack_weights, _reads_rows)
@@ -195,15 +192,14 @@ def packed_runner(model: PreTrainedModel, pack_weights: bool = False, invariant:
 
 
 def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
-    """Whether a clone reads rows that are packed as each alone is read."""
+    """Return why packed rows of a clone differ from single ones; `None` if they do not."""
     invariant = clone.config._attn_implementation == INVARIANT_ROWS
     alone = engine_model(model, bool(packing), invariant=True) if invariant else model
     same = reads_rows_alike(ModelRunner(clone), alone, exactly=invariant)
-    return None if same else "its rows gave other logits together than each alone"
+    return None if same else "its rows have other logits together than each alone"
 
 
 def _unsupported(model: PreTrainedModel, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"model={type(model).__name__} cannot be run with the rows of many requests in one: {why}. Use "
-        "lookahead.generate"
+        f"model={type(model).__name__} does not support many requests in one pass: {why}. Use lookahead.generate"
     )

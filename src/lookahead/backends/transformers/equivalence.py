@@ -1,8 +1,8 @@
-"""What is asked of a kind of model: trees and chains against plain decoding, on a miniature of it.
+"""Equivalence of a kind of model: comparisons of trees and chains with plain decoding, on a miniature.
 
-A miniature has every window, chunk and context of the model, a few tokens long, so that a short text runs past all of
-them. It finds what the model's own forward passes would show only far into a long text: layers that count keys instead
-of positions, scales that change with the length, tables that end.
+A miniature has every window, chunk and context of the model, a few tokens long, so that a short text is longer than all
+of them. It finds differences that the model itself shows only in long texts: layers that count keys instead of
+positions, scales that change with the length, tables that end.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from lookahead.core.token_tree import TokenTree
 
 _PROMPT = 6
 _LONG_PROMPT = 30
-"""Tokens of a prompt that is longer than every window."""
+"""Tokens of a prompt longer than every window."""
 _TEXT = 56
 """Tokens of a text: more than any length of a miniature."""
 _NODES = 6
-"""Nodes of a tree at most, so that some fit between the places where a scale changes."""
+"""Largest tree: small enough for the periods of Llama 4's query scale."""
 _SEEDS = 3
-"""A difference counts if it shows with each of so many random weights: near-ties between experts are rounding's."""
+"""Number of random weights that must all show a difference, because rounding decides near-ties between experts."""
 _TOLERANCE = 1e-3
-"""Of the largest logit. A wrong mask or position makes logits differ by about as much as other tokens do; rounding far
-less."""
+"""Tolerance as a share of the largest logit: far above rounding, far below the effect of a wrong mask or position."""
 
 
 class _Comparison:
-    """Texts along which plain decoding of a miniature and its drafts are compared.
+    """Comparison of plain decoding and drafts of a miniature along texts.
 
     Args:
-        seed: Of texts and drafts.
-        keeps_state: Whether the model has a running state; without one, the miniature would not be like it.
+        model: The miniature.
+        seed: Seed of texts and drafts.
+        keeps_state: Whether the original model has a running state; a miniature without one is not comparable.
 
     Attributes:
         positions_end: Whether plain decoding failed beyond the context.
@@ -67,7 +67,7 @@ class _Comparison:
         self._text = draw_text(_TEXT, seed, self._usual)[: limit.broken_after]
         try:
             self._expected = plain_logits(model, [self._text], _PROMPT)[0]
-        except (IndexError, RuntimeError):  # a table came to its end
+        except (IndexError, RuntimeError):  # beyond a table of positions
             if limit.context is None:
                 raise
             self.positions_end = True
@@ -78,7 +78,7 @@ class _Comparison:
         self._tolerance = _TOLERANCE * float(self._expected.abs().max())
 
     def trees(self) -> bool:
-        """Along a text, and behind a prompt of many tokens."""
+        """Compare trees along a text, and after a long prompt."""
         if not self._agrees(self._runner(), [self._text], [self._expected]):
             return False
         text = self._text[: _LONG_PROMPT + 10]
@@ -86,62 +86,61 @@ class _Comparison:
         return self._agrees(self._runner(), [text], plain_logits(self._model, [text], prompt), prompt)
 
     def chains(self) -> bool:
-        """Along a text, with drafts that are rejected, states that are put back, and pending tokens sent again."""
+        """Compare chains along a text, with rejected drafts, restored states and pending tokens."""
         runner = trial_runner(self._model, chain_engine(self._model))
         return self._is_alike and self._agrees(runner, [self._text], [self._expected], draft=chains(self._draws))
 
     def plain(self) -> bool:
-        """Two texts, step by step in turn, one token at a time. A state that is in the model is that of one text."""
+        """Compare two texts in turn, one token at a time; a state inside the model would mix them."""
         rows = [ChainRow(self._model), ChainRow(self._model)]
         return self._is_alike and self._side_by_side(ChainRunner(self._model, rows, drafts=False))
 
     def batches(self) -> bool:
-        """Two texts of different lengths beside one another, and each alone."""
+        """Compare a padded batch of two texts of different lengths with single texts."""
         return self._side_by_side(self._runner(2))
 
     def packed_rows(self) -> bool:
-        """Two texts of different lengths in one row of tokens, and each alone."""
+        """Compare packed rows of two texts of different lengths with single texts."""
         clone = SharedClone(self._model, PACKED_ROWS)
         runner = ModelRunner(clone.module, positions_end=self.positions_end)
         with runner.serving([Row(), Row()]):
             return self._side_by_side(runner)
 
     def plain_rows(self) -> bool:
-        """Two texts in a batch of plain decoding, and each alone."""
+        """Compare a batch of two texts with single texts, both in plain decoding."""
         texts = [self._text[start : start + _LONG_PROMPT] for start in (0, 5)]
         alone = [plain_logits(self._model, [text], _PROMPT)[0] for text in texts]
         return difference(list(plain_logits(self._model, texts, _PROMPT)), alone) <= self._tolerance
 
-    def anew(self) -> bool:
-        """A text that plain decoding reads whole at each step, and from a cache. It holds padding tokens, of which some
-        models count no positions."""
+    def without_cache(self) -> bool:
+        """Compare plain decoding with and without a cache, on a text with padding tokens: some models skip these."""
         config = self._model.config
         text = self._text[: shortest(self._limits.changes_after, self._limits.picks_after)]
         pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
         pad = getattr(config, "pad_token_id", None) if pad is None else pad
         if pad is not None:
-            text = [pad if place % 5 == 4 else token for place, token in enumerate(text)]
+            text = [pad if index % 5 == 4 else token for index, token in enumerate(text)]
         ways = (plain_logits(self._model, [text], _PROMPT, use_cache=choice) for choice in (True, False))
         return difference(*map(list, ways)) <= self._tolerance
 
-    def hidden(self, *places: int) -> bool:
-        """A text with hidden tokens in these places."""
-        runner = self._runner(padding=len(places))
-        longest = runner.counts_hidden_after(between=places[0] > 0)  # beyond, such texts are refused
+    def hidden(self, *indices: int) -> bool:
+        """Compare a text with hidden tokens at these indices."""
+        runner = self._runner(padding=len(indices))
+        longest = runner.counts_hidden_after(between=indices[0] > 0)  # longer ones are refused
         text = list(self._text)
-        for place in places:
-            text.insert(place, self._usual[0])
+        for index in indices:
+            text.insert(index, self._usual[0])
         text = text[:longest]
-        counted = [token for place, token in enumerate(text) if place not in places]
-        prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
+        visible = [token for index, token in enumerate(text) if index not in indices]
+        prompt = _PROMPT + len(indices) if len(visible) > _PROMPT else len(text) - 1
         try:
-            plain = plain_logits(self._model, [text], prompt, [places])
+            plain = plain_logits(self._model, [text], prompt, [indices])
         except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
             return False
-        return self._agrees(runner, [counted], plain)
+        return self._agrees(runner, [visible], plain)
 
     def padded_caches(self) -> bool:
-        """The first layer's keys of a text behind padding, and those that plain decoding leaves in its cache."""
+        """Compare the first layer's cached keys of a text after padding."""
         text = self._text[:_PROMPT]
         padding = 3
         runner = self._runner(padding=padding)
@@ -163,7 +162,7 @@ class _Comparison:
         return runner
 
     def _side_by_side(self, runner: Runner) -> bool:
-        # Where rows may not be at different places, batches are refused.
+        # Batches of longer texts are refused.
         texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
         alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
         return self._agrees(runner, texts, alone)
@@ -176,11 +175,11 @@ class _Comparison:
         prompt: int = _PROMPT,
         draft: Draft | None = None,
     ) -> bool:
-        """Whether drafts along texts give the logits of plain decoding, `[tokens - prompt, vocabulary]` of each."""
+        """Return whether drafts along texts equal the logits `[tokens - prompt, vocabulary]` of plain decoding."""
         return difference(follow(runner, texts, prompt, draft or self._draft), list(plain)) <= self._tolerance
 
     def _draft(self, tree: TokenTree, following: Sequence[int]) -> list[int]:
-        """Some of the tokens that follow, and wrong ones, so that places in the tree are not its positions."""
+        """Draft some right and some wrong tokens, so that slots differ from positions."""
         wrong = [self._usual[self._draws.randrange(37)] for _ in range(2)]
         if self._draws.random() < 0.5:
             tree.add_candidates(wrong)
@@ -194,44 +193,43 @@ class Question(NamedTuple):
     """A question about a kind of model.
 
     Attributes:
-        tried: How it is tried on a miniature.
-        unknown: The answer where no miniature can be built or run: the careful one.
-        seeds: How many random weights must say no.
+        trial: Comparison on a miniature.
+        unknown: Answer without a miniature: the cautious one.
+        seeds: Number of random weights that must all fail.
     """
 
-    tried: Callable[[_Comparison], bool]
+    trial: Callable[[_Comparison], bool]
     unknown: bool = False
     seeds: int = _SEEDS
 
 
 QUESTIONS = {
-    # Are rows read as plain decoding reads them ...
-    "trees": Question(_Comparison.trees),  # one row? Else the model is refused, or runs chains.
-    "chains": Question(_Comparison.chains),  # on chains? Else the model is refused.
-    "plain": Question(_Comparison.plain),  # without drafts? Else an Engine cannot fall back on that.
-    "batches": Question(_Comparison.batches),  # several at different places? Else batches are refused.
-    "plain_rows": Question(_Comparison.plain_rows),  # several in a batch of plain decoding? Likewise.
-    "anew": Question(_Comparison.anew),  # a text without a cache? Else use_cache=False is refused.
-    "packed_rows": Question(_Comparison.packed_rows),  # one after another? Else they are padded.
-    "padding": Question(lambda texts: texts.hidden(0, 1, 2)),  # behind hidden tokens? Else these are refused.
-    "holes": Question(lambda texts: texts.hidden(2)),  # with hidden tokens between others? Likewise.
-    # Are the keys of a row behind hidden tokens those that plain decoding caches? Where it counts them as positions,
-    # RoPE gives equal logits, as it depends on distances alone, but other keys: a cache of them is refused.
+    # Does plain decoding equal ...
+    "trees": Question(_Comparison.trees),  # trees? Else the model is refused, or runs chains.
+    "chains": Question(_Comparison.chains),  # chains? Else the model is refused.
+    "plain": Question(_Comparison.plain),  # single tokens? Else an Engine cannot fall back on them.
+    "batches": Question(_Comparison.batches),  # rows of different lengths? Else batches are refused.
+    "plain_rows": Question(_Comparison.plain_rows),  # its own batches? Else batches are refused.
+    "without_cache": Question(_Comparison.without_cache),  # itself without a cache? Else use_cache=False is refused.
+    "packed_rows": Question(_Comparison.packed_rows),  # packed rows? Else they are padded.
+    "padding": Question(lambda texts: texts.hidden(0, 1, 2)),  # rows after padding? Else hidden tokens are refused.
+    "holes": Question(lambda texts: texts.hidden(2)),  # rows with hidden tokens inside? Else these are refused.
+    # Are cached keys after hidden tokens equal? If plain decoding counts these as positions, logits are equal, because
+    # RoPE uses distances, but keys are not: a cache of them is refused.
     "padded_caches": Question(_Comparison.padded_caches),
-    # Does the model fail beyond its context? Else texts may go on there. Weights have no part in it.
+    # Does the model fail beyond its context? Else texts may be longer. Weights do not matter.
     "positions_end": Question(lambda texts: texts.positions_end, unknown=True, seeds=1),
 }
-"""The table: what is asked, how it is tried, and what is refused."""
 
 
 class Equivalence:
-    """In which respects drafts equal plain decoding for a kind of model, each asked when it is first needed.
+    """Answers to `QUESTIONS` for a kind of model, each computed on first use.
 
     Args:
         model: A model of that kind; no reference to it is kept.
 
     Attributes:
-        obstacle: Why no miniature could be tried when something was asked; `None` if one could.
+        obstacle: Reason for a missing miniature; `None` if there was one.
     """
 
     obstacle: str | None = None
@@ -239,8 +237,8 @@ class Equivalence:
     def __init__(self, model: PreTrainedModel) -> None:
         self._class = type(model)
         try:
-            self._config = deepcopy(model.config)  # which may be changed before it is tried
-        except Exception:  # there is a lock in it, for example
+            self._config = deepcopy(model.config)  # protects it from later changes
+        except Exception:  # it contains a lock, for example
             self._config = model.config
         self._code = Surroundings(model)
         self._comparisons: dict[int, _Comparison] = {}
@@ -249,22 +247,22 @@ class Equivalence:
 
     @property
     def is_current(self) -> bool:
-        """Whether the classes of the model have the code that they had."""
+        """Whether the code of the model's classes is unchanged."""
         return self._code.hold()
 
     def holds(self, name: str) -> bool:
-        """The answer to one of `QUESTIONS`."""
+        """Return the answer to one of `QUESTIONS`."""
         with self._lock:
             if name not in self._answers:
-                self._answers[name] = self._ask(QUESTIONS[name])
+                self._answers[name] = self._answer(QUESTIONS[name])
             return self._answers[name]
 
     @property
     def has_miniature(self) -> bool:
-        """Whether one could be built and run, when something was asked."""
+        """Whether a miniature could be built and run."""
         return self.obstacle is None
 
-    def _ask(self, question: Question) -> bool:
+    def _answer(self, question: Question) -> bool:
         keeps_state = has_running_state(self._class, self._config)
         with quiet(), torch.inference_mode(False), torch.no_grad():
             for seed in range(question.seeds):
@@ -273,41 +271,40 @@ class Equivalence:
                         miniature = build_miniature(self._class, self._config, seed)
                         self._comparisons[seed] = _Comparison(miniature, seed, keeps_state)
                 except Exception as error:
-                    # Whatever it is: this class cannot be had in small, or plain decoding does not run there.
+                    # The miniature cannot be built, or its plain decoding fails.
                     self.obstacle = f"{type(error).__name__}: {error}"
                     return question.unknown
                 try:
-                    if question.tried(self._comparisons[seed]):
+                    if question.trial(self._comparisons[seed]):
                         return True
                 except Exception:
-                    continue  # plain decoding ran, drafts did not
+                    continue  # only the drafts failed
         return False
 
 
-_KEPT = 16
-"""Kinds of models that are kept, each with some megabytes of miniatures."""
+_MAX_KINDS = 16
+"""Cached kinds of models, each with some megabytes of miniatures."""
 _by_kind: dict[tuple[object, ...], Equivalence] = {}
-"""By class and configuration, the last used at the end. Not kept for a model, as it is the same for all models of a
-kind: a process that loads one after another tries each kind once. It holds miniatures, and no model of the caller's."""
+"""Equivalence by class and configuration, most recently used last. Models of one kind share it."""
 _lock = Lock()
 
 
 def equivalence(model: PreTrainedModel) -> Equivalence:
-    """What miniatures of `model` show. Each question takes some tenths of a second once; the model is not touched."""
+    """Return the equivalence of the kind of `model`. Each question takes some tenths of a second once."""
     return of_config(model, ("kind", model.config._attn_implementation), lambda: _look_up(model))
 
 
 def _look_up(model: PreTrainedModel) -> Equivalence:
     try:
         values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    except Exception:  # the configuration holds something else than values
+    except Exception:  # the configuration has objects beside plain values
         values = repr(id(model.config))
     kind = (type(model), values, model.config._attn_implementation)
     with _lock:
-        found = _by_kind.pop(kind, None)
-        if found is None or not found.is_current:
-            found = Equivalence(model)
-        _by_kind[kind] = found
-        if len(_by_kind) > _KEPT:
+        known = _by_kind.pop(kind, None)
+        if known is None or not known.is_current:
+            known = Equivalence(model)
+        _by_kind[kind] = known
+        if len(_by_kind) > _MAX_KINDS:
             del _by_kind[next(iter(_by_kind))]
-        return found
+        return known

@@ -1,7 +1,7 @@
-"""What was found by trying or timing on this machine, kept on disk for later processes: it takes longer than a call.
+"""Findings: results of trials and timings on this machine, stored on disk for later processes.
 
-Each finding is a file of JSON in the user's cache directory, about a setting of plain values: which model, which
-machine, which versions.
+Each finding is a JSON file in the user's cache directory. Its key is a setting of plain values: model, machine,
+versions.
 """
 
 from __future__ import annotations
@@ -28,41 +28,43 @@ from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
 
 _FORMAT = 2
-"""Another number whenever something else is tried than before, or something else computed."""
+"""Version of the findings; increase it when a trial or a computation changes."""
 
 _DISPATCH = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")
-"""Beginnings of the names of environment variables by which libraries choose their kernels."""
+"""Prefixes of environment variables that affect the choice of kernels in libraries."""
 
 _KNOWN = {"torch", "transformers", "lookahead", "builtins"}
-"""Where the classes of models come from whose code does not change while versions stay."""
+"""Packages with code that changes only with their versions."""
 
 _SAMPLED = 16
+"""Weights in a model's identity."""
 _VALUES = 64
+"""Values of each weight in a model's identity."""
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""What a configuration says that is no part of which model it is."""
+"""Settings of a configuration that do not identify a model."""
 
 
 def _file(kind: str, setting: Mapping[str, Any]) -> Path:
-    """The file about a setting of plain values, whether or not there is one yet."""
+    """Return the path of the file for a setting; the file may not exist."""
     text = json.dumps(setting, sort_keys=True)
     return user_cache() / OWN_FOLDER / kind / f"{_short_hash(text)}.json"
 
 
 def _read(kind: str, setting: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file about a setting holds.
+    """Read the file for a setting.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It holds something else, or is about another setting.
+        ValueError: It is not a finding, or belongs to another setting.
     """
     content = json.loads(_file(kind, setting).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("setting") != json.loads(json.dumps(setting)):
-        raise ValueError("it is about another setting")
+        raise ValueError("it belongs to another setting")
     return content
 
 
 def _write(kind: str, setting: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
-    """Put `content` in place of what the file about a setting held: all of it or, if that fails, nothing.
+    """Replace the file for a setting atomically, and return its path.
 
     Raises:
         OSError: The folder cannot be made or written to.
@@ -75,25 +77,25 @@ def _write(kind: str, setting: Mapping[str, Any], content: Mapping[str, Any]) ->
 
 
 def recall(about: Mapping[str, Any]) -> Any:
-    """What was found on a machine like this one about plain values; `None` if nothing was, or it cannot be read."""
+    """Return the stored finding about a subject on an equal machine; `None` without one."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError, ValueError):
         return _read("findings", setting).get("found")
     return None
 
 
-def remember(about: Mapping[str, Any], found: Any) -> None:
-    """Store a finding, where that is possible; otherwise it is found again."""
+def remember(about: Mapping[str, Any], finding: Any) -> None:
+    """Store a finding about a subject, if the disk permits it."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError):
-        _write("findings", setting, {"found": found})
+        _write("findings", setting, {"found": finding})
 
 
 def architecture(model: PreTrainedModel) -> dict[str, Any] | None:
-    """All of a model that decides in which order its sums are made, as plain values: anything but the numbers.
+    """Describe everything in a model that affects the order of its sums: all but the values of weights.
 
     Returns:
-        `None` where its code may be another tomorrow, or hooks run with it.
+        Plain values; `None` if the code may change without a new version, or there are hooks.
     """
     parts = hashlib.sha256()
     for name, module in model.named_modules():
@@ -111,7 +113,7 @@ def architecture(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def _machine() -> dict[str, Any]:
-    """All that decides which kernels libraries choose, but for shapes and types."""
+    """Describe everything in this machine that affects the choice of kernels in libraries."""
     return {
         "format": _FORMAT,
         "processor": device_name(torch.device("cpu")),
@@ -127,7 +129,7 @@ def _machine() -> dict[str, Any]:
 
 @cache
 def _processor() -> tuple[str, str]:
-    """The name of this processor, and one for its set of instructions and its model, where the system says."""
+    """Return the name of this processor, and a hash of its model and instructions if the system has them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -144,16 +146,16 @@ def _short_hash(text: str) -> str:
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """A short name that two models share only if they have the same configuration and the same weights.
+    """Return a short name that identifies a configuration and weights.
 
-    Made from the configuration and from values out of some of the weights. A model keeps its name in another number
-    type if that holds the same values; another size, other layers or a fine-tuning change it.
+    It is a hash of the configuration and of sampled weights. It does not depend on the number type if that represents
+    the same values.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     weights = sorted(model.named_parameters(), key=lambda item: item[0])
     for name, weight in weights[:: max(1, len(weights) // _SAMPLED)]:
-        # Of a weight that is shared out among processes (a DTensor), this process's part.
+        # The local part of a weight that is distributed over processes (a DTensor).
         part = weight.to_local() if hasattr(weight, "to_local") else weight
         values = part.detach().flatten()
         sample = values[:: max(1, values.numel() // _VALUES)].to(torch.float32).tolist()
@@ -162,12 +164,12 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Versions that decide what is computed, and how fast."""
+    """Return the versions that affect results and times."""
     return {"lookahead": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the processor behind `device`; two GPUs of the same make are the same."""
+    """Return the name of the processor or GPU model of `device`."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return device.type if device.type != "cpu" else _processor()[0]
@@ -178,36 +180,36 @@ _SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size", "layer_types", "num_experts"),
     *("num_local_experts", "num_experts_per_tok", "tie_word_embeddings"),
 )
-"""What a configuration says that decides how long a step takes; two fine-tunings of a model share a curve."""
+"""Settings of a configuration that affect the time of a step; fine-tuned models share a curve."""
 
 
 def cost_file(setting: Mapping[str, Any]) -> Path:
-    """The file of the costs for a setting (see `describe_setting`), whether or not there is one yet."""
+    """Return the path of the stored costs for a setting (see `describe_setting`); the file may not exist."""
     return _file("cost", setting)
 
 
 def load_costs(setting: Mapping[str, Any]) -> StepCosts | None:
-    """What is stored for a setting; `None` if nothing that can be used. A file that cannot be read as what it should be
-    is ignored, with a warning that names it."""
+    """Return the stored costs for a setting; `None` without any. An invalid file is ignored, with a warning."""
     try:
         return StepCosts.from_dict(_read("cost", setting)["cost"])
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:
         warnings.warn(
-            f"{cost_file(setting)} is no cost model that can be used ({type(error).__name__}: {error}) and is ignored; "
-            "`lookahead tune` writes it anew",
+            f"{cost_file(setting)} is not a usable cost model ({type(error).__name__}: {error}) and is ignored; "
+            "`lookahead tune` writes a new one",
             stacklevel=2,
         )
         return None
 
 
 def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[str, Any]) -> Path:
-    """Store a curve for a setting, in place of an earlier one; returns the file, which is written whole or not at all.
+    """Store the costs for a setting atomically, and return the path of the file.
 
     Args:
-        setting, costs: The curve, and what it is about; see `describe_setting`.
-        details: What else was measured, as plain numbers and lists: the points, the date.
+        setting: Setting from `describe_setting`.
+        costs: The costs.
+        details: Further plain values for the file, for example measured points and the date.
 
     Raises:
         OSError: The folder cannot be made or written to.
@@ -216,14 +218,14 @@ def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[s
 
 
 def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[str, Any]:
-    """All that the time of a step depends on but its nodes and context, as plain values: the key of a stored curve.
+    """Describe everything that affects the time of a step beside its nodes and context: the key of stored costs.
 
     Args:
         model: The model, on its device.
-        config: Of which the options count that change how fast its engine is.
+        config: Configuration; only options with an effect on the speed count.
     """
     engine: dict[str, Any] = {"pack_weights": config.pack_weights}
-    captures = model.device.type == "cuda"  # where `engine="auto"` records graphs; elsewhere it is "dynamic"
+    captures = model.device.type == "cuda"  # there `engine="auto"` records graphs; elsewhere it means "dynamic"
     if config.engine not in (("auto",) if captures else ("auto", "dynamic")):
         engine["engine"] = config.engine
     if config.invariant:
@@ -232,7 +234,7 @@ def describe_setting(model: PreTrainedModel, config: LookaheadConfig) -> dict[st
     return {
         "model": {
             "class": type(model).__name__,
-            # as a dict: some configurations refuse to name a size that differs between layers
+            # as a dict: some configurations raise for a size that differs between layers
             **{name: value for name, value in text_config.to_dict().items() if name in _SIZES and value is not None},
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "bytes": sum(weight.nbytes for weight in model.parameters()),

@@ -1,5 +1,6 @@
-"""Passes of a few fixed sizes over memory that stays where it is, which are run again and again: called, or
-recorded in CUDA graphs and replayed. `StaticSteps` runs those over the rows of a call; see `pooled_rows` for others.
+"""Passes of a few fixed sizes over memory with fixed addresses, called or recorded in CUDA graphs and replayed.
+
+`StaticSteps` runs them for the rows of a call, and `pooled_rows` for an engine.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ from lookahead.core.garbage import uncollected
 from lookahead.core.packed_masks import packed_width
 
 SMALLEST_TREE = 8
-"""Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which reads all weights for one node as
-for eight."""
+"""Nodes of the smallest pass for a tree. On a GPU fewer nodes are not faster."""
 
 PAYS_FROM = 16
-"""Tokens that must be left of a text for a capture. It takes about as long as four steps save (0.1 s against 30 ms of a
-step, 8 billion parameters on an H200), and a step adds one to five tokens."""
+"""Smallest number of remaining tokens for a capture, which costs the saved time of about four steps."""
 
 
 def pass_sizes(nodes: int) -> tuple[int, ...]:
-    """Sizes of passes for trees of up to `nodes` nodes: one node alone, then doubling, so that few must be captured."""
+    """Return the sizes of passes for trees of up to `nodes` nodes: 1, 8, then doubled."""
     sizes = [1]
     while sizes[-1] < nodes:
         sizes.append(max(SMALLEST_TREE, 2 * sizes[-1]))
@@ -45,37 +44,39 @@ def pass_sizes(nodes: int) -> tuple[int, ...]:
 
 
 def rounded(tokens: int) -> int:
-    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share captured
-    passes. A multiple of 64, as attention with dense masks needs it."""
+    """Return the capacity for a number of tokens: at most 50 % more, so that similar calls share captures.
+
+    It is a multiple of 64, as attention with dense masks needs.
+    """
     power = 1 << max(tokens - 1, 255).bit_length()
     return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
 
 FIXED_ROWS = 64
-"""Rows of every pass of one size only, so that products and means are those of one shape: enough for most drafts, and
-few enough to share a tile in most products on a GPU, so that all of them are summed alike."""
+"""Nodes of every invariant static pass: enough for most drafts, few enough for one tile of most GPU products."""
 
 
 def padded_batch(batch: int) -> int:
-    """Rows of a batch in passes of one size, those without a text included: they divide `FIXED_ROWS`."""
+    """Return the number of rows of a batch in passes of one size, padding included: a divisor of `FIXED_ROWS`."""
     return 1 << (batch - 1).bit_length()
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
-"""Work on tensors that stay where they are, and the tensors it leaves its results in."""
+"""Function that computes on tensors with fixed addresses, and returns its result tensors."""
 
 
 def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k: int) -> Outputs:
-    """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
+    """Run a pass with fixed shapes, without reading contents of tensors.
 
     Args:
-        model, cache: The model and its cache, `columns` set.
-        inputs: What it takes: `StaticInputs`, or others that have `columns` and `arguments` like these.
-        top_k: How many of the likeliest tokens are wanted.
+        model: The model.
+        cache: Its cache, with `columns` set.
+        inputs: `StaticInputs`, or another object with `columns` and `arguments`.
+        top_k: Number of likeliest tokens to list.
 
     Returns:
-        Logits `[rows * nodes, vocabulary]`, and what they say; see `pack_likeliest`.
+        Logits `[rows * nodes, vocabulary]`, and the result of `pack_likeliest`.
     """
     arguments = inputs.arguments(model, cache)
     logits = model(**arguments, **{cache_name(model): cache}, use_cache=True, return_dict=True).logits.flatten(0, 1)
@@ -83,19 +84,20 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k:
 
 
 class FixedPasses:
-    """Passes of some sizes, each recorded when it is first run, where that pays.
+    """Passes of fixed sizes, each recorded on first use if the device benefits.
 
-    There is one of each number of nodes; if it lists too few of the likeliest tokens after each of them, one that lists
-    more takes its place. No reference is held to the model.
+    There is one pass for each number of nodes. A pass with more listed tokens replaces one with too few. It has no
+    reference to the model.
 
     Args:
-        model, cache: The model and its cache.
-        clock: Stands still while passes are recorded.
-        lists: How many tokens passes list at least.
+        model: The model.
+        cache: Its cache.
+        clock: Clock that is paused during recording.
+        lists: Smallest number of likeliest tokens that passes list.
 
     Attributes:
-        inputs: Those of each size so far.
-        recorded: What it took so far.
+        inputs: Inputs of each size so far.
+        recorded: Number, time and memory of recorded passes.
     """
 
     def __init__(self, model: PreTrainedModel, cache: StaticTreeCache, clock: PausingClock, lists: int = 0) -> None:
@@ -109,23 +111,25 @@ class FixedPasses:
         self.serve(None)
 
     def serve(self, setting: object) -> None:
-        """Be of a setting, such as memory of some size: what was recorded in another one is forgotten."""
+        """Switch to a setting, for example a size of memory; passes of another setting are dropped."""
         if setting != self._setting:
             self._setting = setting
-            self._passes: dict[int, tuple[int, Pass]] = {}  # with how many tokens each lists
+            self._passes: dict[int, tuple[int, Pass]] = {}  # number of listed tokens, and the pass
             self.inputs: dict[int, Any] = {}
             self._recorder = recorder_for(self._device)
 
     def has(self, size: int, top_k: int) -> bool:
-        """Whether a pass of so many nodes was recorded that lists at least `top_k` tokens."""
+        """Return whether there is a pass of `size` nodes that lists at least `top_k` tokens."""
         return size in self._passes and self._passes[size][0] >= top_k
 
     def run(self, size: int, top_k: int, make: Callable[[int], Any], *contents: Any) -> Outputs:
-        """Run a pass of so many nodes that lists at least `top_k` tokens; see `run_pass`.
+        """Run a pass of `size` nodes that lists at least `top_k` tokens; see `run_pass`.
 
         Args:
-            make: Makes the inputs of passes of this size, where there are none.
-            *contents: What is staged in them.
+            size: Number of nodes.
+            top_k: Smallest number of listed tokens.
+            make: Makes the inputs for a new size.
+            *contents: Arguments of their method `stage`.
         """
         if size not in self.inputs:
             self.inputs[size] = make(size)
@@ -148,7 +152,7 @@ class FixedPasses:
 
         def work() -> Outputs:
             model = reference()
-            assert model is not None, "whoever runs a step holds the model"
+            assert model is not None, "the caller of a step has a reference to the model"
             with cache.written_at(inputs.columns.long()):
                 return run_pass(model, cache, inputs, top_k)
 
@@ -160,22 +164,23 @@ class FixedPasses:
 
 
 class StaticInputs:
-    """The inputs of passes of one size.
+    """Inputs of passes of one size.
 
-    Everything that changes from step to step is in one int32 array, so that one copy brings it to the device. On a CPU
-    the host's array is the device's. Trees with fewer nodes are padded: a padding node is token 0 at position 0, sees
-    itself alone, and is seen by nobody.
+    All variable values are in one int32 array, so that one copy uploads them. On a CPU host and device share it.
+    Smaller trees are padded: a padding node is token 0 at position 0, sees only itself, and is visible to no other
+    node.
 
     Args:
-        masks: Which kinds of layers the model has.
-        batch: Rows.
-        nodes: Nodes of each row, the padding included.
-        device: Where the model is.
-        most: Nodes of the largest tree, if that may be more: passes then read it part by part.
+        masks: Masks of the model.
+        batch: Number of rows.
+        nodes: Nodes of each row, padding included.
+        device: Device of the model.
+        most: Nodes of the largest tree, if larger: several passes process it in parts.
 
     Attributes:
-        tokens, positions: `[batch, nodes]` int32.
-        columns: Columns of the cache where the nodes go, `[nodes]` int32.
+        tokens: `[batch, nodes]` int32.
+        positions: `[batch, nodes]` int32.
+        columns: Columns of the nodes in the cache, `[nodes]` int32.
         packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(most / 32)]` int32.
     """
 
@@ -195,7 +200,7 @@ class StaticInputs:
         self._offsets = np.arange(nodes, dtype=np.int32)
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """What the model takes, beside its cache."""
+        """Return the arguments of the model beside its cache."""
         return {
             "input_ids": self.tokens.long(),
             "position_ids": self.positions.long(),
@@ -203,11 +208,11 @@ class StaticInputs:
         }
 
     def stage(self, plan: PassPlan, part: int = 0) -> None:
-        """Bring one pass, or a part of it, to the device.
+        """Upload the inputs of a pass.
 
         Args:
-            plan: The trees, of at most `nodes` nodes, or `most`. Rows that have none are padding.
-            part: Which `nodes` slots of the trees.
+            plan: Trees of at most `nodes` nodes, or `most`. Missing rows are padded.
+            part: Number of the part of `nodes` slots.
         """
         rows = len(self._tokens)
         start = part * self.nodes
@@ -224,25 +229,25 @@ class StaticInputs:
 
 
 class StaticSteps:
-    """Runs steps of a model with fixed shapes; serves one batch at a time.
+    """Steps of a model with fixed shapes, for one batch at a time.
 
     Args:
-        model: The model, to which no reference is held.
-        shapes: What each layer keeps of a token.
-        batch: Texts.
-        capacity: Tokens of each text, and nodes of a step, that there is room for at first.
-        sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
-        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part. There are
-            so many rows then that they divide `FIXED_ROWS`.
+        model: The model; no reference is kept.
+        shapes: Shape of each layer's keys and values.
+        batch: Number of texts.
+        capacity: Initial capacity for tokens of each text and nodes of a step.
+        sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `most`.
+        most: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The number of
+            rows is then a divisor of `FIXED_ROWS`.
 
     Attributes:
         cache: Keys and values.
-        chunk: Nodes of every pass, if they are of one size only.
-        clock: A clock in seconds that stands still while graphs are recorded.
-        recorded: What recording took so far.
-        last: Tokens that the texts come to at most: where fewer than `PAYS_FROM` of them are left, nothing is recorded
-            any more, and steps of sizes that were not are run elsewhere. Any number if `None`.
-        made_for: How the model was set when they were made for it.
+        chunk: Nodes of every pass, if there is a single size.
+        clock: Clock in seconds that is paused during recording.
+        recorded: Number, time and memory of recorded passes.
+        last: Largest number of tokens of the texts; unlimited if `None`. With fewer than `PAYS_FROM` remaining, no pass
+            is recorded.
+        made_for: Setting of the model at creation.
     """
 
     def __init__(
@@ -268,20 +273,20 @@ class StaticSteps:
         self._device = model.device
 
     def make_room(self, needed: int) -> None:
-        """Have room for so many tokens; grow by half at least, since graphs must be captured again."""
+        """Grow the cache to at least `needed` tokens, by at least half, since graphs must be captured again."""
         if needed > self.cache.capacity:
             self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
 
     def forward(self, plan: PassPlan, top_k: int) -> PassResult | None:
-        """Run one pass, if it is of a size that there are passes for.
+        """Run one pass, if there is one for its size.
 
         Args:
             plan: The trees, one for each row.
             top_k: Number of likeliest tokens to list after each node, with probabilities.
 
         Returns:
-            The result; `None` if the trees are too large, or a pass of that size does not pay any more. Then, too,
-            there is room for them in the cache.
+            The result; `None` if the trees are too large, or a recording would not pay. The cache has capacity for them
+            in any case.
         """
         nodes = int(plan.counts.max())
         size = next((size for size in self.sizes if size >= nodes), self.chunk)
@@ -303,13 +308,13 @@ class StaticSteps:
 
     def _run(self, size: int, parts: int, plan: PassPlan, top_k: int) -> Outputs:
         """Run the trees in parts of `size` nodes; see `run_pass`."""
-        given = []
+        results = []
         for part in range(parts):
             outputs = self._passes.run(size, top_k, self._new_inputs, plan, part)
             if parts == 1:
                 return outputs
-            given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites
-        logits, listed = (torch.cat(pieces, dim=1).flatten(0, 1) for pieces in zip(*given, strict=True))
+            results.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # before overwriting
+        logits, listed = (torch.cat(pieces, dim=1).flatten(0, 1) for pieces in zip(*results, strict=True))
         return logits, listed
 
     def _new_inputs(self, size: int) -> StaticInputs:
@@ -317,16 +322,17 @@ class StaticSteps:
 
 
 def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:
-    """What records passes, where that pays: on a CPU there are no launches to save.
+    """Return a function that records passes; `None` on a CPU, which has no launches to save.
 
-    All graphs share one pool of memory, as only one of them runs at a time; it goes with them.
+    All graphs share one pool of memory, because only one of them runs at a time.
     """
     return partial(record, device, torch.cuda.graph_pool_handle(), []) if device.type == "cuda" else None
 
 
 def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) -> Pass:
-    """Warm up, capture a CUDA graph, and return the replay: one launch for any number of kernels, whose results are in
-    the same tensors every time. Whether a pass waits is asked of the first one that is `recorded`: it takes long.
+    """Warm up, capture a CUDA graph, and return its replay, which writes its results to the same tensors every time.
+
+    Only the first recording checks for operations that wait for the device, because the check is slow.
 
     Raises:
         RuntimeError: The pass cannot be captured, for example because it waits for the device.
@@ -335,13 +341,13 @@ def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) ->
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            work()  # compiles kernels, chooses algorithms, takes work space
+            work()  # compiles kernels, chooses algorithms, allocates work space
             if not recorded:
                 with _RefuseWaiting():  # type: ignore[no-untyped-call]
                     work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # A graph in the garbage would break the capture off as it goes.
+        # Freeing an old graph would abort the capture.
         with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = work()
         torch.cuda.synchronize(device)  # or the next step would wait for the warm-up
@@ -355,8 +361,10 @@ def record(device: torch.device, pool: Any, recorded: list[bool], work: Pass) ->
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What waits for the device cannot be captured. It is better found out before: a capture that breaks off may leave
-    the device's random numbers in a state in which nobody can draw. Other threads may wait as they like."""
+    """Refuses operations that wait for the device, before a capture: an aborted one may break the random generator.
+
+    Other threads may wait.
+    """
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -369,7 +377,7 @@ _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the host must know values that are on a device, or copies from one to the other and waits for it."""
+    """Return whether an operation needs values of a device on the host, or copies between them synchronously."""
     tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
     kinds = {tensor.device.type for tensor in tensors}
     if operation in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):

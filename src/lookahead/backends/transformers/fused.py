@@ -1,6 +1,6 @@
-"""Norms and rotary embeddings in one kernel each, on a GPU: models run six and ten, which take longer than their sums.
+"""Fused kernels for norms and rotary embeddings on a GPU, where models launch six and ten kernels.
 
-They round where the model's own operations round. What stands for a module is chosen by trying.
+They round at the same points as the model's own operations. Trials choose the replacement of a module.
 """
 
 # Kernels are written in Triton's language, which mypy cannot check.
@@ -20,36 +20,37 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from triton.language import constexpr  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
-"""How models norm: whether they round before the weight is multiplied, and what they add to the weight."""
+"""Variants of RMS norms: whether they round before the multiplication by the weight, and an offset of the weight."""
 
 _ROTARY = "apply_rotary_pos_emb"
-"""The name of the function in the modules of transformers."""
+"""Name of the function in the modules of transformers."""
 
 _RENAMING = "transformers.utils.deprecation"
+"""Module of the wrapper that renames arguments of earlier versions."""
 
 
 def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
-    """The class of what stands for `module` in a clone, which would be `kind` otherwise."""
+    """Return the class that replaces `module` in a clone; `kind` if there is no fused one."""
     manner = _manner_of(module)
     if manner is not None:
-        return _norming(kind, *manner)
+        return _fused_norm(kind, *manner)
     forward = _own_forward(kind)
     if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
         weight = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
         original = forward.__globals__[_ROTARY]
         if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
-            return _rotating(kind)
+            return _fused_attention(kind)
     return kind
 
 
 def _own_forward(kind: Any) -> Any:
-    """The forward pass of a class, out of the wrapper that renames arguments of earlier versions of transformers."""
+    """Return the forward pass of a class without transformers' wrapper that renames arguments."""
     return unwrap(kind.forward, stop=lambda function: getattr(function, "__globals__", {}).get("__name__") != _RENAMING)
 
 
 @torch.no_grad()
 def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
-    """Which of `MANNERS` gives the bits of a norm of 16 bits, but for the order in which a mean is summed."""
+    """Return the variant in `MANNERS` of a 16-bit norm, by a comparison of bits; the sum of its mean may differ."""
     weight = module._parameters.get("weight")
     epsilon = _epsilon_of(module)
     is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(epsilon, float) and len(module._parameters) == 1
@@ -57,12 +58,12 @@ def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
         return None
     random = torch.Generator().manual_seed(0)
     sample, other = (torch.randn(rows, len(weight), generator=random).to(weight) for rows in (4, 1))
-    probe = module.__class__.__new__(module.__class__)  # weights as they are drawn say too little
+    probe = module.__class__.__new__(module.__class__)  # with random weights: initial ones hide differences
     vars(probe).update(vars(module), _parameters={"weight": torch.nn.Parameter(other[0])})
     expected = probe.forward(sample)  # without hooks
     for manner in MANNERS:
-        found = rms_norm(sample, other[0], epsilon, *manner)
-        if found.dtype == expected.dtype and int((found != expected).sum()) * 64 < found.numel():
+        actual = rms_norm(sample, other[0], epsilon, *manner)
+        if actual.dtype == expected.dtype and int((actual != expected).sum()) * 64 < actual.numel():
             return manner
     return None
 
@@ -73,8 +74,8 @@ def _epsilon_of(module: torch.nn.Module) -> Any:
 
 
 @cache
-def _norming(kind: Any, rounds_first: bool, offset: float) -> Any:
-    """The class `kind` of a norm, in one kernel."""
+def _fused_norm(kind: Any, rounds_first: bool, offset: float) -> Any:
+    """Return a subclass of a norm class `kind` with the fused kernel."""
 
     def forward(self: Any, hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
         if more or named or hidden.dtype.itemsize != 2:
@@ -85,11 +86,11 @@ def _norming(kind: Any, rounds_first: bool, offset: float) -> Any:
 
 
 @cache
-def _rotating(kind: Any) -> Any:
-    """The class `kind` of an attention, whose forward pass finds another function under `_ROTARY`."""
+def _fused_attention(kind: Any) -> Any:
+    """Return a subclass of an attention class `kind` with the fused rotary embeddings."""
     old = _own_forward(kind)
-    places = {**old.__globals__, _ROTARY: partial(_rotated, old.__globals__[_ROTARY])}
-    forward = FunctionType(old.__code__, places, old.__name__, old.__defaults__, old.__closure__)
+    namespace = {**old.__globals__, _ROTARY: partial(_rotated, old.__globals__[_ROTARY])}
+    forward = FunctionType(old.__code__, namespace, old.__name__, old.__defaults__, old.__closure__)
     forward.__kwdefaults__ = old.__kwdefaults__
     return type(kind.__name__, (kind,), {"forward": forward})
 
@@ -105,18 +106,18 @@ def _rotated(original: Callable[..., Any], query: Any, key: Any, cos: Any, sin: 
 @cache
 @torch.no_grad()
 def _rotates_alike(original: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `rotate` gives the bits of a function, for random states. Tried once, not for each layer."""
+    """Return whether `rotate` has the bits of a function for random states; tried once for all layers."""
     random = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 3, 64), (2, 2, 3, 64), (2, 3, 64), (2, 3, 64))
     sample = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
     try:
         return all(map(torch.equal, rotate(*sample), original(*sample)))
-    except Exception:  # whatever it wants is not what it is given here
+    except Exception:  # it has another signature
         return False
 
 
 def rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> torch.Tensor:
-    """`hidden` `[..., size]` over the root of its mean square, times `weight` `[size]` and `offset`; see `MANNERS`."""
+    """Return the RMS norm of `hidden` `[..., size]` with `weight` `[size]` plus `offset`; see `MANNERS`."""
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     dtype = torch.promote_types(hidden.dtype, weight.dtype) if rounds_first else hidden.dtype
     output = torch.empty_like(rows, dtype=dtype)
@@ -144,13 +145,13 @@ def _norm_kernel(
 
 
 def rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embeddings of queries and keys `[batch, heads, nodes, size]` by `cos` and `sin` `[batch, nodes, part]`.
+    """Rotate queries and keys `[batch, heads, nodes, size]` by `cos` and `sin` `[batch, nodes, part]`.
 
-    The first half of a part is turned against the second one; what lies behind the part stays.
+    The first half of a part is rotated with the second one; elements after the part stay.
     """
-    states = [given.transpose(1, 2).contiguous() for given in (query, key)]  # as they come from the projections
-    angles = [given.expand(len(query), -1, -1).contiguous() for given in (cos, sin)]
-    outputs = [torch.empty_like(given) for given in states]
+    states = [tensor.transpose(1, 2).contiguous() for tensor in (query, key)]  # the layout of the projections
+    angles = [tensor.expand(len(query), -1, -1).contiguous() for tensor in (cos, sin)]
+    outputs = [torch.empty_like(tensor) for tensor in states]
     batch, nodes, heads, size = states[0].shape
     constants = heads, size, cos.shape[2], triton.next_power_of_2(size)
     grid = batch * nodes, heads + key.shape[1]
@@ -181,7 +182,7 @@ def _rotate_kernel(
     others = tl.load(source + start + partner, mask=turns, other=0.0).to(tl.float32)
     cosine = tl.load(cos + row * PART + place, mask=turns, other=0.0).to(tl.float32)
     sine = tl.load(sin + row * PART + place, mask=turns, other=0.0).to(tl.float32)
-    # Each product is rounded, as are those of the operations in place of which this stands.
+    # Each product is rounded, as in the separate operations.
     along = (states.to(tl.float32) * cosine).to(states.dtype).to(tl.float32)
     across = (tl.where(is_first, -others, others) * sine).to(states.dtype).to(tl.float32)
     tl.store(target + start + place, tl.where(turns, (along + across).to(states.dtype), states), mask=place < SIZE)

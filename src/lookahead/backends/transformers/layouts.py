@@ -1,4 +1,4 @@
-"""Inputs of a pass: tokens, positions, masks and the logits to keep, for trees beside or behind one another."""
+"""Inputs of a pass: tokens, positions, masks and the logits to keep, for padded or packed trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.machine import upload
-from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, MIN_NODES
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PackedRows
@@ -30,7 +30,7 @@ class PassPlan:
         lengths: Cached tokens of each text, `[rows]` int64.
         starts: Index in the text of the first node of each tree, `[rows]`; 0 for an idle tree, which has none.
         shifts: Position id minus index in the text, `[rows]`; `None` if all are 0.
-        dropped: Number of first tokens that layers with a window have forgotten.
+        dropped: Number of first tokens that layers with a window have dropped.
     """
 
     forest: Forest
@@ -61,9 +61,9 @@ class Inputs:
 
     Attributes:
         tokens, positions: `[rows, nodes]` int64, where the model is.
-        keep: Which nodes of each row are read, ascending, `[keep]`.
-        rows: Row of each of the forest's `read_slots` in the logits, which have `keep` of each row, one row behind
-            another; `None` if they hold nothing else.
+        keep: Slots of each row with logits to read, ascending, `[keep]`.
+        rows: Row of each of the forest's `read_slots` in the logits `[rows * keep, vocabulary]`; `None` if they have
+            exactly these rows.
         arguments: Other arguments: masks, and the logits to keep.
     """
 
@@ -75,12 +75,12 @@ class Inputs:
 
 
 class Padded:
-    """Trees beside one another, each padded to the largest; the keys of all lie in columns, nodes behind the longest.
+    """Layout of trees in rows, padded to the largest tree; in the cache, nodes follow the longest text.
 
     Args:
         model: The model.
-        masks: What masks it takes; `None` for chains, which are read in their order.
-        device: Where inputs go.
+        masks: Masks of the model; `None` for chains, which need none.
+        device: Device of the inputs.
 
     Attributes:
         is_invariant: Whether the bits of a node depend only on its own text; see `LookaheadConfig.invariant`.
@@ -93,54 +93,58 @@ class Padded:
         attention = model.config._attn_implementation
         self.is_invariant = attention in (INVARIANT, BY_POSITION)
         self._packs = attention in PACKED_MASKS or device.type == "cuda"
-        self._least_nodes: int = getattr(model, LEAST_NODES, 1)
+        self._min_nodes: int = getattr(model, MIN_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
-        # Places would have to be on the device of the last layer, where hooks do not move them.
+        # Hooks do not move indices of logits to the device of the last layer.
         self._is_spread = hasattr(model, "hf_device_map")
 
     def inputs(self, plan: PassPlan, cache: object = None) -> Inputs:
-        """The arguments of a pass; they do not depend on the cache."""
+        """Return the inputs of a pass; they do not depend on the cache."""
         forest = plan.forest
         rows = plan.forest.rows
-        nodes = max(int(plan.counts.max()), -(-self._least_nodes // rows))
+        nodes = max(int(plan.counts.max()), -(-self._min_nodes // rows))
         if rows == 1:
-            return self._bring(plan, *padded(plan, rows, nodes), forest.read_slots)
+            return self._upload(plan, *padded(plan, rows, nodes), forest.read_slots)
         rows_read = forest.rows_of_slots[forest.read_slots]
         slots_read = forest.read_slots - forest.firsts[rows_read]
         keep = np.unique(slots_read)
-        found = self._bring(plan, *padded(plan, rows, nodes), keep)
-        found.rows = rows_read * len(keep) + np.searchsorted(keep, slots_read)
-        return found
+        inputs = self._upload(plan, *padded(plan, rows, nodes), keep)
+        inputs.rows = rows_read * len(keep) + np.searchsorted(keep, slots_read)
+        return inputs
 
-    def _bring(self, plan: PassPlan, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
-        """All of it where the model is, by one copy."""
-        # A number keeps the last ones, without the copy that picking them takes.
-        keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
+    def _upload(
+        self, plan: PassPlan, tokens: Integers, indices: Integers, positions: Integers, keep: Integers
+    ) -> Inputs:
+        """Copy all inputs to the device at once; `indices` in the text and `positions` are `[rows, nodes]`."""
+        # A number keeps the last logits without a copy.
+        keeps_last = len(keep) > 0 and tokens.shape[1] - int(keep[0]) == len(keep)
         picks = self._keeps_logits and not keeps_last and not self._is_spread
         picked = [keep.copy()] if picks else []
-        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
+        # A plain step of one sequence uses transformers' own fast path, without a mask.
         plain = plan.forest.rows == 1 and plan.forest.is_plain and not self.is_invariant
         masks = None if plain else self._masks
-        sights = masks.sights(plan.forest.ancestors(*positions.shape), plan.lengths, positions) if masks else {}
+        sights = masks.sights(plan.forest.ancestors(*tokens.shape), plan.lengths, indices) if masks else {}
         packed = [of_kind.packed() for of_kind in sights.values()] if self._packs else []
-        sent = upload(self._device, tokens, placed, *picked, *packed)
-        found = Inputs(sent[0], sent[1], keep)
+        tensors = upload(self._device, tokens, positions, *picked, *packed)
+        inputs = Inputs(tensors[0], tensors[1], keep)
         if masks and packed:
-            keys = int(plan.lengths.max()) + positions.shape[1]
-            packed_there = sent[len(sent) - len(packed) :]
-            found.arguments["attention_mask"] = masks.of_packed(packed_there, keys, self._dtype, plan.dropped)
+            keys = int(plan.lengths.max()) + tokens.shape[1]
+            packed_masks = tensors[len(tensors) - len(packed) :]
+            inputs.arguments["attention_mask"] = masks.of_packed(packed_masks, keys, self._dtype, plan.dropped)
         elif masks:
-            found.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, plan.dropped)
+            inputs.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, plan.dropped)
         if picks:
-            found.arguments["logits_to_keep"] = sent[2]
+            inputs.arguments["logits_to_keep"] = tensors[2]
         elif self._keeps_logits and keeps_last:
-            found.arguments["logits_to_keep"] = len(keep)
-        return found
+            inputs.arguments["logits_to_keep"] = len(keep)
+        return inputs
 
 
 def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
-    """The trees of a pass, padded to `rows` and `nodes`: tokens, places in the text, and positions, each
-    `[rows, nodes]`. Padding is token 0 at position 0."""
+    """Pad the trees of a pass, and return tokens, indices in the text, and positions, each `[rows, nodes]`.
+
+    Padding is token 0 at position 0.
+    """
     forest = plan.forest
     if rows == 1 and nodes == len(forest.tokens):
         places = plan.places[None]
@@ -157,12 +161,12 @@ def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, I
 
 
 class Packed:
-    """Trees one behind another in one row of tokens, `[1, nodes of all rows]`, without padding.
+    """Layout of all trees in one row of tokens, `[1, nodes of all rows]`, without padding.
 
     Args:
         model: The model; its attention is `packed_rows_attention`.
-        masks: Which kinds of layers it has.
-        device: Where inputs go.
+        masks: Masks of the model.
+        device: Device of the inputs.
 
     Attributes:
         is_invariant: See `Padded`.
@@ -176,22 +180,22 @@ class Packed:
         self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
     def inputs(self, plan: PassPlan, cache: PackedCache) -> Inputs:
-        """Arguments of a pass; the attention function finds rows by the cache."""
+        """Return the inputs of a pass; the attention function splits rows by the cache."""
         forest = plan.forest
         keep = plan.forest.read_slots
         firsts = forest.firsts.tolist()
-        sent = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)
-        found = Inputs(sent[0], sent[1], keep)
+        tensors = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)
+        inputs = Inputs(tensors[0], tensors[1], keep)
         masks = {kind: self._masks_of(kind, plan) for kind in self._masks.kinds}
         bounds = [*pairwise(firsts)]
-        found.arguments["packed_rows"] = PackedRows(bounds, masks, self._masks.layers, cache)
+        inputs.arguments["packed_rows"] = PackedRows(bounds, masks, self._masks.layers, cache)
         if self._keeps_logits:
             alone = len(keep) == 1 == firsts[-1]  # a number keeps it without a copy
-            found.arguments["logits_to_keep"] = 1 if alone else sent[2]
-        return found
+            inputs.arguments["logits_to_keep"] = 1 if alone else tensors[2]
+        return inputs
 
     def _masks_of(self, kind: str, plan: PassPlan) -> list[torch.Tensor | None]:
-        """Masks of layers of a kind, added to the scores of each row; see `PackedRows.masks`."""
+        """Return the masks of each row for layers of a kind; see `PackedRows.masks`."""
         masks: list[torch.Tensor | None] = []
         reach = self._masks.reach(kind)
         hides = first_position(plan.places, *reach) > 0
@@ -208,7 +212,7 @@ class Packed:
 
 
 def _is_whole(plan: PassPlan, row: int) -> bool:
-    """Whether a tree is a text from its beginning: then a causal mask is enough."""
+    """Return whether a tree is a text from its beginning, so that a causal mask is enough."""
     if plan.lengths[row]:
         return False
     mask = plan.forest.layout(row).ancestor_mask()

@@ -1,4 +1,4 @@
-"""Where a model's tokens, positions, and places in the cache end or change, so that no step reaches across it."""
+"""Limits of a model: the lengths where its positions, attention or cache end or change. No step crosses them."""
 
 from __future__ import annotations
 
@@ -14,55 +14,56 @@ from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.model_state import of_config
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
-"""What configurations call the number of positions."""
+"""Names of the number of positions in configurations."""
 
 _RECOMPUTING = ("phi3", "phimoe")
-"""Model types whose `prepare_inputs_for_generation` drops the cache once the text passes the original context."""
+"""Model types that drop the cache in `prepare_inputs_for_generation` beyond the original context."""
 
 _BROKEN = ("phi4_multimodal",)
-"""Model types that drop the cache there, too, but go on to read the last token alone, as if it were a whole text."""
+"""Model types that drop the cache there too, and then process only the last token: a bug."""
 
 _PICKING = {"doge": "keep_window_size", "moshi": "sliding_window"}
-"""Model types of which a layer sees fewer keys than its mask shows in longer texts, and what they call that length.
-Doge picks the best of them; Moshi's cache drops the first, of which its mask knows nothing."""
+"""Model types with fewer keys in longer texts than the mask shows, and the name of that length.
+
+Doge picks the best keys; Moshi's cache drops the first ones, and its mask ignores that."""
 
 _FROM_ONE = ("paligemma",)
-"""Model types whose `prepare_inputs_for_generation` counts positions from one."""
+"""Model types that count positions from one in `prepare_inputs_for_generation`."""
 
 _MENDED = (5, 20)
-"""The version of transformers before which those of `_RECOMPUTING` read the last token alone, too."""
+"""First version of transformers that recomputes the cache of `_RECOMPUTING` models; earlier ones have the same bug."""
 
 
 class Limits:
-    """How far ahead of the text a tree may reach.
+    """Limits for the positions and cache columns of a tree.
 
-    Plain decoding sends one position at a time. A tree sends several, and five kinds of models would notice:
-    one with a table of positions cannot look beyond its end; one with long RoPE switches to other frequencies
-    for the whole pass once any position passes the original context; one with dynamic RoPE scaling changes
-    them at every position beyond it; and one that attends to the best of its keys (DeepSeek V3.2) or compressed
-    entries (DeepSeek V4), many of whose scores are exactly 0, chooses others among equal ones in a pass with further
-    ones, even where a mask hides these.
+    Plain decoding sends one position at a time. A tree sends several, which changes these models:
 
-    The nodes of a tree lie one after another in the cache, so a branch lies further on than its position ids say. Two
-    kinds of models go by that place: Llama 4 scales queries by the number of places before them, in periods of
-    `floor_scale` (attention temperature tuning); GPT-Neo cuts its local layers' masks from a table, by the numbers of
-    the keys. A chain is read as plain decoding reads it wherever it lies.
+    - A table of positions ends.
+    - Long RoPE uses other frequencies for the whole pass if a position is beyond the original context.
+    - Dynamic RoPE scaling changes frequencies at every position beyond it.
+    - A choice of the best keys (DeepSeek V3.2) or compressed entries (DeepSeek V4) depends on further nodes, even
+      hidden ones, because many scores are exactly 0.
+
+    Nodes of a tree are adjacent in the cache, so the column of a branch is larger than its position. Two models use the
+    column: Llama 4 scales queries by it in periods of `floor_scale`; GPT-Neo cuts the masks of local layers from a
+    table
+    by it. Chains are not affected.
 
     Args:
-        config: The model's configuration.
+        config: Configuration of the model.
         positions_end: Whether the model fails beyond its context, if it has no RoPE.
 
     Attributes:
-        first_position: Where texts begin: as distances count in RoPE, it shows in keys alone, which caches hand on.
-        context: Positions the model was made for, if its configuration says so.
-        last_length: Text length at which a model with a table of positions can read no further token; `None`
-            for models that compute their positions.
-        changes_after: Longest text that is read with the frequencies for short texts; `None` if there are no others.
-        recompute_at: Text length at which transformers computes the whole cache anew for this model, because
-            its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
-        broken_after: Longest text that plain decoding reads as a whole; `None` for any.
-        picks_after: Longest text of which a layer attends to all keys; `None` for models whose layers do not pick.
-        places_after: Longest text in which no place in the cache matters; `None` if none ever does.
+        first_position: Position of the first token. It affects only cached keys, since RoPE uses distances.
+        context: Number of positions in the configuration, if it has one.
+        last_length: Text length at the end of a table of positions; `None` for computed positions.
+        changes_after: Longest text with the frequencies for short texts; `None` if there are no others.
+        recompute_at: Text length where transformers recomputes the cache with other frequencies (Phi-3 and related
+            models); `None` for other models.
+        broken_after: Longest text that plain decoding processes as a whole; `None` without a limit.
+        picks_after: Longest text with attention to all keys; `None` for models that do not pick keys.
+        columns_after: Longest text without an effect of cache columns; `None` for models that ignore them.
     """
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
@@ -70,7 +71,7 @@ class Limits:
         self.first_position = int(config.model_type in _FROM_ONE)
         self.context = next(filter(None, (_length(text_config, name) for name in _CONTEXTS)), None)
         ropes = _rope_parameters(text_config)
-        # The token that ends such a text has no position to be read at.
+        # The last token of a text needs no position.
         ends = self.context is not None and not any(ropes) and positions_end
         self.last_length = self.context + 1 if self.context is not None and ends else None
         originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
@@ -86,24 +87,24 @@ class Limits:
         picks_by_indexer = INDEXED in (getattr(text_config, "layer_types", None) or ())
         picks = "index_topk" if picks_by_indexer else _PICKING.get(text_config.model_type, "")
         self.picks_after = _length(text_config, picks)
-        # A text's last token is not read.
+        # The last token of a text is not sent.
         self._chooses_after = _compresses_after(text_config) if self.picks_after is None else self.picks_after + 1
         self._period = _scale_period(text_config)
-        self._places_end = _mask_table_end(text_config)
-        self.places_after = self._places_end if self._period is None else self._period - 1
+        self._columns_end = _mask_table_end(text_config)
+        self.columns_after = self._columns_end if self._period is None else self._period - 1
 
     def deepest(self, root_position: int, shift: int = 0) -> int | None:
-        """Largest position id in a tree whose root is at `root_position`; `None` for any.
+        """Return the largest position id of a tree with its root at `root_position`; `None` without a limit.
 
-        Keys are counted by their index in the text, which is the position less `shift`.
-        Beyond its context a model is on its own, as in transformers; a table of positions fails there.
+        Picked keys are counted by index in the text, which is the position minus `shift`. Beyond its context a model
+        continues as in transformers; a table of positions fails there.
         """
         limits = [self.context - 1] if self.context is not None and root_position < self.context else []
         if self._chooses_after is not None:
-            limits.append(max(root_position, self._chooses_after - 2 + shift))  # its last token may come with others
+            limits.append(max(root_position, self._chooses_after - 2 + shift))  # the last index may be a node
         for kind, original in self._changes:
-            # A longer text leaves its frequencies behind; a pass with dynamic RoPE takes the first ones again if its
-            # last position lies before the last one of the context.
+            # A longer text changes the frequencies; dynamic RoPE restores them if the last position of a pass is
+            # before the last one of the context.
             last = original - 1 if kind == "longrope" else original - 2
             if root_position <= last:
                 limits.append(last)
@@ -122,59 +123,59 @@ class Limits:
         return np.array(levels, dtype=np.int64)
 
     def allows(self, start: int, nodes: int) -> bool:
-        """Whether `nodes` nodes of a tree may lie in the cache behind `start` kept tokens."""
-        if self._places_end is not None and start + nodes > self._places_end:
+        """Return whether `nodes` nodes of a tree may follow `start` cached tokens."""
+        if self._columns_end is not None and start + nodes > self._columns_end:
             return False
-        # The scale changes with the place that makes a multiple of the period, itself included.
+        # The scale changes when the number of columns, the query's included, is a multiple of the period.
         return self._period is None or (start + 1) // self._period == (start + nodes) // self._period
 
     def _original(self, rope: dict[str, object], text_config: PreTrainedConfig) -> int | None:
-        """Where a kind of RoPE changes, if it does."""
+        """Return the original context of a kind of RoPE, if it has one."""
         if "dynamic" in str(rope.get("rope_type")):
-            return self.context  # where transformers begins to scale, whatever the settings call original
-        named = rope.get("original_max_position_embeddings")
-        named = named or getattr(text_config, "original_max_position_embeddings", None) or self.context
-        return named if isinstance(named, int) else None
+            return self.context  # transformers scales beyond it, regardless of the settings
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
+        return original if isinstance(original, int) else None
 
 
 def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
-    """What the configuration of `model` says; kept for the next call."""
+    """Return the limits of `model`, from a cache."""
     return of_config(model, ("limits", positions_end), lambda: Limits(model.config, positions_end))
 
 
 def shortest(*lengths: int | None) -> int | None:
-    """The shortest of some lengths, of which `None` is any; `None` if all are."""
+    """Return the shortest length; `None` means unlimited."""
     return min((length for length in lengths if length is not None), default=None)
 
 
 def _length(config: PreTrainedConfig, name: str) -> int | None:
-    """A length that a configuration names; `None` if it does not."""
+    """Return a length in a configuration; `None` if it has none."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 
 
 def _compresses_after(config: PreTrainedConfig) -> int | None:
-    """Longest text all of whose compressed entries are attended to; `None` for models that do not choose."""
+    """Return the longest text with attention to all compressed entries; `None` for other models."""
     rate = (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention")
     return None if rate is None else int((config.index_topk + 1) * rate - 1)
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:
-    """The rotary settings of each kind of layers, which may be nested; one for a model that has one kind alone."""
+    """Return the rotary settings of each kind of layer, which may be nested."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [dict(value) for value in rope.values() if isinstance(value, dict)]
     return kinds or [dict(rope)]
 
 
 def _scale_period(config: PreTrainedConfig) -> int | None:
-    """Consecutive places for which Llama 4 scales queries by the same factor; `None` for other models."""
+    """Return the number of columns between changes of Llama 4's query scale; `None` for other models."""
     if not getattr(config, "attn_temperature_tuning", False) or all(getattr(config, "no_rope_layers", None) or [1]):
         return None
     return _length(config, "floor_scale")
 
 
 def _mask_table_end(config: PreTrainedConfig) -> int | None:
-    """Places that every layer of a GPT-Neo sees in full; `None` for other models."""
+    """Return the number of columns that every layer of a GPT-Neo sees; `None` for other models."""
     layers = getattr(config, "attention_layers", None)
     if not layers or not hasattr(config, "window_size"):
         return None

@@ -15,27 +15,27 @@ from lookahead.backends.transformers.tree_attention.packed_mask import Sight, al
 from lookahead.errors import UnsupportedModelError
 
 PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
-"""Attention that reads packed masks, or what is made of them."""
+"""Attention with packed masks, or masks derived from them."""
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 INDEXED = "indexed_attention"
-"""Of the keys that the mask shows, an indexer picks those with the largest scores; see `Limits`."""
+"""Layers with an indexer that picks the visible keys with the largest scores; see `Limits`."""
 
 
 class MaskBuilder:
-    """Turns which-sees-which into the masks that a model's layers take.
+    """Makes the attention masks of a model from the ancestors of each node.
 
     Args:
-        config: The model's configuration: which kinds of layers there are and how far each of them sees.
+        config: Configuration of the model, with the kinds and windows of its layers.
 
     Attributes:
         kinds: The kinds of layers, in a fixed order.
-        layers: The kind of each layer; one stands for all of a model that does not list them.
+        layers: The kind of each layer; a single entry for models that do not list their layers.
 
     Raises:
-        UnsupportedModelError: A layer is of a kind that has no per-token keys and values.
+        UnsupportedModelError: A kind of layer has no keys and values for each token.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -45,7 +45,7 @@ class MaskBuilder:
         # Tokens that a layer of each kind sees; `None` for all.
         self._sizes = {FULL: None, INDEXED: None, SLIDING: window, CHUNKED: chunk}
         layer_types: list[str] | None = getattr(text_config, "layer_types", None)
-        # As transformers does it: a model that lists its layers takes a dict of masks, any other a single one.
+        # As in transformers: models that list their layers accept a dict of masks, others a single mask.
         self._takes_dict = layer_types is not None
         self._attention = config._attn_implementation
         of_all = FULL
@@ -58,45 +58,46 @@ class MaskBuilder:
         for kind in self.kinds:
             if kind not in self._sizes:
                 raise UnsupportedModelError(
-                    f"{type(config).__name__} has layers of the kind {kind!r}, whose state is not a key-value cache "
-                    "per token; such a state cannot take back a token that was not accepted. Lookahead decoding "
-                    f"needs layers of the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
+                    f"{type(config).__name__} has layers of the kind {kind!r}, without a key-value cache for each "
+                    "token; their state cannot take back a token that was not accepted. Token trees need layers of "
+                    f"the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
 
     def sights(
         self, ancestors: NDArray[np.bool_], lengths: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
     ) -> dict[str, Sight]:
-        """What the nodes of a step see in layers of each kind.
+        """Return the visible tokens of each node, for layers of each kind.
 
         Args:
-            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`; none of padding.
+            ancestors: Mask of the slots visible to each slot, `[batch, nodes, nodes]`; empty for padding.
             lengths: Cached tokens of each row.
             positions: Position ids of the nodes, `[batch, nodes]`.
         """
         return {kind: sight(ancestors, lengths, positions, *self.reach(kind)) for kind in self.kinds}
 
     def dense(self, sights: Mapping[str, Sight], dtype: torch.dtype, device: torch.device, dropped: int = 0) -> Any:
-        """The masks of one step, made on the host.
+        """Return the dense masks of a step, made on the host.
 
         Args:
-            sights: What its nodes see.
-            dtype: Number type of the model; masked keys get its lowest number, the others 0.
-            dropped: How many of the first keys the layers with a window have forgotten.
+            sights: Visible tokens of its nodes.
+            dtype: Number type of the model; hidden keys get its lowest number, visible ones 0.
+            device: Device of the masks.
+            dropped: Number of first keys that layers with a window have dropped.
 
         Returns:
-            A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer: behind the longest text lie the
-            nodes.
+            A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer; nodes follow the longest text.
         """
         masks = [of_kind.dense(dtype, dropped if self._sizes[kind] else 0) for kind, of_kind in sights.items()]
         return self._arrange([mask.to(device) for mask in masks])
 
     def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
-        """The masks of one step, as `dense` gives them, of packed ones; nothing is read back from their device.
+        """Return the masks of a step like `dense`, from packed masks on the device.
 
         Args:
             packed: The packed mask of each kind of layer; see `Sight`.
-            keys: Columns of keys, for attention that takes dense masks.
-            dtype, dropped: As for `dense`.
+            keys: Columns of keys, for attention with dense masks.
+            dtype: As for `dense`.
+            dropped: As for `dense`.
         """
         if self._attention == BY_POSITION:
             packed = [along_paths(mask) for mask in packed]
@@ -107,26 +108,27 @@ class MaskBuilder:
 
     @property
     def windows(self) -> list[int | None]:
-        """The tokens that each layer needs to keep, as transformers counts them: those of its window or of a chunk;
-        `None` for all. One entry stands for all layers of a model that does not list them."""
+        """Tokens that each layer keeps, as transformers counts them: its window or chunk; `None` for all tokens.
+
+        There is a single entry for models that do not list their layers."""
         return [self._sizes[kind] for kind in self.layers]
 
     def reach(self, kind: str) -> tuple[int | None, int | None]:
-        """How far layers of this kind see: the window of a sliding one, and the chunk size of a chunked one."""
+        """Return window and chunk size of layers of this kind; one of them is `None`."""
         size = self._sizes[kind]
         return (size, None) if kind == SLIDING else (None, size)
 
     @property
     def shortest_reach(self) -> int | None:
-        """Tokens that a layer of the shortest sight sees; `None` if all layers see all."""
+        """Smallest window or chunk size of a layer; `None` if all layers see all tokens."""
         return min((size for size in self.windows if size is not None), default=None)
 
     def _arrange(self, masks: Sequence[torch.Tensor]) -> Any:
-        """The masks of all kinds in the form that the model takes: a dict, or the only one."""
+        """Return the masks as the model accepts them: a dict, or a single mask."""
         return dict(zip(self.kinds, masks, strict=True)) if self._takes_dict else masks[0]
 
 
 def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of `keys` columns, `[batch, 1, nodes, keys]`, where the packed mask is."""
+    """Convert a packed mask to a dense one, `[batch, 1, nodes, keys]`, on its device."""
     visible = unpack(packed, keys)
     return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill_(~visible, torch.finfo(dtype).min)

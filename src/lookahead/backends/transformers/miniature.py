@@ -1,4 +1,4 @@
-"""A tiny random model of the same class as a large one, on which that is tried, and what it says along a text."""
+"""Miniatures: tiny random models of the same class as a large one, for trials; and their plain logits along a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from lookahead.backends.transformers.chain_cache import is_encoder_decoder, tried_source
+from lookahead.backends.transformers.chain_cache import is_encoder_decoder, trial_source
 from lookahead.backends.transformers.model_state import forward_arguments
 
 HIDDEN = 64
@@ -70,7 +70,7 @@ _NAMES: dict[int, str] = {
         moe_num_shared_experts topk_group num_dense_layers max_window_layers num_nextn_predict_layers
     """,
 }
-"""The names that configurations give to sizes of language models, by what these are in a miniature. Others stay."""
+"""Names of sizes in configurations of language models, by their value in a miniature. Other settings stay."""
 
 _TOWER_NAMES: dict[int, str] = {
     HIDDEN: "vision_output_dim",
@@ -82,52 +82,52 @@ _TOWER_NAMES: dict[int, str] = {
     2: "num_query_tokens resampler_n_latents resampler_num_latents latent_query_num",
     1: "depth encoder_layers num_global_layers conf_num_hidden_layers",
 }
-"""Those of towers for images and sounds that differ: they are never run, only built."""
+"""Names that differ in towers for images and sound; miniatures build these but never run them."""
 
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 TOWER_SIZES = SIZES | {name: size for size, names in _TOWER_NAMES.items() for name in names.split()}
 
-# What is no size, and has to go with those above.
+# Settings that must fit the sizes above.
 OTHERS: dict[str, Any] = {
     "attn_layer_indices": [1],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "qk_dim_factor": 1.0,
 }
 
-# How many tokens a model reads. A miniature reads as many as its texts need, even where the model reads fewer.
+# Vocabulary sizes. A miniature needs enough tokens for its texts, even if the model has fewer.
 VOCABULARIES = ("vocab_size", "decoder_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input")
 
-# How many layers a model has, by the name a configuration gives to it.
+# Numbers of layers.
 LAYERS = (
     *("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks", "layers"),
     *("num_decoder_layers", "num_layers_per_stack", "encoder_layers"),
 )
 
-# Lengths behind which a layer sees no further, or reads keys or queries otherwise.
+# Lengths where the attention of a layer ends or changes.
 WINDOWS = (
     *("sliding_window", "attention_chunk_size", "sliding_window_size", "local_attention", "attention_window_size"),
     *("rel_extent", "floor_scale", "log_scaling_n_floor", "index_topk", "keep_window_size"),
 )
 
-# Lengths of position tables, or what RoPE takes for the length that it was trained on.
+# Lengths of position tables, or of the context of RoPE.
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions", "context_length")
 
 _SPREAD = 4.0
-"""Standard deviation of the logits: peaked, so that what is seen and what is not shows."""
+"""Standard deviation of the logits: large, so that each visible token has an effect."""
 
 
 def build_miniature(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A model of class `kind` with `config` but for its sizes, in float32 on the CPU, in evaluation mode.
+    """Return a model of class `kind` with the small sizes of `miniature_config`, in float32 on the CPU, in eval mode.
 
-    Its random weights follow from `seed`.
+    Its weights are random, by `seed`.
 
     Raises:
-        Exception: Whatever the class raises at sizes that do not go together.
+        Exception: The class raised it for contradictory sizes.
     """
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa"):
         attention = "sdpa" if kind._supports_sdpa else "eager"
-    # The caller's random numbers, device and memory are not ours to touch.
+    # Leave the caller's random numbers, default device and inference mode alone.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), quiet():
         small: PreTrainedModel = kind._from_config(
             miniature_config(config), attn_implementation=attention, dtype=torch.float32
@@ -141,7 +141,7 @@ def build_miniature(kind: type[PreTrainedModel], config: PreTrainedConfig, seed:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings and logs, such as those that the sizes of a miniature give rise to."""
+    """Suppress warnings and logs, for example about the sizes of a miniature."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -153,7 +153,7 @@ def quiet() -> Iterator[None]:
 
 
 def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
-    """Random weights under which attention matters; all are set, since some models leave theirs uninitialised."""
+    """Draw random weights that make attention matter; set all, since some models leave weights uninitialised."""
     embedding = model.get_input_embeddings()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -171,8 +171,8 @@ def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
     tokens = torch.randint(1, VOCABULARY, (2, 16), generator=random)
     arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if is_encoder_decoder(model):
-        arguments = {**tried_source(model), "decoder_input_ids": tokens[:1]}
-    for _ in range(3):  # more than once, as a soft cap on the logits is not linear
+        arguments = {**trial_source(model), "decoder_input_ids": tokens[:1]}
+    for _ in range(3):  # several times, because a soft cap on logits is not linear
         logits = model(**arguments, use_cache=False).logits
         deviation = float(logits.std())
         if weight is not None and math.isfinite(deviation) and deviation > 0:
@@ -180,7 +180,7 @@ def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
 
 
 def _middle(name: str, parameter: torch.Tensor) -> float:
-    """What a vector stays near: its initial value, if it has one value that is not odd."""
+    """Return the mean for a vector: its initial value if that is uniform and moderate, else 0 or 1."""
     if "bias" in name or "sink" in name or not parameter.numel():
         return 0.0
     first = float(parameter.flatten()[0])
@@ -188,7 +188,7 @@ def _middle(name: str, parameter: torch.Tensor) -> float:
 
 
 class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """Makes `generate` write given texts, `[batch, tokens]`, whatever the model predicts."""
+    """Logits processor that forces given texts `[batch, tokens]`."""
 
     def __init__(self, texts: torch.Tensor) -> None:
         self._texts = texts
@@ -200,7 +200,7 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def usual_tokens(config: PreTrainedConfig) -> list[int]:
-    """Tokens of a miniature that its configuration gives no meaning, such as that of padding or of an image."""
+    """Return the tokens of a miniature without a special meaning in its configuration."""
     special: list[object] = []
     parts: list[Any] = [config.to_dict()]
     for part in parts:
@@ -212,10 +212,10 @@ def usual_tokens(config: PreTrainedConfig) -> list[int]:
 
 
 def draw_text(tokens: int, seed: int, usual: Sequence[int]) -> list[int]:
-    """A text of `usual` tokens that repeats itself here and there, as texts do."""
+    """Return a random text of `usual` tokens with repetitions."""
     random = torch.Generator().manual_seed(seed)
     few = torch.randint(len(usual), (12,), generator=random)
-    return [usual[int(few[place])] for place in torch.randint(len(few), (tokens,), generator=random)]
+    return [usual[int(few[index])] for index in torch.randint(len(few), (tokens,), generator=random)]
 
 
 @torch.no_grad()
@@ -226,13 +226,13 @@ def plain_logits(
     hidden: Sequence[Sequence[int]] | None = None,
     use_cache: bool = True,
 ) -> torch.Tensor:
-    """The logits from which `model.generate` selects each token of texts of one length after their prompts.
+    """Return the logits of `model.generate` for each token of texts of equal length after their prompts.
 
     Args:
         model: A miniature.
         texts: Token ids, hidden ones included.
-        prompt: Tokens of each text that are its prompt.
-        hidden: Places of each text that the attention mask hides.
+        prompt: Length of the prompt in each text.
+        hidden: Indices of hidden tokens in each text.
         use_cache: As for `generate`.
 
     Returns:
@@ -250,7 +250,7 @@ def plain_logits(
         arguments["attention_mask"] = mask[:, :prompt]
     if is_encoder_decoder(model):
         starts = [text[0] for text in texts]
-        source = tried_source(model, len(texts))
+        source = trial_source(model, len(texts))
         arguments = {**source, "decoder_input_ids": ids[:, :prompt], "decoder_start_token_id": starts}
     written: list[Any] = []
 
@@ -259,7 +259,7 @@ def plain_logits(
         return written[-1]
 
     own = type(model).generate
-    # Classes of transformers that have one of their own take images or sound, and call this one.
+    # Classes of transformers with their own `generate` accept images or sound, and call this one.
     output = (GenerationMixin.generate if own.__module__.startswith("transformers.") else own)(
         model,
         **arguments,
@@ -273,7 +273,7 @@ def plain_logits(
         return_dict_in_generate=True,
     )
     if len(written) != 1 or written[0] is not output or not torch.equal(output.sequences, ids):
-        raise ArithmeticError("its generate gives something else than a text that is decoded once, as it was forced")
+        raise ArithmeticError("its generate does not return the forced text after one decoding")
     return torch.stack(output.logits, dim=1).float()
 
 
@@ -281,13 +281,13 @@ WINDOW = 12
 """Length of every window, chunk and period of a miniature."""
 
 CONTEXT = 48
-"""Length of its position table, or what RoPE takes for the longest text."""
+"""Length of its position table, or context of RoPE."""
 
 ORIGINAL_CONTEXT = 24
-"""Length from which scaled RoPE counts a text as long, where a configuration tells that from `CONTEXT`."""
+"""Original context of scaled RoPE, for configurations that distinguish it from `CONTEXT`."""
 
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")
-"""What composite configurations call the part that reads and writes text."""
+"""Names of the language model in composite configurations."""
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LEFT_OUT = (
@@ -297,10 +297,10 @@ _LEFT_OUT = (
 
 
 def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A small configuration of the same class, with the same kinds of layers, positions and attention.
+    """Return a small configuration of the same class, with the same kinds of layers, positions and attention.
 
     Raises:
-        Exception: Whatever the configuration's class raises at sizes that do not go together.
+        Exception: The configuration's class raised it for contradictory sizes.
     """
     return type(config).from_dict(_shrunk(config, tower=False))
 
@@ -310,7 +310,7 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
     depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
     layers = _layers(fields, depth, 1 if tower else 2)
     small = dict(fields)
-    if shares := bool(fields.get("num_kv_shared_layers")):  # each kind once with keys of its own, and once with those
+    if shares := bool(fields.get("num_kv_shared_layers")):  # each kind with its own keys, and with shared ones
         layers = [*layers, *layers]
     for name, value in fields.items():
         part = vars(config).get(name)
@@ -335,7 +335,7 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
 
 def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: bool) -> int:
     sizes = TOWER_SIZES if tower else SIZES
-    if name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # latent attention calls it that
+    if name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # latent attention
         return sizes["qk_rope_head_dim"]
     if name in ("attention_hidden_size", "attention_head_dim") and is_doubled(fields):
         return 2 * sizes[name]
@@ -368,25 +368,25 @@ def _is_token(name: str) -> bool:
 def _layer_sizes(
     sizes: Mapping[str, Mapping[str, Any]], fields: dict[str, Any], layers: list[int], tower: bool
 ) -> dict[int, dict[str, Any]]:
-    """What some of the layers have instead of the model's own sizes, by their numbers in the miniature."""
+    """Return the deviating sizes of single layers, by their numbers in the miniature."""
     by_layer = {int(layer): dict(changes) for layer, changes in sizes.items()}
     return {
-        place: {
+        index: {
             name: _size(name, value, fields | by_layer[layer], len(layers), tower) if type(value) is int else value
             for name, value in by_layer[layer].items()
         }
-        for place, layer in enumerate(layers)
+        for index, layer in enumerate(layers)
         if layer in by_layer
     }
 
 
 def is_doubled(fields: Mapping[str, Any]) -> bool:
-    """Whether attention works in twice the hidden size, as in Zamba, which puts the embeddings beside the states."""
+    """Return whether attention has twice the hidden size, as in Zamba, which concatenates embeddings and states."""
     return fields.get("attention_hidden_size") == 2 * (fields.get("hidden_size") or 0) != 0
 
 
 def _layers(fields: dict[str, Any], depth: int | None, least: int) -> list[int]:
-    """Which layers a miniature has: one of each kind, and at least two."""
+    """Select the layers of a miniature: one of each kind, and at least `least`."""
     if depth is None:
         return list(range(least))
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
@@ -406,7 +406,7 @@ def _rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     if "mrope_section" in rope:
         sections = rope["mrope_section"]
         third = half // 3
-        # Some models put the two that are of one size first.
+        # Some models have the two equal sections first.
         parts = [half - 2 * third, third, third]
         rope["mrope_section"] = parts[::-1] if sections[0] == sections[1] != sections[2] else parts
     for name in ("short_factor", "long_factor"):

@@ -1,4 +1,4 @@
-"""Everything that is kept for a model between calls, in one object that goes when the model goes."""
+"""State that the library keeps for a model between calls, in one object with the lifetime of the model."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Setting = tuple[object, ...]
-"""How a model was set when something was made or tried for it: its attention, number type, device, ..."""
+"""Key of a result: attention, number type, device and others at the time of its trial."""
 
 _RECENT = 4
-"""Compositions of a model whose trials are kept: a hook that comes and goes is not tried each time."""
+"""Number of earlier compositions with cached trials, for hooks that are registered and removed repeatedly."""
 
 
 @dataclass(eq=False)
 class Trials:
-    """All that was tried and made of a model while it had one composition.
+    """Results for one composition of a model.
 
     Attributes:
-        composition: That composition; `None` for modules of ours, which only change with the caller's model.
-        made: Results of `once`, by what was asked and how the model was set.
-        clones: Clones (`SharedClone`) by their settings; in place of one that failed its trial, the reason.
-        static_steps: The `StaticSteps` that the last call released: what was captured serves the next call as well.
-        of_config: Results of `of_config`, each with the values of the configuration that it was made of.
+        composition: The composition; `None` for our own clones, which change only with the caller's model.
+        made: Results of `once` by their keys.
+        clones: Clones (`SharedClone`) by their settings, or the reason of a failed trial.
+        static_steps: `StaticSteps` released by the last call, for the next one.
+        of_config: Results of `of_config`, each with the values of its configuration.
     """
 
     composition: Composition | None = None
@@ -50,27 +50,26 @@ class Trials:
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
     def holds(self, model: PreTrainedModel) -> bool:
-        """Whether these are about the model as it is now."""
+        """Return whether the model still has this composition."""
         return self.composition is None or self.composition.holds(model)
 
 
 @dataclass(eq=False)
 class ModelState:
-    """All that the library keeps for one model. It lies outside of the model, so a copy or a pickle begins without.
+    """State of one model, outside of the model, so that copies and pickles do not include it.
 
-    Nothing in here refers to the model, or it would never go. A shared-weight clone is a model of its own, with a state
-    of its own.
+    It never refers to the model, which could not be freed otherwise. A shared-weight clone has its own state.
 
     Attributes:
-        lock: Held by a thread while it looks for something in here and makes it where it is missing.
-        trials: What was tried and made of the model as it is composed now.
-        recent: The same of compositions that it had before.
-        costs: What its steps cost, by setting.
-        paces: What its drafts gain, by setting and temperature.
-        memory: The n-gram memory of `memory="process"`.
-        spares: n-gram memories of texts that have ended, for the next ones to begin anew.
-        files: Open memory files, by path.
-        passes_write: Whether passes were seen to write values into modules.
+        lock: Lock for a lookup and the creation of a missing result.
+        trials: Results for the current composition.
+        recent: Results for earlier compositions.
+        costs: Costs of steps by setting.
+        paces: Paces by setting and temperature.
+        memory: n-gram memory of `memory="process"`.
+        spares: n-gram memories of ended texts, for reuse of their arrays.
+        files: Open memory files by path.
+        passes_write: Whether a pass has written values into modules.
     """
 
     lock: RLock = field(default_factory=RLock)
@@ -84,27 +83,25 @@ class ModelState:
     passes_write: bool = False
 
     def forget(self) -> None:
-        """Drop all trials and timings, and keep the texts that were learned."""
+        """Drop all trials and timings, but keep n-gram memories."""
         with self.lock:
             self.trials = Trials()
             self.recent.clear()
             self.costs.clear()
             self.paces.clear()
 
-    def _leave(self) -> None:
-        """Keep what was tried of the composition until now, without what takes much memory."""
+    def _archive(self) -> None:
+        """Move the current trials to `recent`, without static steps and packed weights, which are large."""
         self.trials.static_steps = None
         self.trials.clones = {setting: clone for setting, clone in self.trials.clones.items() if not setting[-1]}
         self.recent = [self.trials, *self.recent][:_RECENT]
 
 
 def follow(model: PreTrainedModel) -> Composition:
-    """Take the model as it is composed now: what was tried of another composition is not trusted.
-
-    Every call does so once before it runs the model.
+    """Switch to the trials of the model's current composition. Every call does so before it runs the model.
 
     Returns:
-        The composition, by which a call sees at its end whether the model has changed meanwhile.
+        The composition, to detect changes during the call.
     """
     state = state_of(model)
     with state.lock:
@@ -112,7 +109,7 @@ def follow(model: PreTrainedModel) -> Composition:
         if composition is not None and composition.holds(model):
             return composition
         if composition is not None:
-            state._leave()
+            state._archive()
         known = next((trials for trials in state.recent if trials.holds(model)), None)
         if known is not None:
             state.recent.remove(known)
@@ -121,25 +118,25 @@ def follow(model: PreTrainedModel) -> Composition:
         return state.trials.composition
 
 
-def once(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
-    """The result of the first call of `make` for `what`, while the model is composed as it is.
+def once(model: PreTrainedModel, key: Setting, make: Callable[[], T]) -> T:
+    """Return the result of `make`, cached by `key` for the current composition of the model.
 
-    Errors are not kept, nor the result of a trial during which the model changed.
+    Errors are not cached, and neither are results of a trial that the model changed in.
     """
     state = state_of(model)
     with state.lock:
         trials = state.trials
-        if what in trials.made:
-            made: T = trials.made[what]
+        if key in trials.made:
+            made: T = trials.made[key]
             return made
         made = make()
         if trials.holds(model):
-            trials.made[what] = made
+            trials.made[key] = made
         return made
 
 
 def model_setting(model: PreTrainedModel) -> Setting:
-    """Modes that a model is run in: each has other kernels, or another way to read a mask."""
+    """Return the modes of a model that select other kernels or masks."""
     device = model.device
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     autocast = torch.get_autocast_dtype(device.type) if is_cast else None
@@ -150,44 +147,39 @@ _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
 
 
 def state_of(model: PreTrainedModel) -> ModelState:
-    """What is kept for `model`; an empty state on first use."""
+    """Return the state of `model`; an empty one on first use."""
     return _states.get(model) or _states.setdefault(model, ModelState())
 
 
-def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
-    """What `make` makes of the configuration of `model`, or made when it had the same values: writing it out takes far
-    longer than comparing two. By `what` it is told from other things that are made of configurations."""
-    kept = state_of(model).trials.of_config
+def of_config(model: PreTrainedModel, key: Setting, make: Callable[[], T]) -> T:
+    """Return the result of `make`, cached by `key` for the current values of the model's configuration."""
+    results = state_of(model).trials.of_config
     values = vars(model.config)
-    if what not in kept or not _are_same(kept[what][0], values):
-        kept[what] = (_copied(values), make())
-    made: T = kept[what][1]
+    if key not in results or not _are_same(results[key][0], values):
+        results[key] = (_copied(values), make())
+    made: T = results[key][1]
     return made
 
 
 def _copied(values: dict[str, object]) -> dict[str, object]:
     try:
         return copy.deepcopy(values)
-    except Exception:  # a lock, for example; changes inside of values go unnoticed then
+    except Exception:  # it contains a lock, for example; changes inside values are not detected then
         return dict(values)
 
 
 def _are_same(first: dict[str, object], second: dict[str, object]) -> bool:
     try:
         return bool(first == second)
-    except (TypeError, ValueError, RuntimeError):  # arrays, say
+    except (TypeError, ValueError, RuntimeError):  # arrays, for example
         return False
 
 
 def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> int:
-    """From how many rows on products of `model` are of packed weights, if that is asked for: where they were found
-    faster.
+    """Return the smallest number of rows for products of packed weights, where these are faster; 0 for none.
 
-    Passes that are invariant have no others then: the bits of packed products may be others than those of plain
-    ones, and no time is to choose between bits.
-
-    Returns:
-        What `fastest_packing` gives; 0 for none.
+    Invariant passes always use them if requested: packed and plain products may have different bits, and a time must
+    not choose between bits.
     """
     if not pack_weights or invariant:
         return int(pack_weights)
@@ -196,13 +188,13 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
 
 
 _parameters: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
-"""By function, as looking takes as long as a small layer, and every call asks several times."""
+"""Parameters by function: a lookup takes as long as a small layer."""
 
 
 def forward_arguments(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    """The parameters of `model.forward`, by name."""
+    """Return the parameters of `model.forward` by name."""
     function = getattr(model.forward, "__func__", None)
-    if function is None:  # something else than a method was put there, which may refer to the model
+    if function is None:  # not a method; it may refer to the model, so it is not cached
         return inspect.signature(model.forward).parameters
     if function not in _parameters:
         _parameters[function] = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""The noise that tokens are sampled with: of each place of the text, drawn once for all rows of a call."""
+"""Noise of sampling: random numbers for each index of the text, drawn once for all rows of a call."""
 
 from __future__ import annotations
 
@@ -8,98 +8,100 @@ from itertools import takewhile
 
 import torch
 
-MOST_BYTES = 1 << 26
-"""Bytes of noise that are kept for rows that lag behind: 64 MiB, 105 places of one row for a vocabulary of 152,000."""
+MAX_BYTES = 1 << 26
+"""Bytes of noise kept for slower rows: 64 MiB, or 105 tokens of one row with a vocabulary of 152,000."""
 
 
 class SamplingNoise:
-    """Gives each row of a call the noise with which transformers would sample its next token.
+    """Random numbers that transformers would use to sample the tokens of each row.
 
-    `torch.multinomial(p, 1)` is the argmax of `p / q`, where `q`, of the shape of `p`, is drawn from the exponential
-    distribution whatever `p` is (`aten/src/ATen/native/Distributions.cpp`, the path for one sample). transformers calls
-    it once for each place of the text, for all rows, `[rows, vocabulary]`, finished ones included, until all are. So
-    the noise of a place depends on the generator alone. The row that comes first to a place has it drawn; what is drawn
-    for the others is kept until they come. In the end the longest row has had as much drawn as transformers draws.
+    `torch.multinomial(p, 1)` is the argmax of `p / q`, where `q` has the shape of `p` and an exponential distribution
+    independent of `p` (`aten/src/ATen/native/Distributions.cpp`, the path for one sample). transformers draws `q`
+    `[rows, vocabulary]` once for each index of the text, finished rows included, so it depends only on the generator
+    and the index. The first row at an index draws the noise of all rows; it is kept for the others. The total equals
+    transformers' draws.
 
-    What there is no room for is drawn again, from the saved state of the generator, when its row comes.
+    Noise beyond `max_bytes` is not kept, but drawn again from the saved state of the generator.
 
     Args:
-        rows: Rows of the call.
-        generator: Draws it, on the device of the probabilities; torch's default generator there if not given.
-        most_bytes: Most bytes to keep, the states of the generator not counted: on a CPU 5 KB for each row and place.
+        rows: Number of rows of the call.
+        generator: Generator on the device of the probabilities; torch's default generator if not given.
+        max_bytes: Limit for kept noise, without the states of the generator (on a CPU 5 KB for each row and index).
 
     Attributes:
-        drawn_again: How often noise was drawn again.
+        drawn_again: Number of repeated draws.
     """
 
-    def __init__(self, rows: int = 1, generator: torch.Generator | None = None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, rows: int = 1, generator: torch.Generator | None = None, max_bytes: int = MAX_BYTES) -> None:
         self._rows = rows
         self._generator = generator
-        self._most_bytes = most_bytes
-        self._places = [0] * rows  # the next one of each row
-        self._passed = self._end = 0  # places that a row has come to; those that were drawn
-        # A unit is the rows of a place that are drawn together. Units are numbered in the order of drawing.
+        self._max_bytes = max_bytes
+        self._indices = [0] * rows  # next index of each row
+        self._passed = 0  # end of the indices that a row has reached
+        self._end = 0  # end of the drawn indices
+        # A unit is the rows of an index that are drawn together. Units are numbered in the order of drawing.
         self._size = rows
-        self._type: torch.dtype | None = None  # of what was drawn last, which processors decide
-        self._states: dict[int, torch.Tensor] = {}  # of the generator before each unit, and behind the last one
+        self._type: torch.dtype | None = None  # of the last draw; processors may change it
+        self._states: dict[int, torch.Tensor] = {}  # state of the generator before each unit, and after the last one
         self._noise: dict[int, torch.Tensor] = {}  # of units, `[rows, vocabulary]`
         self.drawn_again = 0
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of noise that are kept; units are of one size."""
+    def stored_bytes(self) -> int:
+        """Bytes of kept noise; all units have the same size."""
         return len(self._noise) * next((noise.nbytes for noise in self._noise.values()), 0)
 
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
-        """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
+        """Return the noise `[1, vocabulary]` of the next index of `row`, and advance."""
         if self._rows == 1 and not self._noise:
             return self._draw(probabilities)
-        place = self._places[row]
+        index = self._indices[row]
         used = range(row, row + 1)
-        if place == self._passed:
-            self._draw_until(place + 1, probabilities)
-            self._generator_of(probabilities.device).set_state(self._states[self._unit(0, place + 1)])
+        if index == self._passed:
+            self._draw_until(index + 1, probabilities)
+            self._generator_of(probabilities.device).set_state(self._states[self._unit(0, index + 1)])
             self._passed += 1
-            used = range(0, self._rows, self._size)  # nor do rows take it that have left
-        noise = self._part(row, place, self._noise.get(self._unit(row, place)), probabilities)
-        self._places[row] += 1
-        self._forget_used(used, place)
+            used = range(0, self._rows, self._size)  # complete rows may be alone in a unit
+        noise = self._part(row, index, self._noise.get(self._unit(row, index)), probabilities)
+        self._indices[row] += 1
+        self._forget_used(used, index)
         return noise
 
-    def can_foresee(self, places: int, like: torch.Tensor) -> bool:
-        """Whether so many places drawn ahead leave most of the room to rows that lag behind."""
-        return self._rows == 1 or 4 * places * self._rows * like.nbytes <= self._most_bytes
+    def can_foresee(self, count: int, like: torch.Tensor) -> bool:
+        """Return whether noise of `count` further indices leaves most of the memory to slower rows."""
+        return self._rows == 1 or 4 * count * self._rows * like.nbytes <= self._max_bytes
 
-    def look_ahead(self, row: int, places: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """The noise of the next `places` places of `row`, `[1, vocabulary]` each, none of which it takes: the generator
-        is left as it is, and other rows may come to these places first. Fewer, where that is all that is kept.
+    def look_ahead(self, row: int, count: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return the noise of the next `count` indices of `row` without advancing; fewer if memory is short.
+
+        The state of the generator does not change, and other rows may reach these indices first.
 
         Args:
-            row: Which row.
-            places: How many.
+            row: The row.
+            count: Number of indices.
             like: A row of probabilities, `[1, vocabulary]`.
         """
-        first = self._places[row]
-        self._draw_until(first + places, like)
-        units = (self._noise.get(self._unit(row, place)) for place in range(first, first + places))
-        kept = takewhile(torch.is_tensor, units)
-        return [self._part(row, place, noise, like) for place, noise in enumerate(kept, first)]
+        first = self._indices[row]
+        self._draw_until(first + count, like)
+        units = (self._noise.get(self._unit(row, index)) for index in range(first, first + count))
+        stored = takewhile(torch.is_tensor, units)
+        return [self._part(row, index, noise, like) for index, noise in enumerate(stored, first)]
 
     def leave(self, row: int) -> None:
-        """`row` is complete, and takes no more."""
-        first = self._places[row]
-        self._places[row] = sys.maxsize
-        for place in range(first, self._end):
-            self._forget_used(range(row, row + 1), place)
+        """Release the noise of a complete row."""
+        first = self._indices[row]
+        self._indices[row] = sys.maxsize
+        for index in range(first, self._end):
+            self._forget_used(range(row, row + 1), index)
 
-    def _unit(self, row: int, place: int) -> int:
-        return place * (self._rows // self._size) + row // self._size
+    def _unit(self, row: int, index: int) -> int:
+        return index * (self._rows // self._size) + row // self._size
 
-    def _part(self, row: int, place: int, noise: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """The part of a row of the noise of its unit, which is drawn again if it was not kept."""
+    def _part(self, row: int, index: int, noise: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Return the part of a row in the noise of its unit; draw it again if it was not kept."""
         if noise is None:
             generator = self._generator_of(like.device)
-            unit = self._unit(row, place)
+            unit = self._unit(row, index)
             state = generator.get_state()
             generator.set_state(self._states[unit])
             noise = self._draw(like)
@@ -110,28 +112,30 @@ class SamplingNoise:
         return noise[start : start + 1]
 
     def _draw_until(self, end: int, like: torch.Tensor) -> None:
-        """Draw places before `end`: the one that the generator stands at, and others as far as there is room."""
+        """Draw noise for the current index, and further ones before `end` while memory permits."""
         self._size = 1 if draws_row_by_row(like.device, like.dtype, like.shape[-1]) else self._rows
         generator = self._generator_of(like.device)
         here = self._unit(0, self._passed)
         state = generator.get_state()
         if here not in self._states or not torch.equal(self._states[here], state) or like.dtype != self._type:
-            # Somebody else has drawn since, or numbers of another type are wanted: what was drawn ahead does not come.
+            # The generator was used elsewhere, or the number type has changed: noise ahead is invalid.
             for unit in [unit for unit in self._states if unit >= here]:
                 del self._states[unit]
                 self._noise.pop(unit, None)
-            self._states[here], self._end, self._type = state, self._passed, like.dtype
+            self._states[here] = state
+            self._end = self._passed
+            self._type = like.dtype
         if self._end >= end:
             return
         generator.set_state(self._states[self._unit(0, self._end)])
         while self._end < end:
-            if self._end > self._passed and self.kept_bytes + self._rows * like.nbytes > self._most_bytes:
+            if self._end > self._passed and self.stored_bytes + self._rows * like.nbytes > self._max_bytes:
                 break
             for row in range(0, self._rows, self._size):
                 unit = self._unit(row, self._end)
                 noise = self._draw(like)
                 self._states[unit + 1] = generator.get_state()
-                if min(self._places[row : row + self._size]) <= self._end:  # others have left
+                if min(self._indices[row : row + self._size]) <= self._end:  # not if all these rows are complete
                     self._keep(unit, noise)
             self._end += 1
         generator.set_state(state)
@@ -140,17 +144,17 @@ class SamplingNoise:
         return like.new_empty((self._size, like.shape[-1])).exponential_(generator=self._generator)
 
     def _keep(self, unit: int, noise: torch.Tensor) -> None:
-        if self.kept_bytes + noise.nbytes <= self._most_bytes:
+        if self.stored_bytes + noise.nbytes <= self._max_bytes:
             self._noise[unit] = noise
 
-    def _forget_used(self, rows: range, place: int) -> None:
-        """Forget the units of these rows of a place that no row is to take any more."""
+    def _forget_used(self, rows: range, index: int) -> None:
+        """Forget the units of these rows at an index that no row will use again."""
         for row in rows:
             first = row - row % self._size
-            unit = self._unit(row, place)
-            if min(self._places[first : first + self._size]) > place:
+            unit = self._unit(row, index)
+            if min(self._indices[first : first + self._size]) > index:
                 self._noise.pop(unit, None)
-                if place < self._passed:
+                if index < self._passed:
                     self._states.pop(unit, None)
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
@@ -158,14 +162,16 @@ class SamplingNoise:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """What torch draws from on `device`, where nothing else is said."""
+    """Return torch's default generator on `device`."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 @lru_cache(maxsize=64)
 def draws_row_by_row(device: torch.device, dtype: torch.dtype, vocabulary: int) -> bool:
-    """Whether rows that are drawn one after another are those that are drawn together, so that one of them can be
-    drawn again without the others: on CPUs whose kernel draws in order. Tried, on a generator of its own."""
+    """Return whether rows drawn separately equal rows drawn together, so that one can be drawn again by itself.
+
+    That holds on CPUs with a kernel that draws in order; a trial with its own generator decides.
+    """
     if device.type != "cpu":
         return False
     together = torch.Generator().manual_seed(0)

@@ -89,7 +89,7 @@ class TransformersRunner(Runner):
         self.context = limits.context
         self.last_length = limits.last_length
         self.broken_after = limits.broken_after
-        self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
+        self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.columns_after)
         self._forest = Forest(())
 
     @torch.no_grad()
@@ -300,7 +300,7 @@ class ModelRunner(TransformersRunner):
             between: Whether some are hidden between others, and not only before the first that counts.
         """
         reach = self._masks.shortest_reach if between else None
-        return shortest(self._limits.places_after, self._limits.picks_after, reach)
+        return shortest(self._limits.columns_after, self._limits.picks_after, reach)
 
     def begin_step(self, texts: Sequence[Sequence[int] | None]) -> Roots:
         """See `Backend`. Packed rows with one pending token need no tree of their own."""

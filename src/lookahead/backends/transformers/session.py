@@ -1,4 +1,4 @@
-"""How models of transformers are run: what a call of `generate` runs on, and what an engine does."""
+"""Session of a transformers model: runners for calls of `generate` and for engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lookahead.backends.transformers.engine_model import (
 )
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
-from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.invariant.modules import min_rows
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import follow, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
@@ -43,7 +43,7 @@ from lookahead.errors import LookaheadWarning
 
 
 class TransformersSession(Session):
-    """A model of transformers."""
+    """Session of a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -51,12 +51,12 @@ class TransformersSession(Session):
         self.clock = self._clock = PausingClock(model.device)
 
     def check(self) -> None:
-        """Refuse a model that runs neither trees nor chains."""
+        """Refuse a model that supports neither trees nor chains."""
         follow(self._model)
         runs_on_chains(self._model)
 
     def prepare(self, config: LookaheadConfig) -> None:
-        """Make the module that runs the model, and try it."""
+        """Make and try the module that runs trees."""
         follow(self._model)
         if not runs_on_chains(self._model):
             engine_model(self._model, config.pack_weights, config.invariant)
@@ -64,7 +64,7 @@ class TransformersSession(Session):
     def begin(
         self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> TreeCall | ChainCall:
-        """Acquire what a call of the model that was checked needs."""
+        """Prepare a call of the checked model."""
         composition = state_of(self._model).trials.composition or follow(self._model)
         kind = ChainCall if runs_on_chains(self._model) else TreeCall
         call = kind(self._model, prompts, config, generation_config)
@@ -74,7 +74,7 @@ class TransformersSession(Session):
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[ModelRunner | ChainRunner, int | None, int]:
-        """What runs rows that come and go, any number of them."""
+        """Return a runner for rows that join and leave, and its limits of memory in bytes."""
         follow(self._model)
         on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
         check_parts(self._model, on_chains)
@@ -92,20 +92,20 @@ class TransformersSession(Session):
         return rows, kv_bytes, prefix_bytes
 
     def watch(self, runner: ModelRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
-        """Notices changes of the model."""
+        """Return a watch for changes of the model."""
         state = state_of(self._model)
         state.passes_write |= limits_of(self._model).changes_after is not None
         is_recorded = runner.engine == "static"
         return ModelWatch(self._model, runner.model, compares_bits, follow(self._model), state, is_recorded)
 
     def sharing_weights(self) -> PreTrainedModel:
-        """A copy of all but the tensors."""
+        """Copy the model without its tensors."""
         tensors = chain(self._model.parameters(), self._model.buffers())
         return copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
 
 
 class TreeCall(Call):
-    """What a call runs on where the model takes trees. Made and raises as `Session.begin`."""
+    """Call of a model that supports trees; see `Session.begin` for arguments and errors."""
 
     runner: ModelRunner
 
@@ -119,7 +119,7 @@ class TreeCall(Call):
         texts = None if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
         self._steps = steps = _static_steps(engine, config, prompts, generation_config) if is_static else None
         if config.invariant:
-            self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
+            self.invariant_rows = FIXED_ROWS if steps is not None else min_rows(engine)
         packed = _packed_runner(model, prompts, config)
         self.rows_leave = packed is not None
         self.runner = runner = packed or ModelRunner(
@@ -141,22 +141,22 @@ class TreeCall(Call):
         check_texts(model, runner, prompts, generation_config)
 
     def release(self, keep_cache: bool) -> Cache | None:
-        """Release the buffers; returns the caller's cache, if it is to be kept."""
+        """Release the buffers; return the filled cache if `keep_cache`."""
         cache = None
         if keep_cache:
-            given = self._prompts.cache
-            given = empty_cache(self._model) or DynamicCache() if given is None else given
-            cache = return_cache(self.rows or self.runner.texts, given, self._prompts.mask)
-        if self._steps is not None:  # for the next call; not after one that failed
+            cache = self._prompts.cache
+            cache = empty_cache(self._model) or DynamicCache() if cache is None else cache
+            cache = return_cache(self.rows or self.runner.texts, cache, self._prompts.mask)
+        if self._steps is not None:  # keep them for the next call
             state_of(self._engine).trials.static_steps = self._steps
         return cache
 
 
 def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig) -> ModelRunner | None:
-    """What packs the rows of a call; `None` where they are padded.
+    """Return a runner for packed rows; `None` if rows are padded.
 
-    On a GPU a call for each row takes longer than padding does. Of packed weights there is one copy for a model, which
-    calls of one prompt have.
+    On a GPU padding is faster than one attention call for each row. Packed weights exist once per model, for the other
+    clone.
     """
     if prompts.rows == 1 or prompts.inputs or model.device.type != "cpu":
         return None
@@ -169,10 +169,10 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
 def _static_steps(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
 ) -> StaticSteps | None:
-    """The steps of a static engine; `None` if the model cannot be run so, and need not.
+    """Return static steps; `None`, with a warning, if the model does not support them.
 
     Raises:
-        UnsupportedArgumentError: Its passes would not be invariant without.
+        UnsupportedArgumentError: `invariant=True` needs them.
     """
     before = max(prompts.before)
     longest = before + generation_config.max_length
@@ -180,8 +180,7 @@ def _static_steps(
     if not isinstance(steps, str):
         return steps
     if config.invariant and engine.device.type == "cuda":
-        why = f"texts of {longest} tokens cannot be run with fixed shapes, as {steps}"
-        raise not_possible(engine, "invariant", why)
+        raise not_possible(engine, "invariant", f"texts of {longest} tokens cannot have fixed shapes: {steps}")
     _warn_of_eager_steps(engine, steps)
     return None
 
@@ -189,14 +188,14 @@ def _static_steps(
 def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:
     warnings.warn(
         f"steps of this {type(model).__name__} are run one kernel at a time, without fixed shapes or CUDA graphs: "
-        f"{obstacle}. engine='dynamic' says so beforehand",
+        f"{obstacle}. engine='dynamic' avoids this warning",
         LookaheadWarning,
         stacklevel=3,
     )
 
 
 class ChainCall(Call):
-    """As `TreeCall`, for a model that `runs_on_chains`. Made and raises as `Session.begin`."""
+    """Call of a model that `runs_on_chains`; see `Session.begin` for arguments and errors."""
 
     runner: ChainRunner
 
@@ -213,19 +212,19 @@ class ChainCall(Call):
         ends = equivalence(model).holds("positions_end")
         self.runner = runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
-        self.keeps_cache = prompts.rows == 1 and prompts.all_count  # each row has a cache of its own, without padding
+        self.keeps_cache = prompts.rows == 1 and prompts.all_count  # caches are per row and without padding
         check_texts(model, runner, prompts, generation_config)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states that were copied."""
+        """Bytes of copied states."""
         return sum(row.copied_bytes for row in self._rows)
 
     def restore(self, error: BaseException) -> None:
-        """Leave the caller's cache as it was before the call, which failed."""
+        """Restore the caller's cache after a failed call."""
         if self._before is not None:
             self._before.restore()
 
     def release(self, keep_cache: bool) -> Cache | None:
-        """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""
+        """Return the filled cache if `keep_cache`: the caller's own, or a new one."""
         return self._rows[0].content if keep_cache else None

@@ -1,4 +1,4 @@
-"""A clone of a model that shares its weights: other module objects, which the engine may change."""
+"""Clones of a model with shared weights: other module objects, which the engine may modify."""
 
 from __future__ import annotations
 
@@ -12,90 +12,86 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, MIN_NODES
 from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.chain_cache import is_forgetful
-from lookahead.backends.transformers.comparisons import goes_on_rightly
+from lookahead.backends.transformers.comparisons import continues_correctly
 from lookahead.backends.transformers.composition import all_modules
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.model_state import chosen_packing, model_setting, state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
-from lookahead.backends.transformers.snapshots import hold_only, in_threads, preserved_state
+from lookahead.backends.transformers.snapshots import in_threads, preserved_state, replace_items
 from lookahead.errors import UnsupportedModelError
 
-FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
-DIFFERS = "a clone of it that shares its weights does not compute what it computes"
+FORWARD_IS_REPLACED = "it was compiled, or the forward pass of one of its modules was replaced"
+DIFFERS = "a clone of it that shares its weights has other logits"
 
-_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
-"""Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
+_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, MIN_NODES})
+"""Attributes that the modules of a clone do not share. An attached `generate` refers to the model."""
 
 
 def can_be_cloned(model: PreTrainedModel) -> bool:
-    """Whether all of the model's computation is reached through its module tree.
+    """Return whether a clone would run its own modules.
 
-    Hooks that replace `forward` on one object (accelerate's, user-defined ones) and compiled calls run the modules
-    that they were made for, not those of a clone.
+    Replaced `forward` attributes (by accelerate's or user-defined hooks) and compiled calls run the original modules.
     """
-    return not any(map(_runs_others, all_modules(model)))
+    return not any(map(_runs_original, all_modules(model)))
 
 
-def _runs_others(module: torch.nn.Module) -> bool:
+def _runs_original(module: torch.nn.Module) -> bool:
     attributes = vars(module)
     return "forward" in attributes or attributes.get("_compiled_call_impl") is not None
 
 
 class SharedClone:
-    """Another module tree over the parameters and buffers of `model`, which is not touched.
+    """Another module tree over the parameters and buffers of `model`, which stays unchanged.
 
-    A module of the clone has the same dictionary objects of parameters and buffers as the model's module, so what is
-    assigned, registered or moved there is the clone's as well. Torch's own layers are shared, unless they
-    are packed or made invariant, and so are modules with neither parameters nor submodules: those that keep a state
-    which their forward pass changes (rotary embeddings whose frequencies follow the length of the text) are among
-    them. So there is one state, whichever runs the next pass.
+    Modules of the clone share the dictionaries of parameters and buffers with the model's, so later assignments and
+    moves affect both. Torch's own layers are shared, unless they are packed or invariant. Modules without parameters
+    and submodules are shared too: some have a state, for example rotary embeddings with frequencies by text length.
 
     Args:
         model: Any model that `can_be_cloned`.
-        attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
-            well if not given. Invariant attention takes the place of `eager`, too, and on a CPU its products and
-            activations are those of `invariant_kind`. On a GPU there are modules of `fused_kind` beside it.
+        attention: Attention registered with transformers, in place of `sdpa`; `sdpa` if not given. Invariant attention
+            replaces `eager` too, with modules of `invariant_kind` on a CPU. On a GPU modules of `fused_kind` are added.
         packing: See `chosen_packing`.
 
     Attributes:
-        module: The clone itself.
+        module: The clone.
     """
 
     def __init__(self, model: PreTrainedModel, attention: str | None, packing: int = 0) -> None:
         self._attention = attention
         self._packing = packing
         self._is_fused = attention is not None and model.device.type == "cuda" and find_spec("triton") is not None
-        self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
+        self._configs: dict[int, Any] = {}  # copies, shared by several references to one configuration
         modules = all_modules(model)
-        # By the id of the module that each stands for.
+        # By the id of the original module.
         self._clones = {id(module): self._new_module(module) for module in modules}
         self.module: PreTrainedModel = self._clones[id(model)]
         self.refresh(modules)
 
     def refresh(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Take over what has been set on modules since, and pack the weights anew that have changed.
+        """Copy new attributes of the modules, and pack changed weights again.
 
         Args:
-            modules: `all_modules` of the model it was made of, whose `Composition` is unchanged.
+            modules: `all_modules` of the original model, with an unchanged `Composition`.
         """
         clones = self._clones
         for module in modules:
             clone = clones[id(module)]
             if clone is not module:
-                _take_over(module, clone, clones)
+                _copy_attributes(module, clone, clones)
         packed = [clone for clone in clones.values() if isinstance(clone, PackedLinear)]
         for layer, is_current in zip(packed, in_threads(PackedLinear.is_current, packed), strict=True):
             if not is_current:
                 layer.pack(self._packing)
 
     def keeps_state(self, model: PreTrainedModel) -> bool:
-        """Whether passes of the clone have set attributes of its own modules: a state that the model would not share.
+        """Return whether passes have set attributes on the clone's own modules: a state that the model does not share.
 
         Args:
-            model: The model it was made of, as it was at the last `refresh`.
+            model: The original model, unchanged since the last `refresh`.
         """
         return any(_attributes(self._clones[id(module)]) != _attributes(module) for module in all_modules(model))
 
@@ -105,18 +101,18 @@ class SharedClone:
         if self._attention is not None and (used == "sdpa" or (used == "eager" and replaces_eager)):
             config._attn_implementation = self._attention
         if self._is_invariant and getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # the one in which experts are asked one after another
+            config._experts_implementation = "eager"  # runs experts one after another
         own: Any = type(config)
         if own.__getattribute__ is PreTrainedConfig.__getattribute__ and "_heterogeneity_spec" not in vars(config):
             config.__class__ = _read_at_once(own)
 
     @property
     def _is_invariant(self) -> bool:
-        """Whether its modules have care of their own; passes of one size need none."""
+        """Whether modules are replaced by invariant ones; passes of one size need none."""
         return self._attention in (INVARIANT, INVARIANT_ROWS)
 
     def _new_module(self, module: torch.nn.Module) -> Any:
-        """A module in place of `module`, with a configuration of its own; or `module` itself where it is shared."""
+        """Return a module in place of `module`, with its own configuration; or `module` if it is shared."""
         kind = PackedLinear if self._packing and can_pack(module) else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
@@ -136,22 +132,20 @@ class SharedClone:
 
 @cache
 def _read_at_once(kind: Any) -> Any:
-    """The class `kind` of a configuration, whose names are not looked up one by one in `attribute_map`.
+    """Return a subclass of a configuration class `kind` without lookups in `attribute_map`.
 
-    A pass reads some thirty settings, and each look takes 1 to 2 us: 2 % of a pass of 1.5 ms.
+    A pass reads some thirty settings, and each lookup takes 1 to 2 us: 2 % of a pass of 1.5 ms.
     """
     others = {name: property(attrgetter(own)) for name, own in kind.attribute_map.items()}
     return type(kind.__name__, (kind,), {"__getattribute__": object.__getattribute__, **others})
 
 
 Trial = Callable[[PreTrainedModel, PreTrainedModel, int], str | None]
-"""Given a model, a clone of it, and how the weights of that are packed: why the clone is not right; `None` if it is.
-What it raises is a reason as well."""
+"""Trial of a model's clone with its packing: returns or raises the reason of a failure; `None` if it passes."""
 
 
 def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool, trial: Trial) -> SharedClone | str:
-    """The clone that is kept for these settings, after an update; a new one if none fits. If it does not pass its
-    trial, which leaves no trace in the model, the reason. Weights are packed by `chosen_packing`."""
+    """Return the refreshed clone for these settings, or a new one after its trial; the reason if the trial failed."""
     state = state_of(model)
     with state.lock:
         trials = state.trials
@@ -164,7 +158,7 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
             if isinstance(clone, SharedClone):
                 clone.refresh(modules)
             return clone
-        if packing:  # packed weights are large: the old ones go before there are new ones
+        if packing:  # free old packed weights, which are large, first
             for other in [other for other in trials.clones if other[-1]]:
                 del trials.clones[other]
         clone = _tried(model, attention, packing, trial) if can_be_cloned(model) else FORWARD_IS_REPLACED
@@ -188,9 +182,11 @@ def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: T
 
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in other module objects, which share all else: what code of the model sets on its modules meanwhile,
-    such as the positions behind an image, it sets on these alone. Torch's own layers, which set nothing, are shared; so
-    are all inner modules of a model of text if the preparation of `generate` is transformers' own."""
+    """Return the model in other module objects that share everything else, to isolate attributes that a pass sets.
+
+    An example is the positions after an image. Torch's own layers set nothing, and are shared. So are all inner modules
+    of a text model with transformers' own preparation of `generate`.
+    """
     modules = [model]
     if not _prepares_as_transformers(model):
         modules = [m for m in all_modules(model) if m._modules or not type(m).__module__.startswith("torch.nn.")]
@@ -205,7 +201,7 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _prepares_as_transformers(model: PreTrainedModel) -> bool:
-    """Whether a model reads tokens only, and has no methods of its own that `generate` calls before it decodes."""
+    """Return whether a model reads only tokens, and has transformers' own methods to prepare `generate`."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return False
     kind = type(model)
@@ -215,18 +211,18 @@ def _prepares_as_transformers(model: PreTrainedModel) -> bool:
     )
 
 
-def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
-    """Set on `clone` what is set on `module`. Another thread may run it meanwhile: it never has the model's own."""
+def _copy_attributes(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
+    """Copy the attributes of `module` to `clone`; a concurrent pass never reads the model's values of `_ITS_OWN`."""
     attributes = vars(clone)
     current = {**vars(module), **{name: attributes[name] for name in _ITS_OWN & attributes.keys()}}
     current.pop("generate", None)
     if children := module._modules:
         current["_modules"] = {name: None if child is None else clones[id(child)] for name, child in children.items()}
-    hold_only(attributes, current)
+    replace_items(attributes, current)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, int]:
-    """What is set on a module, by identity."""
+    """Return the attributes of a module, by identity."""
     return {name: id(value) for name, value in vars(module).items() if name not in _ITS_OWN}
 
 
@@ -234,16 +230,15 @@ _OF_DECODING = {"prepare_inputs_for_generation", "_reorder_cache"}
 """Methods of transformers' `GenerationMixin` that are called by steps, and not before them."""
 
 _CHUNK = 16
-"""Tokens of a chunk; a draft and its pending tokens are one or two of them."""
+"""Tokens of a chunk in a clone; a draft with pending tokens has one or two chunks."""
 
 
 def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that runs short chains of `model`, which itself stays as it is. Made and tried once per model object.
+    """Return the module that runs short chains of `model`: made and tried once per model object.
 
-    State-space layers (Mamba 2 and its kin) read several tokens in chunks of some hundred, and without a kernel for
-    them, as on a CPU, they fill a chunk up: two tokens take as long as all of them. A clone has shorter chunks.
-    Those of Mamba 1 go on from their state over one token alone. In a clone they take tokens one by one, while all
-    other layers take them together.
+    State-space layers of Mamba 2 process chunks of some hundred tokens. Without a kernel, as on a CPU, they pad a
+    chunk, so that two tokens take as long as all. A clone has shorter chunks. Mamba 1 continues from its state only for
+    one token. In a clone its layers process tokens one by one, and all other layers process them together.
     """
     has_long_chunks = model.device.type == "cpu" and any(map(_has_long_chunks, model.modules()))
     if not (is_forgetful(model) or has_long_chunks) or not can_be_cloned(model):
@@ -259,30 +254,30 @@ def _has_long_chunks(module: torch.nn.Module) -> bool:
 
 @cache
 def _in_short_chunks(kind: Any) -> Any:
-    """The class `kind` of a layer, with chunks of at most `_CHUNK` tokens, whatever is set on it."""
+    """Return a subclass of a layer class `kind` with chunks of at most `_CHUNK` tokens."""
     return type(kind.__name__, (kind,), {"chunk_size": property(lambda layer: min(vars(layer)["chunk_size"], _CHUNK))})
 
 
 @cache
 def _one_by_one(kind: Any) -> Any:
-    """The class `kind` of a layer, whose passes behind a text take its tokens one by one."""
+    """Return a subclass of a layer class `kind` that processes tokens after a cached text one by one."""
 
     class OneByOne(kind):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            given = next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), args[0] if args else None)
-            goes_on = given is not None and given.has_previous_state(self.layer_idx)
-            parts = torch.split(hidden_states, 1, dim=1) if goes_on else [hidden_states]
+            cache = next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), args[0] if args else None)
+            continues = cache is not None and cache.has_previous_state(self.layer_idx)
+            parts = torch.split(hidden_states, 1, dim=1) if continues else [hidden_states]
             return torch.cat([super(OneByOne, self).forward(part, *args, **kwargs) for part in parts], 1)
 
     return OneByOne
 
 
 def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: int) -> str | None:
-    """Whether a clone, made to, reads chains as the model reads single tokens."""
+    """Modify a clone for chains, and return why it differs from the model; `None` if it does not."""
     for part in clone.modules():
         kind: Any = type(part)
         if _has_long_chunks(part):
             part.__class__ = _in_short_chunks(kind)
         elif is_forgetful(model) and kind.__name__.endswith("MambaMixer"):
             part.__class__ = _one_by_one(kind)
-    return None if goes_on_rightly(model, clone) else "a clone does not go on as it does"
+    return None if continues_correctly(model, clone) else "a clone does not continue as it does"

@@ -1,4 +1,4 @@
-"""Static steps for a model: whether it can have them, made once and kept for its next call."""
+"""Static steps of a model: trials of their support, creation, and reuse by the next call."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 Shapes = tuple[LayerShape | None, ...]
 
 GROWS_BY = 1024
-"""Tokens behind a prompt that memory is taken for at first: few calls write more, and growing captures all sizes
-again."""
+"""Tokens after a prompt in the initial memory. Few calls need more; growth captures all sizes again."""
 
 
 def acquire_steps(
     model: PreTrainedModel, config: LookaheadConfig, batch: int, longest: int, start: int | None = None
 ) -> StaticSteps | str:
-    """Static steps for one call, those that the last one released if they fit; why there can be none, if so.
+    """Return static steps for a call, reused from the last one if they fit; the reason if there are none.
 
     Args:
-        model: The module that runs the trees.
-        config: How steps are run, and the nodes of the largest tree.
-        batch, longest: Rows, and tokens that the longest text may come to.
-        start: Tokens of the longest prompt. With `engine="auto"` memory is taken for some more than these, and a size
-            is captured only if enough tokens are left to pay for it; else for all of the text, and as soon as a
-            step has that size.
+        model: Module that runs the trees.
+        config: Configuration of steps and of the largest tree.
+        batch: Number of rows.
+        longest: Largest number of tokens of a text.
+        start: Tokens of the longest prompt. With `engine="auto"` it determines the initial memory, and sizes are
+            captured only if enough tokens remain. Otherwise memory is for whole texts, and sizes are captured at first
+            use.
     """
     shapes = _static_shapes(model)
     if isinstance(shapes, str):
@@ -55,16 +55,15 @@ def acquire_steps(
     most = None
     if config.invariant:
         sizes = fixed_sizes(batch)
-        most = sizes[0] + config.max_nodes  # a part of a prompt, and what is drafted
+        most = sizes[0] + config.max_nodes  # a chunk of a prompt, and a draft
     patient = config.engine == "auto" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
     capacity = rounded(text + (most or 0) + sizes[-1])
-    first = limits_of(model).places_after
-    picked = limits_of(model).picks_after
-    if picked is not None and longest > picked:
-        return f"it does not attend to all keys of a text of more than {picked} tokens"
-    if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
-        return f"it would take memory beyond {first} tokens for text"
+    limits = limits_of(model)
+    if limits.picks_after is not None and longest > limits.picks_after:
+        return f"it does not attend to all keys of a text of more than {limits.picks_after} tokens"
+    if limits.columns_after is not None and rounded(longest + (most or 0) + sizes[-1]) > limits.columns_after:
+        return f"its memory would exceed {limits.columns_after} columns"
     made_for = (_wiring(model), batch, sizes, most)
     state = state_of(model)
     steps: StaticSteps | None
@@ -72,7 +71,7 @@ def acquire_steps(
         steps = state.trials.static_steps
         state.trials.static_steps = None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
-        del steps  # before new memory is taken
+        del steps  # frees memory first
         steps = StaticSteps(model, shapes, batch, capacity, sizes, most)
         steps.made_for = made_for
     steps.last = longest if patient else None
@@ -80,10 +79,10 @@ def acquire_steps(
 
 
 def fixed_sizes(batch: int) -> tuple[int, ...]:
-    """The only size of passes for so many rows: `FIXED_ROWS` nodes over all of them.
+    """Return the only size of invariant passes for a batch: `FIXED_ROWS` nodes over all rows.
 
     Raises:
-        UnsupportedArgumentError: There are more rows than that.
+        UnsupportedArgumentError: The batch has more rows.
     """
     if batch > FIXED_ROWS:
         raise UnsupportedArgumentError(
@@ -94,10 +93,10 @@ def fixed_sizes(batch: int) -> tuple[int, ...]:
 
 
 def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
-    """A runner with static passes of one size, for short texts.
+    """Return a runner with static passes of one size, for short texts.
 
     Raises:
-        UnsupportedModelError: The model cannot be run with fixed shapes.
+        UnsupportedModelError: The model does not support fixed shapes.
     """
     shapes = _static_shapes(model)
     if isinstance(shapes, str):
@@ -111,19 +110,20 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
 def pooled_runner(
     rows: ModelRunner, alone: PreTrainedModel, clock: PausingClock, records: bool
 ) -> tuple[ModelRunner, str]:
-    """What runs rows that come and go over pages of one memory, where that can be.
+    """Return a runner for rows in pages of one memory, if possible.
 
     Args:
-        rows, alone: What runs each over its own memory, and what runs one text of the model.
-        clock: The clock for steps.
-        records: Whether passes are to be recorded.
+        rows: Runner of rows with separate memories.
+        alone: Module for one text of the model.
+        clock: Clock of steps.
+        records: Whether to record passes.
 
     Returns:
-        The runner, without its memory, or `rows`; and why no passes are recorded, if that is so.
+        The runner without its memory, or `rows`; and the reason for unrecorded passes, empty if they are recorded.
     """
     model = rows.model
     if not rows.packed or rows.is_invariant:
-        return rows, "its rows do not lie one behind another in a pass"
+        return rows, "its rows are not packed"
     if find_spec("triton") is None:
         return rows, "Triton is not installed"
     if limits_of(model).picks_after is not None:
@@ -139,35 +139,33 @@ def pooled_runner(
 
 
 def _pool_shapes(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
-    """What the layers keep of a token; why rows cannot lie in a pool, if so. Tried once per model."""
-    return _tried(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
+    """Return the shapes of the layers' keys and values in a pool, or the reason if it is impossible; tried once."""
+    return _shapes_by_trial(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
 
 
 def _static_shapes(model: PreTrainedModel) -> Shapes | str:
-    """What the layers keep of a token; why the model cannot be run with fixed shapes, if it cannot. Tried once per
-    model."""
-    return _obstacle(model) or _tried(model, ("texts",), partial(_try_static, model))
+    """Return the shapes of the layers' keys and values, or the reason against fixed shapes; tried once."""
+    return _obstacle(model) or _shapes_by_trial(model, ("texts",), partial(_try_static, model))
 
 
 @torch.no_grad()
-def _tried(
+def _shapes_by_trial(
     model: PreTrainedModel, kind: tuple[object, ...], compare: Callable[[], tuple[Shapes, bool]]
 ) -> Shapes | str:
-    """The shapes of layers, if passes of fixed shapes give the logits of others; why they do not, if so."""
+    """Return the shapes of layers if passes of fixed shapes have equal logits; the reason otherwise."""
 
     def shapes_or_why() -> Shapes | str:
         try:
             shapes, same = compare()
             return shapes if same else "passes of fixed shapes give other logits"
-        except Exception as error:
-            # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
+        except Exception as error:  # the model runs without fixed shapes then
             return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
 
     return once(model, (*kind, *model_setting(model)), shapes_or_why)
 
 
 def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
-    """Compare logits of rows in a pool with those of each text alone."""
+    """Compare logits of rows in a pool with logits of single texts."""
     model = rows.model
     shapes = layer_shapes(rows.run_token().cache)
     pooled = PooledRunner(rows, shapes, records, PausingClock(model.device))
@@ -176,7 +174,7 @@ def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple
 
 
 def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
-    """Compare logits of static steps with those of dynamic ones."""
+    """Compare logits of static and dynamic steps."""
     dynamic = ModelRunner(model, 1)
     expected = check_logits(dynamic)
     shapes = layer_shapes(dynamic.rows[0].cache)
@@ -192,13 +190,12 @@ def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
 
 
 def _obstacle(model: PreTrainedModel) -> str:
-    """What a pass does that a device does not: what Python does is not done by a captured graph. Empty if nothing.
+    """Return the reason against captured graphs, which skip Python code: hooks, adapters, or changes of positions.
 
-    So models are left alone that have hooks, adapters that can be switched, or frequencies of positions that are
-    chosen anew when a text becomes long.
+    It is empty if there is none.
     """
     if model.device.type == "meta":
-        return "its weights are loaded when they are needed"
+        return "its weights are loaded on demand"
     if not can_be_cloned(model):
         return "the forward of a module in it was replaced"
     if torch.is_autocast_enabled(model.device.type):
@@ -214,9 +211,9 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _wiring(model: PreTrainedModel) -> tuple[object, ...]:
-    """What a captured pass depends on: where weights lie, and how the model is set."""
+    """Return the settings and the addresses of weights that a captured pass depends on."""
     tensors = (
         tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())
     )
-    places = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
-    return model.training, model.dtype, model.config._attn_implementation, places
+    addresses = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+    return model.training, model.dtype, model.config._attn_implementation, addresses

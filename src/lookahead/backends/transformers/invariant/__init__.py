@@ -1,1 +1,1 @@
-"""Passes in which the bits of a node depend on its own text alone: not on what else is sent, nor on how."""
+"""Invariant passes: the bits of a node depend only on its own text, not on other nodes or rows of a pass."""

@@ -1,12 +1,10 @@
-"""Attention whose result for a query depends only on the keys and values that it sees.
+"""Invariant attention on the CPU: the result of a query depends only on the keys and values that it sees.
 
-Keys and values may lie in one run, or those of a tree's nodes anywhere behind the text; other queries may go along,
-as many as like. A query's bits are the same, since each of its sums has an order of its own: scores over the head size
-from the first element to the last, and everything over keys by position, whatever slots they lie in.
+The order of each sum is fixed: scores over the head size from the first element to the last, and sums over keys by
+position, regardless of their slots and of other queries.
 
-LLVM may turn a loop into vector instructions only where no bit of the result changes, since nothing here allows it to
-reorder sums or to fuse a product with a sum. So what an element of an array becomes does not depend on its place.
-Fused products are asked for one by one, with `fma`.
+LLVM may use vector instructions only if no bit changes, because it may neither reorder sums nor fuse a product with a
+sum here. So the result of an element does not depend on its index. `fma` fuses products explicitly.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from lookahead.core.compiled import compiled, inner
 from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 BLOCK = 64
-"""Keys that are gone through together."""
+"""Keys of a block."""
 TILE = 16
-"""Rows, query heads of nodes, that go through them together."""
+"""Rows of a tile: query heads of nodes."""
 
 
 def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` of float32 numbers, rounded once."""
+    """Return `a * b + c` of float32 numbers, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -37,7 +35,7 @@ def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _get(typing_context: Any, array: Any, index: Any) -> Any:
-    """An element of a flat float32 array. The index is not looked at, as in C: it must be inside."""
+    """Return an element of a flat float32 array, without a bounds check."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(array)(context, builder, arguments[0]).data
@@ -47,7 +45,7 @@ def _get(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Set an element of a flat float32 array; as `get`."""
+    """Set an element of a flat float32 array, without a bounds check."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(array)(context, builder, arguments[0]).data
@@ -78,7 +76,7 @@ _C7 = np.float32(1.9875691500e-4)
 
 @compiled
 def _exp(x: Any) -> Any:
-    """e^x for x of at most 0, to about a unit in the last place; below -86 it is 0."""
+    """Return e^x for x <= 0, to about a unit in the last place; 0 below -86."""
     clipped = max(x, _LOWEST)
     whole = fma(clipped, _LOG2_E, _ROUNDER) - _ROUNDER
     rest = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, clipped))
@@ -90,7 +88,7 @@ def _exp(x: Any) -> Any:
 
 @compiled
 def _bend(x: Any, cap: Any) -> Any:
-    """`cap * tanh(x / cap)`."""
+    """Return `cap * tanh(x / cap)`."""
     ratio = x / cap
     small = _exp(-_F2 * abs(ratio))
     bent = cap * ((_F1 - small) / (_F1 + small))
@@ -104,15 +102,15 @@ def _number(which: Any, i: Any) -> Any:
 
 @inner
 def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: Any) -> Any:
-    """Add `count` rows with their factors to `many` sums, one row after another.
+    """Add `count` rows, multiplied by their factors, to `many` sums, one row after another.
 
     Args:
-        factors: An array, and where in it the factor of the first row is; those of the others follow.
-        rows: An array, where in it row 0 begins, and how far apart rows are.
-        which: The numbers of the rows; the first ones if `None`.
-        count: How many rows.
-        sums: An array, and where in it the sums begin.
-        many: How many sums.
+        factors: Array, and index of the factor of the first row; the others follow.
+        rows: Array, index of row 0, and distance of rows.
+        which: Numbers of the rows; the first ones if `None`.
+        count: Number of rows.
+        sums: Array, and index of the first sum.
+        many: Number of sums.
     """
     (of_factors, at), (of_rows, first, width), (of_sums, to) = factors, rows, sums
     whole = count - count % 4
@@ -137,7 +135,7 @@ def _add_rows(factors: Any, rows: Any, which: Any, count: Any, sums: Any, many: 
 
 @compiled
 def _find_keys(packed: Any, keys: Any) -> Any:
-    """What a node sees, in the order of positions: the numbers of the keys. How many there are."""
+    """Write the numbers of the keys visible to a node to `keys`, by position, and return their count."""
     count = 0
     for key in range(packed[FIRST], packed[VISIBLE]):
         keys[count] = key
@@ -151,7 +149,7 @@ def _find_keys(packed: Any, keys: Any) -> Any:
 
 @compiled
 def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
-    """The keys of a head, `[count, size]`, so that those of a block lie in columns: `[blocks, size, BLOCK]`."""
+    """Transpose the keys of a head within blocks, from `[count, size]` to `[blocks, size, BLOCK]`."""
     for start in range(0, count, BLOCK):
         for c in range(size):
             for j in range(min(BLOCK, count - start)):
@@ -160,8 +158,10 @@ def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
 
 @compiled
 def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any) -> Any:
-    """Scores to weights, the exponential of how far each is below the highest; their sum. There is room for whole
-    blocks, each of whose places has a lane of its own, so that maxima and sums are those of vectors."""
+    """Replace scores by weights, the exponential of their difference from the maximum, and return the sum.
+
+    `weights` has whole blocks. Each index of a block has its own lane, so that maxima and sums use vectors.
+    """
     end = at + -(-count // BLOCK) * BLOCK
     for lane in range(BLOCK):
         put(lanes, lane, -_INFINITY)
@@ -190,26 +190,26 @@ def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any)
 
 @partial(compiled, releases_gil=True, makes_arrays=True)
 def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
-    """The attention of some heads; `attention.py` alone calls it.
+    """Compute attention for some key-value heads; called by `attention.py`.
 
     Args:
-        states: Flat arrays of float32: queries `[batch, heads of keys, rows, size]`, where rows are the query heads of
-            a head of keys, node after node; keys `[batch, heads of keys, keys, size]`; values `[batch, heads of keys,
-            keys, value size]`; and the output `[batch, heads of keys, rows, value size]`.
-        sizes: heads of keys, query heads of each, nodes, keys, size, value size.
-        packed: `[batch, nodes, 3 + words]` int32, see `tree_attention.packed_mask`; of the last nodes of a pass alone,
-            in layers that nobody asks about the others. Each node sees itself at least.
-        numbers: What scores are multiplied by, and what they are bent to stay below (0 for nothing), float32.
-        units: Which heads of keys of which rows of the batch, counted through: first and end.
+        states: Flat float32 arrays: queries `[batch, kv heads, rows, size]` with the query heads of each node in turn
+            as rows; keys `[batch, kv heads, keys, size]`; values `[batch, kv heads, keys, value size]`; and the output
+            `[batch, kv heads, rows, value size]`.
+        sizes: Number of kv heads, of query heads of each, of nodes and of keys; size and value size.
+        packed: Packed masks `[batch, nodes, 3 + words]` int32 (`tree_attention.packed_mask`), possibly of only the last
+            nodes. Each node sees itself.
+        numbers: Scaling of scores and their soft limit (0 for none), float32.
+        units: First and end of the kv heads, numbered over the batch.
     """
     queries, keys, values, output = states
     shared, group, nodes, count, size, width = sizes
-    room = -(-count // BLOCK) * BLOCK
-    turned = np.zeros(room * size, dtype=np.float32)
-    weights = np.empty(TILE * room, dtype=np.float32)
+    capacity = -(-count // BLOCK) * BLOCK
+    turned = np.zeros(capacity * size, dtype=np.float32)
+    weights = np.empty(TILE * capacity, dtype=np.float32)
     sums = np.empty(TILE * width, dtype=np.float32)
     lanes = np.empty(BLOCK, dtype=np.float32)
-    seen = np.empty((TILE, room), np.intp)
+    seen = np.empty((TILE, capacity), np.intp)
     many_seen = np.empty(TILE, np.intp)
     totals = np.empty(TILE, np.float32)
     for unit in range(units[0], units[1]):
@@ -233,14 +233,14 @@ def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> An
                 for row in range(many):
                     query = (queries, (start + row) * size)
                     block = (turned, at * size, BLOCK)
-                    _add_rows(query, block, None, size, (weights, row * room + at), BLOCK)
+                    _add_rows(query, block, None, size, (weights, row * capacity + at), BLOCK)
             for row in range(many):
                 for place in range(many_seen[row]):
-                    put(weights, row * room + place, get(weights, row * room + seen[row, place]))
-                totals[row] = _soften(weights, row * room, many_seen[row], numbers[0], numbers[1], lanes)
+                    put(weights, row * capacity + place, get(weights, row * capacity + seen[row, place]))
+                totals[row] = _soften(weights, row * capacity, many_seen[row], numbers[0], numbers[1], lanes)
             for at in range(0, high - low, BLOCK):
                 for row in range(many):
-                    factors = (weights, row * room + at)
+                    factors = (weights, row * capacity + at)
                     rows = (values, unit * count * width, width)
                     some = max(min(BLOCK, many_seen[row] - at), 0)
                     _add_rows(factors, rows, seen[row, at:], some, (sums, row * width), width)

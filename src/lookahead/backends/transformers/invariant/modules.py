@@ -1,4 +1,4 @@
-"""Row-invariant replacements of modules: the bits of a row do not depend on the rows beside it."""
+"""Invariant replacements of modules: the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ from lookahead.backends.transformers.findings import recall, remember
 from lookahead.errors import UnsupportedModelError
 
 Product = Callable[..., torch.Tensor]
-"""`[rows, in_features]` to `[rows, out_features]`."""
+"""Function from `[rows, in_features]` to `[rows, out_features]`."""
 
-Care = Callable[..., Any]
-"""Given a module, what it would do, and its inputs: what it does, so that the bits of a row are its own."""
+Wrapper = Callable[..., Any]
+"""Invariant forward pass: called with the module, its original forward pass, and the inputs."""
 
-MOST = 128
-"""Rows of one product at most; more are multiplied in several."""
+MAX_ROWS = 128
+"""Largest number of rows of one product; more rows are split."""
 
-_LEAST = (1, 2, 4, 8, 16)
+_MIN_ROWS = (1, 2, 4, 8, 16)
 _FIXED = 16
-_OUTCOMES = 1 << 17
-"""Results that are compared for each number of rows, as few as one in ten thousand may differ; but of no fewer and no
-more rows than `_FEWEST` and `_ROWS`."""
-_FEWEST = 8
-_ROWS = 8192
-_TRIED = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, MOST)
+_RESULTS = 1 << 17
+"""Results to compare for each number of rows: one in ten thousand may differ."""
+_MIN_SAMPLE = 8
+"""Smallest number of compared rows."""
+_MAX_SAMPLE = 8192
+"""Largest number of compared rows."""
+_TRIALS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, MAX_ROWS)
+"""Numbers of rows to try."""
 
 
 class RowRule(NamedTuple):
-    """Between how many rows a product may have; fewer are padded, and more are cut.
+    """Smallest and largest number of rows of a product; fewer rows are padded, more are split.
 
-    Libraries choose an order of summation by the shape of a product. Where all numbers of rows from `least` on have
-    one order in common, that is enough; on processors where they have not, `least` and `most` are the same.
+    Libraries choose an order of summation by the shape of a product. Usually all numbers of rows from `min_rows` on
+    have the same order; on other processors `min_rows` equals `max_rows`.
     """
 
-    least: int
-    most: int
+    min_rows: int
+    max_rows: int
 
 
-RULES = (*(RowRule(least, MOST) for least in _LEAST), RowRule(_FIXED, _FIXED))
-"""From the cheapest one to the dearest."""
+RULES = (*(RowRule(rows, MAX_ROWS) for rows in _MIN_ROWS), RowRule(_FIXED, _FIXED))
+"""Rules from the cheapest to the most expensive."""
 
 
 def find_rule(product: Product, inputs: int, dtype: torch.dtype) -> RowRule | None:
-    """The cheapest rule under which products of random rows have the same bits in every company; `None` if there is
-    none.
+    """Return the cheapest rule that makes products of random rows invariant; `None` if there is none.
 
-    Found by trying, always in the same order: a time would make bits depend on the load of the machine.
+    Trials run in a fixed order: timings would make bits depend on the load of the machine.
 
     Args:
         product: The product.
@@ -60,120 +61,120 @@ def find_rule(product: Product, inputs: int, dtype: torch.dtype) -> RowRule | No
         dtype: Their type.
     """
     sample, compared = _sample(product, inputs, dtype)
-    expected = torch.cat([product(part) for part in torch.split(sample, MOST)])
-    sizes = [rows for rows in _TRIED if _alike(product, sample, expected, rows, compared)]
+    expected = torch.cat([product(part) for part in torch.split(sample, MAX_ROWS)])
+    sizes = [rows for rows in _TRIALS if _is_equal(product, sample, expected, rows, compared)]
     for rule in RULES[:-1]:
-        if all(rows in sizes for rows in _TRIED if rows >= rule.least):
+        if all(rows in sizes for rows in _TRIALS if rows >= rule.min_rows):
             return rule
-    return RULES[-1] if are_alike(product, inputs, dtype, _FIXED) else None
+    return RULES[-1] if rows_are_equal(product, inputs, dtype, _FIXED) else None
 
 
-def are_alike(product: Product, inputs: int, dtype: torch.dtype, size: int) -> bool:
-    """Whether the rows of a product of `size` random ones, a divisor of `MOST`, have the same bits in each place.
+def rows_are_equal(product: Product, inputs: int, dtype: torch.dtype, size: int) -> bool:
+    """Return whether the bits of a row do not depend on its index in products of `size` random rows.
 
     Args:
-        product, inputs, dtype: As for `find_rule`.
-        size: Rows of every product.
+        product: As for `find_rule`.
+        inputs: As for `find_rule`.
+        dtype: As for `find_rule`.
+        size: Rows of every product, a divisor of `MAX_ROWS`.
     """
     sample, _ = _sample(product, inputs, dtype)
     expected = torch.cat([product(part) for part in torch.split(sample, size)])
-    turned = sample.roll(5, 0)
-    again = torch.cat([product(part) for part in torch.split(turned, size)]).roll(-5, 0)
+    rolled = sample.roll(5, 0)
+    again = torch.cat([product(part) for part in torch.split(rolled, size)]).roll(-5, 0)
     return torch.equal(again, expected)
 
 
 def _sample(product: Product, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Random rows, a multiple of `MOST`, and how many of them are compared."""
-    outputs = product(torch.zeros(MOST, inputs, dtype=dtype)).shape[1]
-    compared = min(max(_OUTCOMES // outputs, _FEWEST), _ROWS)
+    """Return random rows, a multiple of `MAX_ROWS`, and the number of rows to compare."""
+    outputs = product(torch.zeros(MAX_ROWS, inputs, dtype=dtype)).shape[1]
+    compared = min(max(_RESULTS // outputs, _MIN_SAMPLE), _MAX_SAMPLE)
     random = torch.Generator().manual_seed(0)
-    return torch.randn(-(-compared // MOST) * MOST, inputs, generator=random).to(dtype), compared
+    return torch.randn(-(-compared // MAX_ROWS) * MAX_ROWS, inputs, generator=random).to(dtype), compared
 
 
-def _alike(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:
-    """Whether so many rows at once give what `MOST` of them give; for the first `compared` of the sample or so."""
+def _is_equal(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:
+    """Return whether products of `rows` rows equal products of `MAX_ROWS`, for about `compared` rows of the sample."""
     count = max(compared, rows) // rows * rows
     return all(torch.equal(product(sample[at : at + rows]), expected[at : at + rows]) for at in range(0, count, rows))
 
 
 def by_rule(product: Product, rows: torch.Tensor, rule: RowRule) -> torch.Tensor:
-    """The product of `rows` `[count, in_features]` in as many parts, each padded, as the rule wants."""
+    """Compute the product of `rows` `[count, in_features]` in padded parts according to a rule."""
     count = rows.shape[0]
-    parts = -(-count // rule.most)
-    size = max(-(-count // parts), rule.least)
+    parts = -(-count // rule.max_rows)
+    size = max(-(-count // parts), rule.min_rows)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, parts * size - count))
     return torch.cat([product(part) for part in torch.split(padded, size)])[:count]
 
 
 FINDINGS = "_findings"
-"""The attribute that such a module has for itself, a dict by setting of what it found; all others are those of the
-module it stands for."""
+"""Attribute of an invariant module with its rules by setting; all other attributes are shared with the original."""
 
 _WHOLE = 64
-"""Elements of which torch makes whole vectors, whatever their type."""
+"""Multiple of the vector sizes of torch, in elements of any type."""
 _NO_VECTOR = 15
-"""Elements of which torch makes none."""
+"""Elements that torch processes without vectors."""
 _UNDIVIDED = 32768
-"""Elements up to which torch gives all of a tensor to one thread."""
+"""Largest tensor that torch processes in one thread, in elements."""
 
 
 def foreign_product(model: torch.nn.Module) -> str | None:
-    """The name of a module with experts or a router in it of a kind that is not known here; `None` if there is none.
+    """Return the name of a module with unknown experts or router; `None` if there is none.
 
-    Trying cannot show that their bits are the same in every company: where the weights of a model are drawn otherwise,
-    other results come to lie next to the border between two numbers of 16 bits.
+    Trials cannot prove their invariance: with other weights other results are close to a rounding boundary of 16 bits.
     """
     modules: list[tuple[str, torch.nn.Module]] = list(model.named_modules())
     has_experts = any(_are_experts(module) for _, module in modules)
     for name, module in modules:
-        is_safe = hasattr(module, "care") or isinstance(module, torch.nn.Embedding)
+        is_safe = hasattr(module, "wrapper") or isinstance(module, torch.nn.Embedding)
         if is_safe or type(module).__module__.startswith("torch.nn."):
             continue
-        most = max((weight.dim() for weight in module._parameters.values() if weight is not None), default=0)
-        if most > (1 if has_experts else 2):
+        dimensions = max((weight.dim() for weight in module._parameters.values() if weight is not None), default=0)
+        if dimensions > (1 if has_experts else 2):
             return name
     return None
 
 
 def empty_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    """A module of a class of `invariant_kind` that has found nothing yet; all else is for the caller to set."""
+    """Return a module of an `invariant_kind` without rules; the caller sets all other attributes."""
     module = kind.__new__(kind)
     vars(module)[FINDINGS] = {}
     return module
 
 
-def least_rows(model: torch.nn.Module) -> int:
-    """Rows that every product of `model` has at least, by what its passes have found."""
-    found = [rule for module in model.modules() for rule in vars(module).get(FINDINGS, {}).values()]
-    return max((rule.least for rule in found if isinstance(rule, RowRule)), default=1)
+def min_rows(model: torch.nn.Module) -> int:
+    """Return the smallest number of rows of a product in `model`, from the rules of its passes so far."""
+    rules = [rule for module in model.modules() for rule in vars(module).get(FINDINGS, {}).values()]
+    return max((rule.min_rows for rule in rules if isinstance(rule, RowRule)), default=1)
 
 
 @cache
-def _with_care(kind: Any, care: Care) -> Any:
-    """The class `kind`, with `care` in place of its forward pass."""
+def _wrapped(kind: Any, wrapper: Wrapper) -> Any:
+    """Return a subclass of `kind` with an invariant forward pass."""
 
     def forward(self: Any, *inputs: Any) -> Any:
-        return care(self, partial(kind.forward, self), *inputs)
+        return wrapper(self, partial(kind.forward, self), *inputs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "care": care})
+    return type(kind.__name__, (kind,), {"forward": forward, "wrapper": wrapper})
 
 
 def _pad_rows(module: Any, product: Product, input: torch.Tensor) -> torch.Tensor:
-    """A product whose rows are padded and cut; the rule is found at the first one, for the weight's shape and type."""
+    """Compute a product with padded and split rows; the first call for a setting finds the rule."""
     rule = _rule_for(module, input, product)
     count = input.numel() // input.shape[-1]
-    if rule.least <= count <= rule.most or not count:
+    if rule.min_rows <= count <= rule.max_rows or not count:
         return product(input)
     output = by_rule(product, input.reshape(count, -1), rule)
     return output.view(*input.shape[:-1], -1)
 
 
 _rules: dict[tuple[object, ...], RowRule | None] = {}
-"""By shapes and types: what a machine multiplies how is the same for all models."""
+"""Rules by shapes and types, for all models of the process."""
 
 
 def _rule_for(module: Any, input: torch.Tensor, product: Product) -> RowRule:
-    """The rule of a product with the weights of `module`; it is looked up here, in the process, on disk, and found."""
+    """Return the rule of a product with the weights of `module`: from the module, the process, the disk, or a trial."""
     findings = vars(module)[FINDINGS]
     setting = (input.dtype, torch.get_num_threads())
     if setting not in findings:
@@ -186,17 +187,17 @@ def _rule_for(module: Any, input: torch.Tensor, product: Product) -> RowRule:
         if _rules[key] is None:
             raise UnsupportedModelError(
                 f"products of {kind.__name__} with the weights {weights} have other bits in other company on this "
-                "machine, whatever their number of rows"
+                "machine, for any number of rows"
             )
         findings[setting] = _rules[key]
     return findings[setting]  # type: ignore[no-any-return]
 
 
 def _stored_rule(about: dict[str, Any], product: Product, input: torch.Tensor) -> RowRule | None:
-    """The rule of an earlier process, else one that is found now."""
-    found = recall(about)
-    if isinstance(found, list) and found in [list(rule) for rule in RULES]:
-        return RowRule(*found)
+    """Return the rule of an earlier process, or find and store one."""
+    stored = recall(about)
+    if isinstance(stored, list) and stored in [list(rule) for rule in RULES]:
+        return RowRule(*stored)
     rule = find_rule(product, input.shape[-1], input.dtype)
     if rule is not None:
         remember(about, list(rule))
@@ -204,19 +205,19 @@ def _stored_rule(about: dict[str, Any], product: Product, input: torch.Tensor) -
 
 
 def _is_activation(module: torch.nn.Module) -> bool:
-    """Whether it is a function of single elements, as torch and transformers define them."""
+    """Return whether a module is an elementwise activation of torch or transformers."""
     home = type(module).__module__
     return not module._parameters and home in (activations.__name__, torch.nn.SiLU.__module__)
 
 
 def _fill_vectors(module: Any, function: Product, input: torch.Tensor) -> torch.Tensor:
-    """An activation whose elements all lie in whole vectors, and in one thread's share, if that matters to their bits.
+    """Compute an activation on whole vectors in one thread, unless its bits never depend on that.
 
-    torch computes what is left behind the last whole vector in another way than those before it.
+    torch computes the elements after the last whole vector with other instructions.
     """
     findings = vars(module)[FINDINGS]
     if input.dtype not in findings:
-        findings[input.dtype] = _is_the_same_everywhere(function, input.dtype)
+        findings[input.dtype] = _ignores_vectors(function, input.dtype)
     if findings[input.dtype]:
         return function(input)
     width = input.shape[-1]
@@ -225,10 +226,10 @@ def _fill_vectors(module: Any, function: Product, input: torch.Tensor) -> torch.
     return torch.cat(parts)[:, :width].reshape(input.shape)
 
 
-def _is_the_same_everywhere(function: Product, dtype: torch.dtype) -> bool:
-    """Whether a function of 16 bits gives the same for each number there is, inside of a vector and alone.
+def _ignores_vectors(function: Product, dtype: torch.dtype) -> bool:
+    """Return whether a function has equal bits with and without vectors, for all numbers of a 16-bit type.
 
-    The numbers of wider types are too many to be tried.
+    Wider types have too many numbers for a trial.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -239,39 +240,39 @@ def _is_the_same_everywhere(function: Product, dtype: torch.dtype) -> bool:
 
 
 def _are_experts(module: torch.nn.Module) -> bool:
-    """Whether these are experts that transformers asks through its own interface."""
+    """Return whether a module has experts with transformers' own interface."""
     return "has_gate" in vars(module) and "_is_expert_parallel" in vars(module)
 
 
-def _ask_one_by_one(
+def _run_one_by_one(
     module: Any, experts: Product, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts, each of which computes its tokens in as many rows as the rule for its products wants."""
+    """Run each expert on its tokens, with padded and split rows."""
 
-    def ask(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
         ones = rows.new_ones((len(rows), 1))
         return experts(rows, torch.full_like(ones, expert, dtype=torch.long), ones)
 
-    rule = _rule_for(module, hidden, partial(ask, 0))
+    rule = _rule_for(module, hidden, partial(run, 0))
     output = torch.zeros_like(hidden)
     for expert in sorted({*chosen.flatten().tolist()}):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        said = by_rule(partial(ask, expert), hidden[token], rule)
-        output.index_add_(0, token, (said * weights[token, place, None]).to(output.dtype))
+        token, choice = (chosen == expert).nonzero(as_tuple=True)
+        result = by_rule(partial(run, expert), hidden[token], rule)
+        output.index_add_(0, token, (result * weights[token, choice, None]).to(output.dtype))
     return output
 
 
 def _is_router(module: torch.nn.Module) -> bool:
-    """Whether it chooses experts for each row by a weight of its own."""
+    """Return whether a module chooses experts for each row by its own weight."""
     weight = module._parameters.get("weight")
     is_weight = weight is not None and weight.dim() == 2 and len(weight) == vars(module).get("num_experts")
     return is_weight and len(signature(type(module).forward).parameters) == 2
 
 
 def _route_in_parts(module: Any, router: Product, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A router, all of which is computed for so many rows at once that they make whole vectors.
+    """Run a router on multiples of `_WHOLE` rows.
 
-    Its scores come from functions in float32, some of which torch computes in another way behind the last whole vector.
+    torch computes some of its float32 functions with other instructions after the last whole vector.
     """
     findings = vars(module)[FINDINGS]
     setting = (hidden.dtype, torch.get_num_threads())
@@ -281,7 +282,7 @@ def _route_in_parts(module: Any, router: Product, hidden: torch.Tensor) -> tuple
         return torch.cat([output.flatten(1).double() for output in router(rows)], dim=1)
 
     if setting not in findings:
-        findings[setting] = are_alike(side_by_side, width, hidden.dtype, _WHOLE)
+        findings[setting] = rows_are_equal(side_by_side, width, hidden.dtype, _WHOLE)
     if not findings[setting]:
         raise UnsupportedModelError(f"{type(module).__name__} has other bits in other company on this machine")
     rows = hidden.reshape(-1, width)
@@ -291,15 +292,15 @@ def _route_in_parts(module: Any, router: Product, hidden: torch.Tensor) -> tuple
 
 
 def invariant_kind(module: torch.nn.Module, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class of what stands for `module`, which would be `kind` otherwise."""
-    joined: Any = _with_care  # classes are hashable, which mypy doubts of those of modules
-    return next((joined(kind, care) for applies, care in _CARE if applies(module)), kind)
+    """Return the class that replaces `module`; `kind` if it is invariant anyway."""
+    wrapped: Any = _wrapped  # mypy does not know that classes of modules are hashable
+    return next((wrapped(kind, wrapper) for applies, wrapper in _WRAPPERS if applies(module)), kind)
 
 
-_CARE: tuple[tuple[Callable[[torch.nn.Module], bool], Care], ...] = (
+_WRAPPERS: tuple[tuple[Callable[[torch.nn.Module], bool], Wrapper], ...] = (
     (lambda module: type(module) in (torch.nn.Linear, Conv1D), _pad_rows),
     (_is_activation, _fill_vectors),
-    (_are_experts, _ask_one_by_one),
+    (_are_experts, _run_one_by_one),
     (_is_router, _route_in_parts),
 )
-"""What each kind of module needs so that the bits of its rows do not depend on others."""
+"""Invariant forward pass for each kind of module."""

@@ -1,23 +1,22 @@
-"""Tree attention on a GPU: a Triton kernel that reads a packed mask.
+"""Tree attention on a GPU: Triton kernels with packed masks.
 
-One program serves a block of query rows, a share of the keys (a *split*), and one head of keys and values. All query
-heads that share that head and all nodes of the tree are rows of the same block, so keys and values are read once for
-all of them. A program leaves its share of the softmax in float32, and a second kernel puts the shares together in a
-fixed order: the same input gives the same bits.
+One program computes a block of query rows for a share of the keys (a *split*) and one kv head. The rows of a block are
+all query heads of this kv head for all nodes of the tree, so keys and values are read once. A program writes its share
+of the softmax in float32, and a second kernel combines the shares in a fixed order: equal inputs give equal bits.
 
-The number of splits and the sizes of blocks follow from shapes alone. How long a text is, the kernel reads from the
-packed mask, on the device: each split takes an equal share of the blocks that the row really has, so a static cache
-that is nearly empty costs no more than it holds, and a captured graph stays right as the text grows.
+The number of splits and the sizes of blocks depend only on shapes. The kernel reads the length of a text from the
+packed mask on the device, and divides the blocks of the text equally over the splits. So a nearly empty static cache
+costs little, and a captured graph stays correct as the text grows.
 
-Texts that share a buffer in pages have programs each, which take one block of rows after another: most texts have one.
+Texts with pages in a shared buffer have separate programs, which process their blocks of rows in turn, usually one.
 
-A second kernel gives a query bits that depend on its own text alone: splits and blocks lie at fixed positions. A split
-is `SPAN` positions of the text, from a multiple of `SPAN` on, and its blocks begin at multiples of their size, whatever
-the length of the text, the other queries and the room in the buffers. Splits that lie in the cache as a whole are read
-by programs that serve the rows of many nodes, as in the first kernel. The last ones are of the path that each node has:
-a program serves one node, and takes the columns of its keys from the mask (`packed_mask.along_paths`), so that a branch
-is summed as the text that it may become. Both run the same instructions on blocks of the same shape, in which no row
-has to do with the others; a block of which a row sees nothing leaves its sums as they are.
+The other kernel computes bits that depend only on a query's own text: splits and blocks have fixed positions. A split
+is `SPAN` positions of the text from a multiple of `SPAN` on, and its blocks begin at multiples of their size,
+regardless of the length of the text, other queries and the capacity of buffers. Splits inside the cache are computed
+for the rows of many nodes, as in the first kernel. For the last splits a program computes one node along its path, with
+columns of keys from the mask (`packed_mask.along_paths`), so that a branch is summed like the text that it may become.
+Both run the same instructions on blocks of the same shape with independent rows; a block without visible keys changes
+no sum.
 """
 
 # Kernels are written in Triton's language, which mypy cannot check.
@@ -43,7 +42,7 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
 )
 from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
-# Triton's language sees globals only as constants of its own.
+# Triton accepts only its own constants as globals.
 _VISIBLE = tl.constexpr(VISIBLE)
 _FIRST = tl.constexpr(FIRST)
 _SCRATCH = tl.constexpr(SCRATCH)
@@ -53,7 +52,7 @@ _END = tl.constexpr(END)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 _ROWS_OF_A_TEXT = 16
-"""Query rows of a block where many texts share a pass, most of them with few nodes."""
+"""Query rows of a block in passes with many texts, which usually have few nodes."""
 
 
 def tree_attention(
@@ -65,21 +64,21 @@ def tree_attention(
     tiling: Tiling | None = None,
     pages: Pages | None = None,
 ) -> torch.Tensor:
-    """Attention of the nodes of a token tree to the cached text and to their ancestors, on a CUDA device.
+    """Compute attention of the nodes of a token tree to the cached text and to their ancestors, on a CUDA device.
 
-    Nothing is read back from the device, so a call may be captured in a CUDA graph. The captured work stays right for
-    other contents of the same tensors.
+    It reads nothing from the device, so a call may be captured in a CUDA graph, and replayed with other contents of the
+    same tensors.
 
     Args:
         query: `[batch, heads, nodes, head_dim]`, float16, bfloat16 or float32.
-        key: `[batch, kv_heads, keys, head_dim]`: cached tokens and behind them the nodes of this step, or a buffer
-            that has room for more. `heads` is a multiple of `kv_heads`.
+        key: `[batch, kv_heads, keys, head_dim]`: cached tokens, then the nodes of this step, then unused columns.
+            `heads` is a multiple of `kv_heads`.
         value: `[batch, kv_heads, keys, value_dim]`.
-        packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see `packed_mask`. What it says is not checked:
-            the scratch must lie inside of `keys`.
-        scaling: What scores are multiplied by; 1 / sqrt(head_dim) if not given.
-        tiling: How to cut the work; `choose_tiling` decides if not given.
-        pages: Where the keys of each text lie, if they are those of many, with a batch of 1.
+        packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see `packed_mask`. It is not checked: the scratch
+            must be within `keys`.
+        scaling: Scaling of scores; 1 / sqrt(head_dim) if not given.
+        tiling: Division of the work; by `choose_tiling` if not given.
+        pages: Pages of the keys of each text, for several texts with a batch of 1.
 
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of `query`.
@@ -99,12 +98,12 @@ def tree_attention(
         texts, width = table.shape
         keys = width * size
         served = min(nodes, texts)
-        usual = -(-rows // (served * _ROWS_OF_A_TEXT))  # blocks of a text, if all have as many nodes
+        usual = -(-rows // (served * _ROWS_OF_A_TEXT))  # blocks of a text, if all texts have equal numbers of nodes
         rows = min(rows, _ROWS_OF_A_TEXT)
         heads = served * usual * kv_heads
     if tiling is None:
         tiling = choose_tiling(rows, heads, keys, max(head_dim, value.shape[3]), key.dtype)
-        if pages is not None:  # where keys lie takes registers, too, of which sm_80 has no more
+        if pages is not None:  # addresses of pages need registers, which sm_80 lacks
             tiling = replace(tiling, keys=min(tiling.keys, 32))
     blocks = -(-nodes * group // tiling.rows)
     grid = blocks if pages is None else min(blocks, 2 * usual), tiling.splits, texts * kv_heads
@@ -112,8 +111,8 @@ def tree_attention(
     return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, **extra)
 
 
-# These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
-# Strides and sizes are arguments of their own, and many: only newer versions of Triton take tuples.
+# These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel again.
+# Strides and sizes are separate arguments, because only newer versions of Triton accept tuples.
 @triton.jit(do_not_specialize=["mask_stride", "nodes", "splits", "table_stride"])
 def _attention_kernel(
     query, key, value, mask, shares, sums,
@@ -122,16 +121,16 @@ def _attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of rows, one split, one head of keys; grid `[row blocks at once, splits, batch * KV_HEADS]`.
+    """Compute blocks of rows for one split and one kv head; grid `[row blocks at once, splits, batch * KV_HEADS]`.
 
-    With `PAGE`, tokens of a page, the batch is of texts whose nodes share one row from `starts` on.
+    With `PAGE`, the number of tokens of a page, the batch has several texts with packed nodes from `starts` on.
 
-    Row r of a head is node `r // GROUP` of query head `r % GROUP` of its group. A split writes its average of the
+    Row r of a head is node `r // GROUP` of query head `r % GROUP` in its group. A split writes its average of the
     values to `shares` `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` and the base-2 logarithm of its sum of weights to
-    `sums` `[batch * KV_HEADS, splits, rows]`, -inf if it had nothing to see; its average is then not written at all.
+    `sums` `[batch * KV_HEADS, splits, rows]`. Without visible keys the latter is -inf, and no average is written.
     """
     split = tl.program_id(1)
-    # Offsets of whole sequences, heads and blocks may exceed 32 bits; those inside of a block do not.
+    # Offsets of sequences, heads and blocks may exceed 32 bits; offsets inside a block do not.
     head = tl.program_id(2).to(tl.int64)
     batch = head // KV_HEADS
     kv_head = head % KV_HEADS
@@ -166,8 +165,8 @@ def _attention_kernel(
         first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
         scratch = tl.load(mask + _SCRATCH)
 
-        # The blocks that this row block has: cached tokens that any of its rows may see, then slots up to its last
-        # node, since parents lie before their children. Each split takes an equal share of them.
+        # Blocks of keys for this row block: cached tokens visible to any of its rows, then slots up to its last node,
+        # since parents precede their children. Each split gets an equal share of them.
         length = tl.max(visible, 0)
         low = tl.minimum(tl.min(tl.where(visible > 0, first, 2147483647), 0), length)
         slots = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // GROUP + 1, nodes)
@@ -184,11 +183,11 @@ def _attention_kernel(
 
         for block in range(begin, tl.minimum(end, cached_blocks)):
             position = low + block * BLOCK_N + column
-            # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number.
+            # Columns after the text are garbage, possibly NaN, which a weight of 0 does not remove.
             is_cached = position < length
-            place = _place_of(position, is_cached, table, PAGE)
-            key_block = load_rows(key, place * key_stride_n, is_cached, KEY_SIZE, BLOCK_K)
-            value_block = load_rows(value, place * value_stride_n, is_cached, VALUE_SIZE, BLOCK_V)
+            index = _index_of(position, is_cached, table, PAGE)
+            key_block = load_rows(key, index * key_stride_n, is_cached, KEY_SIZE, BLOCK_K)
+            value_block = load_rows(value, index * value_stride_n, is_cached, VALUE_SIZE, BLOCK_V)
             seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
             scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
             acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
@@ -196,10 +195,10 @@ def _attention_kernel(
         for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
             slot = block * BLOCK_N + column
             is_slot = slot < slots
-            place = _place_of(scratch + slot, is_slot, table, PAGE)
-            key_block = load_rows(key, place * key_stride_n, is_slot, KEY_SIZE, BLOCK_K)
-            value_block = load_rows(value, place * value_stride_n, is_slot, VALUE_SIZE, BLOCK_V)
-            # 32 neighbours read the same word.
+            index = _index_of(scratch + slot, is_slot, table, PAGE)
+            key_block = load_rows(key, index * key_stride_n, is_slot, KEY_SIZE, BLOCK_K)
+            value_block = load_rows(value, index * value_stride_n, is_slot, VALUE_SIZE, BLOCK_V)
+            # 32 adjacent slots share a word.
             words = tl.load(
                 own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
             )
@@ -207,13 +206,13 @@ def _attention_kernel(
             scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
             acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
 
-        is_seen = row < tl.where(begin < end, nodes * GROUP, 0)  # else this split has nothing to see
+        is_seen = row < tl.where(begin < end, nodes * GROUP, 0)  # otherwise this split is empty
         store_share(shares, sums, acc, peak, total, row, is_row, is_seen, VALUE_SIZE, BLOCK_V)
 
 
 @triton.jit
-def _place_of(column, is_there, table, PAGE: tl.constexpr):
-    """Where columns of a text lie in its buffer, or in that of its pages."""
+def _index_of(column, is_there, table, PAGE: tl.constexpr):
+    """Return the indices of a text's columns in its own buffer, or in the shared one."""
     if PAGE > 0:
         page = tl.load(table + column // PAGE, mask=is_there, other=0).to(tl.int64)
         return page * PAGE + column % PAGE
@@ -221,9 +220,9 @@ def _place_of(column, is_there, table, PAGE: tl.constexpr):
 
 
 SPAN = 256
-"""Positions of a split. A node reads less than this, and its own path, without sharing it with others."""
+"""Positions of a split. Each node reads less than this, and its path, separately from other nodes."""
 _ROWS_BY_POSITION = 64
-"""Query rows of a block at most, as many whatever there are."""
+"""Largest number of query rows of a block, for any number of nodes."""
 
 
 def attention_by_position(
@@ -234,10 +233,11 @@ def attention_by_position(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As `tree_attention`, with the same bits for a query in any company, at any place in the cache.
+    """Compute `tree_attention` with bits that depend only on a query's own text.
 
-    `path_mask` is `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`. What it says is not checked.
-    Scores are bent to stay below `softcap`, if there is one: `softcap * tanh(score / softcap)`.
+    `path_mask` is `[batch, 1, nodes, 3 + slots]` int32 (`packed_mask.along_paths`), and is not checked. `softcap`
+    limits
+    scores: `softcap * tanh(score / softcap)`.
     """
     batch, kv_heads, keys, head_dim = key.shape
     group = query.shape[1] // kv_heads
@@ -258,9 +258,9 @@ def _by_position_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     SPAN: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, one split, one head of keys; grid `[nodes * ceil(GROUP / BLOCK_M), splits, batch * KV_HEADS]`.
+    """Compute rows for one split and one kv head; grid `[nodes * ceil(GROUP / BLOCK_M), splits, batch * KV_HEADS]`.
 
-    `shares` and `sums` are as those of `_attention_kernel`.
+    `shares` and `sums` are as for `_attention_kernel`.
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
@@ -268,10 +268,10 @@ def _by_position_kernel(
     batch = head // KV_HEADS
     kv_head = head % KV_HEADS
     mask += batch * nodes * mask_stride
-    length = tl.load(mask + _VISIBLE)  # of the text; the first node is padding only where all are
+    length = tl.load(mask + _VISIBLE)  # of the text; the first node is padding only if all are
     begin = split * SPAN
     in_cache = begin + SPAN <= length
-    # The rows: of all nodes, block after block, or of one node. The latter are no fewer programs than the former.
+    # The rows are blocks over all nodes, or the rows of one node, which never need fewer programs.
     parts = (GROUP + BLOCK_M - 1) // BLOCK_M
     one = part // parts
     rows = nodes * GROUP
@@ -283,7 +283,7 @@ def _by_position_kernel(
     visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
     first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
     path = mask + one * mask_stride
-    branch = tl.maximum(tl.load(path + _FIRST), length)  # the position where its columns begin
+    branch = tl.maximum(tl.load(path + _FIRST), length)  # first position of its columns
     low = tl.min(tl.where(visible > first, first, 2147483647), 0)
     low = tl.where(in_cache, low, tl.minimum(low, branch))
     end = tl.minimum(begin + SPAN, tl.where(in_cache, length, tl.load(path + _END)))
@@ -304,18 +304,18 @@ def _by_position_kernel(
 
     for start in range(begin, end, BLOCK_N):
         position = start + column
-        index = position - branch  # below 0 all over a split in the cache
-        place = tl.load(path + _BITS + index, mask=(index >= 0) & (index < slots), other=-1)
-        on_path = place >= 0
-        # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
+        depth = position - branch  # negative in a split inside the cache
+        index = tl.load(path + _BITS + depth, mask=(depth >= 0) & (depth < slots), other=-1)
+        on_path = index >= 0
+        # Columns after the text are garbage, possibly NaN, which a weight of 0 does not remove: they are not read.
         is_there = on_path | (position < length)
-        place = tl.where(on_path, place, position).to(tl.int64)
-        key_block = load_rows(key, place * key_stride_n, is_there, KEY_SIZE, BLOCK_K)
-        value_block = load_rows(value, place * value_stride_n, is_there, VALUE_SIZE, BLOCK_V)
+        index = tl.where(on_path, index, position).to(tl.int64)
+        key_block = load_rows(key, index * key_stride_n, is_there, KEY_SIZE, BLOCK_K)
+        value_block = load_rows(value, index * value_stride_n, is_there, VALUE_SIZE, BLOCK_V)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
         scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
         if CAPPED:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both ends.
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both ends.
             scores = cap * _LOG2_E * (1.0 - 2.0 / (tl.exp2(2.0 / cap * scores) + 1.0))
         acc, peak, total = fold(tl.where(seen | on_path[None, :], scores, float("-inf")), value_block, acc, peak, total)
 

@@ -1,19 +1,17 @@
-"""What each node of a token tree may see, packed into a few numbers.
+"""Packed masks: the visible tokens of each node of a token tree, in a few numbers.
 
-A dense mask holds a number for every pair of query and key, and its shape changes with every token. A packed mask is
-one small int32 tensor, `[batch, 1, nodes, 3 + ceil(nodes / 32)]`, whose shape depends on the size of the tree alone.
-It has four dimensions because transformers hands a mask of four dimensions to the attention function as it is.
+A dense mask has a number for every pair of query and key, and its shape changes with every token. A packed mask is one
+small int32 tensor, `[batch, 1, nodes, 3 + ceil(nodes / 32)]`. Its shape depends only on the size of the tree, and its
+four dimensions let transformers pass it on unchanged.
 
-The keys it speaks of lie in columns: column j of a row holds the cached token at position j, as far as the row's text
-goes; the nodes of this step lie, in slot order, behind the longest row, from the column `scratch` on. What lies between
-the end of a row and the scratch is garbage. `lookahead.core.packed_masks` says what the columns of a mask hold.
+Keys are in columns. Column j of a row has the cached token at position j. The nodes of a step follow the longest row in
+slot order, from the column `scratch` on; columns between the end of a row and the scratch are garbage.
+`lookahead.core.packed_masks` defines the fields of a mask.
 
-Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be copied
-up to date.
+The tensor contains everything that changes from step to step, so a captured CUDA graph needs no other update.
 
-Texts that come and go share one buffer, in `Pages`. Their nodes lie one behind another in one row,
-`[1, 1, nodes, 3 + words]`; each text counts its positions, slots and columns for itself, and its scratch begins at its
-end.
+Rows of an engine share one buffer in `Pages`. Their nodes are packed in one row, `[1, 1, nodes, 3 + words]`; positions,
+slots and columns are counted for each text, and its scratch begins at its end.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from numpy.typing import NDArray
 from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD, packed_width
 
 END = SCRATCH
-"""In a mask along paths, the column for the position where what a query sees ends."""
+"""Field of a mask along paths: end of the visible positions of a query."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the keys of many texts lie in one buffer.
+    """Pages of the keys of many texts in one buffer.
 
     Attributes:
-        table: The pages of each text, `[texts, pages]` int32; number p is that of the columns from `p * size` on.
-        starts: The first node of each text, and behind them their number, `[texts + 1]` int32.
+        table: Pages of each text, `[texts, pages]` int32; page p begins at column `p * size`.
+        starts: First node of each text, and the number of all nodes, `[texts + 1]` int32.
         size: Columns of a page.
     """
 
@@ -48,13 +46,13 @@ class Pages:
 
 @dataclass(frozen=True)
 class Sight:
-    """What each node of some trees may see, in one kind of layer.
+    """Visible tokens of the nodes of some trees, in one kind of layer.
 
     Attributes:
-        slots: Which slots, itself included, `[batch, nodes, nodes]` bool.
-        ends: How many of the cached tokens, `[batch, nodes]`.
-        first: The first position, `[batch, nodes]`; `None` if it is 0 for all.
-        longest: Cached tokens of the longest row, behind which the nodes lie.
+        slots: Visible slots, the node's own included, `[batch, nodes, nodes]` bool.
+        ends: End of the visible cached tokens, `[batch, nodes]`.
+        first: First visible position, `[batch, nodes]`; `None` if it is 0 for all.
+        longest: Cached tokens of the longest row; nodes follow it.
     """
 
     slots: NDArray[np.bool_]
@@ -63,8 +61,7 @@ class Sight:
     longest: int
 
     def packed(self) -> NDArray[np.int32]:
-        """The packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32. No slot may see a later one: the kernel
-        does not look at these."""
+        """Return the packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32. No slot may see a later one."""
         batch, nodes = self.ends.shape
         packed = np.zeros((batch, 1, nodes, packed_width(nodes)), dtype=np.int32)
         bits = np.zeros((batch, 1, nodes, (packed.shape[3] - BITS) * WORD), dtype=np.bool_)
@@ -77,8 +74,10 @@ class Sight:
         return packed
 
     def dense(self, dtype: torch.dtype, dropped: int = 0) -> torch.Tensor:
-        """What is added to the scores of all keys but the first `dropped` ones, `[batch, 1, nodes, keys]`: the lowest
-        number of `dtype` for those that are hidden, 0 for the others."""
+        """Return the dense mask `[batch, 1, nodes, keys]` without the first `dropped` keys.
+
+        Hidden keys have the lowest number of `dtype`, visible ones 0.
+        """
         (batch, nodes), behind = self.ends.shape, self.longest - dropped
         lowest = torch.finfo(dtype).min
         ends = self.ends[:, :, None]
@@ -100,15 +99,15 @@ def sight(
     window: int | None = None,
     chunk: int | None = None,
 ) -> Sight:
-    """What the nodes of one step see.
+    """Return the visible tokens of the nodes of a step.
 
     Args:
-        ancestors: Which slots each slot may attend to if its layer sees all the text, `[batch, nodes, nodes]`. A slot
-            that sees nothing, not even itself, is padding: it will see itself alone, so that its softmax is not empty.
+        ancestors: Slots visible to each slot without a window, `[batch, nodes, nodes]`. A slot that does not even see
+            itself is padding; it gets itself, so that its softmax is not empty.
         lengths: Cached tokens of each row.
         positions: Position ids of the nodes, `[batch, nodes]`.
-        window: Of a sliding layer: it sees a token whose distance is less than this.
-        chunk: Of a chunked layer: it sees a token of the same chunk of this many positions.
+        window: Window of a sliding layer: tokens at smaller distances are visible.
+        chunk: Chunk size of a chunked layer: tokens of the same chunk are visible.
     """
     batch, nodes = positions.shape
     first = None
@@ -116,21 +115,21 @@ def sight(
     is_real = ancestors.any(axis=2)
     if window is not None or chunk is not None:
         first = is_real * first_position(positions, window, chunk)
-        # A node and its ancestors are as far apart as their positions say.
+        # Positions give the distance of a node and its ancestors.
         slots &= positions[:, None, :] >= first[:, :, None]
     slots.reshape(batch, -1)[:, :: nodes + 1] = True  # the diagonal
     return Sight(slots, is_real * np.asarray(lengths)[:, None], first, int(max(lengths)))
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
-    """The dense mask that equals a packed one: its definition.
+    """Convert a packed mask to a dense one: its definition.
 
     Args:
         packed: `[batch, 1, nodes, 3 + words]` int32, on any device.
-        keys: Columns of keys, the scratch included; more than are in use, if they lie in a buffer.
+        keys: Number of columns, scratch and unused ones included.
 
     Returns:
-        Which keys each query may see, `[batch, 1, nodes, keys]` bool.
+        Visible keys of each query, `[batch, 1, nodes, keys]` bool.
     """
     slots = (packed.shape[3] - BITS) * WORD
     column = torch.arange(keys, device=packed.device, dtype=torch.int32).expand(*packed.shape[:3], keys)
@@ -143,23 +142,21 @@ def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def along_paths(packed: torch.Tensor) -> torch.Tensor:
-    """A packed mask with the path of each node in place of its bits: in which columns the nodes lie that it sees.
-
-    Nothing is read back from the device.
+    """Replace the bits of a packed mask by the columns of each node's path, without reading from the device.
 
     Args:
-        packed: `[batch, 1, nodes, 3 + words]` int32, on any device. The first node of each row is padding only if all
-            of them are.
+        packed: `[batch, 1, nodes, 3 + words]` int32, on any device. The first node of a row is padding only if all of
+            them are.
 
     Returns:
         `[batch, 1, nodes, 3 + 32 * words]` int32: `VISIBLE`, `FIRST`, `END`, and from `BITS` on the columns of the
-        nodes on the path of each node, itself included, in the order of their positions; -1 behind them. The first
-        of these positions is the end of the row's text, or `FIRST` if that is later.
+        path's nodes by position, the node itself included, then -1. The first position on a path is the end of the
+        row's text, or `FIRST` if that is later.
     """
     words = packed.shape[-1] - BITS
     bit, slot = (torch.arange(count, device=packed.device, dtype=torch.int32) for count in (WORD, WORD * words))
     seen = ((packed[..., BITS:, None] >> bit) & 1).flatten(-2).bool()
-    # Parents lie before their children, so that the order of slots is that of positions.
+    # Slots are in the order of positions: parents precede their children.
     path = torch.where(seen, slot, WORD * words).sort(dim=-1).values
     columns = torch.where(path < WORD * words, path + packed[..., SCRATCH, None], -1)
     length = packed[:, :, :1, VISIBLE]
@@ -168,7 +165,7 @@ def along_paths(packed: torch.Tensor) -> torch.Tensor:
 
 
 def first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
-    """The first position that is seen from each of `positions`, in a layer as in `pack`."""
+    """Return the first visible position for each of `positions`; `window` and `chunk` as for `sight`."""
     if window is not None:
         return np.maximum(positions - window + 1, 0)
     if chunk is not None:

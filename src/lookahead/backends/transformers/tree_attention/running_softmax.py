@@ -1,4 +1,4 @@
-"""What the kernels of tree attention share: how they are launched, and a softmax over blocks and splits of keys."""
+"""Common parts of the tree attention kernels: their launch, and a softmax over blocks and splits of keys."""
 
 # Kernels are written in Triton's language, which mypy cannot check.
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -15,17 +15,17 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 _PROGRAMS = 128
 """Programs that fill a large GPU: about one for each multiprocessor."""
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut into programs.
+    """Division of the work into programs.
 
     Attributes:
         rows: Query rows in a block, a power of two.
         keys: Keys in a block, a power of two.
-        splits: Shares that the keys are cut into, a power of two.
+        splits: Number of shares of the keys, a power of two.
         warps: Warps of a program.
         stages: Depth of the pipeline that loads keys and values.
     """
@@ -38,34 +38,34 @@ class Tiling:
 
 
 def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Cut the work into programs; from shapes alone, so that a captured graph fits every later step.
+    """Divide the work into programs by shapes, so that a captured graph fits every later step.
 
     Args:
-        rows: Query rows that share a head of keys: nodes times the size of the group.
-        heads: Heads of keys, times the batch.
-        keys: Columns of keys, as many as the buffer has.
-        head_dim: The larger one of the sizes of keys and values.
+        rows: Query rows of a kv head: nodes times the size of the group.
+        heads: Number of kv heads, times the batch.
+        keys: Number of columns in the buffer.
+        head_dim: The larger size of keys and values.
         dtype: Number type of keys and values.
     """
-    # The largest blocks whose accumulators stay in registers, on both sm_80 and sm_90, and whose keys and values stay
-    # within 99 KiB of shared memory on sm_8x, all that consumer cards have.
+    # The largest blocks with accumulators in registers on sm_80 and sm_90, and with keys and values in 99 KiB of shared
+    # memory, the limit of consumer cards (sm_8x).
     full = dtype == torch.float32
     if full:
-        # Full precision has no tensor cores: every product passes through registers of its own.
-        most = 32 if head_dim <= 64 else 16
+        # float32 does not use tensor cores: products need registers.
+        max_rows = 32 if head_dim <= 64 else 16
         block_keys = 16
     else:
-        most = 64
+        max_rows = 64
         block_keys = 64 if head_dim <= 128 else 32
-    block_rows = min(max(triton.next_power_of_2(rows), 16), most)
+    block_rows = min(max(triton.next_power_of_2(rows), 16), max_rows)
     if block_rows == 64 and head_dim > 64:
         block_keys = 32
     wide = head_dim > 128 and (full or block_rows > 16)
     stages = 2 if full or (wide and block_rows > 32) else 3
     programs = heads * -(-rows // block_rows)
     fill = max(_PROGRAMS // programs, min(2 * _PROGRAMS // programs, 8))  # twice where these are few splits
-    wanted = min(fill, keys // block_keys, _MOST_SPLITS)
-    splits = 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    count = min(fill, keys // block_keys, _MAX_SPLITS)
+    splits = 1 << (count.bit_length() - 1) if count > 1 else 1
     return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
 
 
@@ -77,23 +77,23 @@ def attend(
     scaling: float | None,
     **extra: Any,
 ) -> torch.Tensor:
-    """Launch a kernel whose programs serve a block of rows, a split of the keys, and one head of keys and values, and
-    put the shares of the splits together.
+    """Launch a kernel with one program for each block of rows, split of keys and kv head, and combine the splits.
 
     Args:
-        kernel: Leaves of each split its average of the values and the logarithm of its sum of weights, in float32.
-        grid: Blocks of rows, splits, and heads of keys of all texts.
-        tensors: Query, key and value as for `kernel.tree_attention`, and what each node sees.
-        tiling: How the work is cut.
-        scaling: What scores are multiplied by; 1 / sqrt(head_dim) if not given.
-        **extra: What this kernel alone takes.
+        kernel: Kernel that writes the average of values and the logarithm of the sum of weights of each split, in
+            float32.
+        grid: Number of blocks of rows, of splits, and of kv heads of all texts.
+        tensors: Query, key and value as for `kernel.tree_attention`, and the mask.
+        tiling: Division of the work.
+        scaling: Scaling of scores; 1 / sqrt(head_dim) if not given.
+        **extra: Further arguments of this kernel.
 
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of the query.
     """
     query, key, value, mask = tensors
-    query, mask = query.transpose(1, 2).contiguous(), mask.contiguous()  # as models and masks are anyway
-    # Where their innermost dimension has gaps, they are copied; any other buffer is read as it lies.
+    query, mask = query.transpose(1, 2).contiguous(), mask.contiguous()  # usually no copy
+    # Only buffers with gaps in the innermost dimension are copied.
     key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (key, value))
     batch, nodes, heads, key_size = query.shape
     kv_heads = value.shape[1]
@@ -109,7 +109,7 @@ def attend(
         "VALUE_SIZE": value_size,
         "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
     }
-    # A softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e)).
+    # A softmax to the base 2, as the hardware computes it: exp(x) = exp2(x * log2(e)).
     scale = (key_size**-0.5 if scaling is None else scaling) * math.log2(math.e)
     with torch.cuda.device_of(query):
         kernel[grid](
@@ -133,16 +133,16 @@ def attend(
 
 @triton.jit
 def load_rows(start, offset, is_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of queries, keys or values, where they are; zeros for the others, which are not read."""
+    """Load rows of queries, keys or values; other rows are zero, without a read."""
     dim = tl.arange(0, BLOCK)
     return tl.load(start + offset[:, None] + dim[None, :], mask=is_row[:, None] & (dim < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def fold(scores, value, acc, peak, total):
-    """Take the scores of one block of keys, to the base 2, into a running softmax."""
+    """Add the scores of one block of keys, to the base 2, to a running softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
+    # A row without visible keys so far has the peak -inf, and -inf minus -inf is NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(peak - base)
@@ -153,8 +153,8 @@ def fold(scores, value, acc, peak, total):
 
 @triton.jit
 def store_share(shares, sums, acc, peak, total, row, is_row, is_seen, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave what some rows have of one split for `combine_kernel`: averages of those that saw something."""
-    # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
+    """Store the averages and sums of some rows in one split for `combine_kernel`."""
+    # A row without visible keys in this split has the sum -inf, and does not count.
     total = tl.where(total == 0.0, 1.0, total)
     dim = tl.arange(0, BLOCK)
     stored = is_seen[:, None] & (dim < SIZE)[None, :]
@@ -167,9 +167,9 @@ def combine_kernel(
     shares, sums, out, nodes, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Put the splits of one row together; grid `[rows, batch * KV_HEADS]`. See `kernel._attention_kernel`.
+    """Combine the splits of one row; grid `[rows, batch * KV_HEADS]`. See `kernel._attention_kernel`.
 
-    Sixteen splits at a time, whatever their number: those that are not there, or saw nothing, change no bit.
+    It processes sixteen splits at a time; missing splits and splits without visible keys change no bit.
     """
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -188,13 +188,13 @@ def combine_kernel(
     for start in range(0, splits, 16):
         split = start + tl.arange(0, 16)
         own_sums = tl.load(sums + split * rows, mask=split < splits, other=float("-inf"))
-        # A split that saw nothing wrote nothing: what lies there is not read.
+        # A split without visible keys wrote nothing: its memory is not read.
         mine = tl.load(
             shares + (split.to(tl.int64) * rows * VALUE_SIZE)[:, None] + dim[None, :],
             mask=(own_sums > float("-inf"))[:, None] & (dim < VALUE_SIZE)[None, :],
             other=0.0,
         )
-        weights = tl.exp2(own_sums - peak)  # every row sees itself, so one of the splits has a number
+        weights = tl.exp2(own_sums - peak)  # finite, because every row sees itself
         total += tl.sum(weights, 0)
         result += tl.sum(weights[:, None] * mine, 0)
     out += ((batch * nodes + row // GROUP) * KV_HEADS + kv_head) * GROUP * VALUE_SIZE + row % GROUP * VALUE_SIZE
