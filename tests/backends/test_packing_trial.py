@@ -66,7 +66,7 @@ def llama(hidden_size: int = 64) -> PreTrainedModel:
 
 def packed_from(layer: torch.nn.Module) -> int:
     """Return the smallest number of rows for packed products of a layer; 0 for none."""
-    return vars(layer)[PACKED_WEIGHT].least if type(layer) is PackedLinear else 0
+    return vars(layer)[PACKED_WEIGHT].min_rows if type(layer) is PackedLinear else 0
 
 
 @pytest.mark.parametrize(("seconds", "least"), OUTCOMES)

@@ -285,7 +285,7 @@ class AnswerReader:
         return reasoning, text[:end], text[end:]
 
     def _end_of_text(self, text: str, last: bool) -> int:
-        """Return the index in `text` (without reasoning) at which calls begin, or may begin."""
+        """Return the index of the first call in `text`, or of a possible beginning of one."""
         if self._format is None:
             return len(text)
         trigger = self._format.trigger

@@ -22,7 +22,7 @@ from lookahead.serving.request import Request, Steps, notify_handles
 
 
 class ModelMoved(Exception):
-    """The model changed before the end of a pass, whose result is not used."""
+    """The model changed before the end of a pass; its result is not used."""
 
 
 class EngineModel:
@@ -165,14 +165,14 @@ class EngineModel:
             own = PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs, arguments.model)
             own.read()
         if self._watch is not None:
-            self._watch.changed_by_pass()  # the look of the next step finds what has changed
+            self._watch.changed_by_pass()  # the check of the next step reports a change
         request.row.crop(request.cached - 1)
 
     def _check_pass(self) -> None:
-        """Look at the model after the launch of a pass.
+        """Check the model after the launch of a pass.
 
         Raises:
-            ModelMoved: It has changed.
+            ModelMoved: The model has changed.
         """
         if self._watch is not None and self._watch.changed_by_pass():
             raise ModelMoved
@@ -182,7 +182,7 @@ class EngineModel:
         return self._watch is not None and self._watch.has_changed(thorough=thorough)
 
     def changed_before_pass(self) -> bool:
-        """Whether no pass may be launched, as the model has changed; see `ModelWatch`."""
+        """Return whether a change of the model forbids the launch of a pass; see `ModelWatch`."""
         return self._watch is not None and self._watch.changed_before_pass()
 
 

@@ -43,16 +43,16 @@ class StepRunner(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether a thread of its own runs the steps."""
+        """Whether the engine's own thread runs the steps."""
 
     def check_process(self) -> None:
         """Refuse to run in a forked process."""
 
     def step(self) -> int:
-        """Run one step; return the number of requests that are not finished."""
+        """Run one step, and return the number of unfinished requests."""
 
     def wake(self) -> None:
-        """Let the thread look at what has changed."""
+        """Wake the thread after a change."""
 
 
 class RequestHandle:

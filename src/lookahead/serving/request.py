@@ -43,7 +43,7 @@ class Request:
         rule: Stop rule.
         row: Keys and values (`TextRow`); `None` if the runner has the rows of a call.
         handle: Handle of the caller, in an engine.
-        reads_inputs: Whether the prompt has inputs beside tokens, such as images. Its keys and values are not shared.
+        reads_inputs: Whether the prompt has inputs beside tokens (images). Its keys and values are not shared then.
         temperature: Temperature of sampling; 0 for greedy decoding.
         group: Group of the request; see `Engine.submit`.
         urgency: Fixed order of requests, smallest first: the step of arrival minus the priority's steps, and a number.
@@ -174,7 +174,7 @@ def _forget_locals(error: BaseException) -> None:
 
 
 def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
-    """Notify the handles of requests of what a step has added."""
+    """Notify handles of the new tokens of a step."""
     rows = zip(requests, results.nodes.tolist(), results.walks.counts.tolist(), strict=True)
     for request, nodes, tokens in rows:
         if tokens:

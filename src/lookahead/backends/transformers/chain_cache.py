@@ -1,6 +1,4 @@
-"""What chains go on from: the cache of a model with running states, transformers' own, with a way back to where it was
-before a pass; and what an encoder gave, which goes into each pass of its decoder.
-"""
+"""Caches of chains: transformers' own, with a restore to the state before a pass; and outputs of encoders."""
 
 from __future__ import annotations
 
@@ -22,22 +20,22 @@ from lookahead.backends.transformers.snapshots import replace_items
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Source = Mapping[str, Any]
-"""Arguments of the forward pass that are the same for each pass over a text: what the encoder gave, and its mask."""
+"""Arguments that are equal for all passes over a text: the output of the encoder, and its mask."""
 
 _OF_THE_ENCODER = ("encoder_outputs", "attention_mask", "global_attention_mask")
-_TRIED_LENGTH = 20
-"""Places of what stands for an encoder's output in trials: more than the windows of a miniature."""
+_TRIAL_LENGTH = 20
+"""Length of the random encoder output in trials: more than the windows of a miniature."""
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
-    """Whether `model` reads a text, an image or sound with an encoder before it writes."""
+    """Return whether `model` has an encoder for text, images or sound."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def take_source(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take what is about the encoder out of what transformers would hand to the model.
+    """Remove the encoder's arguments from `model_kwargs`, and return them.
 
-    What is left is about the decoder, by the names of models without an encoder.
+    The decoder's arguments remain, with the names of models without an encoder.
     """
     source = {name: model_kwargs.pop(name) for name in _OF_THE_ENCODER if model_kwargs.get(name) is not None}
     for name in ("attention_mask", "position_ids"):
@@ -47,7 +45,7 @@ def take_source(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_of_row(source: Source, row: int, rows: int) -> Source:
-    """The part of a batch of `rows` that is about one of them."""
+    """Return the part of a batch of `rows` for one row."""
     return {name: _part(value, row, rows) for name, value in source.items()}
 
 
@@ -62,13 +60,13 @@ def _part(value: Any, row: int, rows: int) -> Any:
 
 
 def source_tokens(model: PreTrainedModel, source: Source, ids: torch.Tensor | None, rows: int) -> list[list[int]]:
-    """The token ids that the encoder read for each of `rows` rows, hidden ones left out; none where it read no tokens
-    of the decoder's vocabulary.
+    """Return the visible token ids of the encoder's input for each row; none if they are of another vocabulary.
 
     Args:
-        source: What the encoder gave.
-        ids: What was handed to it, `[rows or a part of them, ...]`.
-        rows: Rows of the call: so many for each of `ids` as texts are to be returned.
+        model: The model.
+        source: Output of the encoder.
+        ids: Input of the encoder, `[rows or a divisor of them, ...]`.
+        rows: Rows of the call; each input has `num_return_sequences` of them.
     """
     if ids is None or ids.dim() != 2 or ids.is_floating_point() or rows % len(ids):
         return [[]] * rows
@@ -82,53 +80,53 @@ def source_tokens(model: PreTrainedModel, source: Source, ids: torch.Tensor | No
 
 
 class _Encoded(BaseModelOutput):  # type: ignore[misc]
-    """An output without what some decoders ask of their encoder's."""
+    """Encoder output with empty fields that some decoders read."""
 
     router_logits = attention_mask = None
 
 
 def trial_source(model: PreTrainedModel, rows: int = 1) -> Source:
-    """What an encoder might give, the same for each row: random numbers, as trials are of the decoder."""
+    """Return a random encoder output, equal for each row, for trials of the decoder."""
     config = getattr(model.get_encoder(), "config", model.config).get_text_config()
     draws = torch.Generator().manual_seed(0)
-    states = torch.randn(1, _TRIED_LENGTH, config.hidden_size, generator=draws).repeat(rows, 1, 1)
+    states = torch.randn(1, _TRIAL_LENGTH, config.hidden_size, generator=draws).repeat(rows, 1, 1)
     return {"encoder_outputs": _Encoded(last_hidden_state=states.to(model.device, model.dtype))}
 
 
 _READ_WHOLE = ("openai-gpt",)
-"""Model types without a cache, whose passes are given the whole text."""
+"""Model types without a cache; each pass needs the whole text."""
 
 _FORGETFUL = ("falcon_mamba", "jamba", "mamba", "zamba")
-"""Model types with layers of Mamba 1, whose scan over several tokens begins with zeros; see `chain_engine`."""
+"""Model types with layers of Mamba 1: a pass over several tokens starts with zero states; see `chain_engine`."""
 
 _RUNNING_STATES = ("conv_states", "recurrent_states")
-"""What layers of transformers write in place; everything else in them is replaced by new tensors."""
+"""Attributes of transformers' layers that passes write in place; others are replaced by new tensors."""
 
 _COLUMNS = ("keys", "values", "indexer_keys")
-"""What layers of transformers keep of each token, `[..., tokens, size]`."""
+"""Attributes of transformers' layers with an entry for each token, `[..., tokens, size]`."""
 
 
 class SavedState:
-    """What a cache holds when this is made, until `restore` puts it back.
+    """Saved content of a cache, for `restore`.
 
-    Running states are written in place, so they are copied. Keys and values are not: a pass puts longer tensors in
-    their place, and keeping the old ones costs nothing. In caches that are not transformers' `Cache`, such as the list
-    of tensors of RWKV, everything is copied.
+    Running states are copied, because passes write them in place. Keys and values are replaced by longer tensors, so a
+    reference is enough. For other caches than transformers' `Cache` (a list of tensors in RWKV) everything is copied.
 
     Attributes:
-        copied_bytes: Bytes of states that were copied.
-        held_bytes: Bytes of all that the cache holds.
+        copied_bytes: Bytes of copied states.
+        total_bytes: Bytes of the whole cache.
     """
 
     def __init__(self, content: Any) -> None:
-        self.copied_bytes = self.held_bytes = 0
+        self.copied_bytes = 0
+        self.total_bytes = 0
         self._containers: list[tuple[Any, Any]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._visit(content, copies=not isinstance(content, Cache), opens=True)
 
     def restore(self) -> None:
-        """Put the cache back.
+        """Restore the cache.
 
         Raises:
             UnsupportedModelError: The model wrote into a tensor that was not copied.
@@ -146,7 +144,7 @@ class SavedState:
 
     def _visit(self, value: Any, copies: bool, opens: bool = False) -> None:
         if isinstance(value, torch.Tensor):
-            self.held_bytes += value.nbytes
+            self.total_bytes += value.nbytes
             if copies:
                 self._copies.append((value, value.clone()))
                 self.copied_bytes += value.nbytes
@@ -168,18 +166,18 @@ class SavedState:
 
 
 class ChainRow(TextRow):
-    """One text on a model that keeps running states: what plain decoding would decode with, the tokens in it counted.
+    """One text on a model with running states, with transformers' own cache.
 
     Args:
-        model: The model that it belongs to.
-        content: A cache that is filled already; an empty one if not given.
-        before: How many tokens of it come before the text that is decoded.
-        source: What an encoder gave for this text.
+        model: The model.
+        content: Filled cache; an empty one if not given.
+        before: Number of cached tokens before the decoded text.
+        source: Output of the encoder for this text.
 
     Attributes:
-        name: What the model calls its cache.
-        content: The cache as the model takes it; `None` before the first pass of a model that makes its own.
-        copied_bytes: Bytes of states that `save` copied so far.
+        name: Name of the model's cache argument.
+        content: The cache; `None` before the first pass of a model that makes its own.
+        copied_bytes: Bytes of states that `save` has copied.
     """
 
     def __init__(
@@ -197,27 +195,27 @@ class ChainRow(TextRow):
 
     @property
     def bytes(self) -> int:
-        """Bytes that states, keys and values take."""
-        return SavedState(self.content).held_bytes
+        """Bytes of states, keys and values."""
+        return SavedState(self.content).total_bytes
 
     def arguments(self) -> dict[str, Any]:
-        """What a pass takes of it."""
+        """Return the arguments of a pass: cache and source."""
         return {**self._source} if self.content is None else {**self._source, self.name: self.content}
 
     def input(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What a pass over `tokens` `[1, nodes]` is given."""
+        """Return the input of a pass over `tokens` `[1, nodes]`; the whole text for models without a cache."""
         if self._whole is None:
             return tokens
-        self._given = torch.cat([self._whole, tokens], dim=1)
-        return self._given
+        self._input = torch.cat([self._whole, tokens], dim=1)
+        return self._input
 
     def save(self) -> None:
-        """Remember the cache as it is."""
+        """Save the cache."""
         self._saved = SavedState(self.content)
         self.copied_bytes += self._saved.copied_bytes
 
     def settle(self, sent: int, kept: int) -> None:
-        """Keep what a pass over `sent` tokens did, if all of them are `kept`; else put back what the last `save` found.
+        """Keep the states after a pass over `sent` tokens if all are `kept`; otherwise restore the saved cache.
 
         Raises:
             UnsupportedModelError: See `SavedState.restore`.
@@ -227,22 +225,23 @@ class ChainRow(TextRow):
         if kept == sent:
             self.length += sent
             if self._whole is not None:
-                self._whole = self._given
+                self._whole = self._input
         elif saved is not None:
             saved.restore()
 
     def keep(self, outputs: Any) -> None:
-        """Take the cache from what the first pass gave, if the model makes its own."""
+        """Take the cache from the outputs of the first pass, if the model makes its own."""
         if self.content is None:
             self.content = outputs.get(self.name)
 
 
 def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
-    """What a cache of a batch holds of one row, without the columns of hidden tokens.
+    """Copy one row of a batch's cache, without hidden columns.
 
     Args:
-        cache: The cache, which stays as it is.
-        counted: Which columns count, `[columns]` bool; hidden ones come first.
+        cache: The cache, which stays unchanged.
+        row: The row.
+        counted: Mask of visible columns, `[columns]` bool; hidden ones come first.
     """
     row_cache = copy.deepcopy(cache)
     row_cache.reorder_cache(torch.tensor([row], device=counted.device))
@@ -257,53 +256,53 @@ def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
 
 
 def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether a model of class `kind` keeps something else of the text than keys and values of each token."""
+    """Return whether a model of class `kind` has states beside keys and values of each token."""
     if getattr(kind, "_is_stateful", False):
         return True
     if not kind._supports_default_dynamic_cache():
         return any(name in inspect.signature(kind.forward).parameters for name in CACHE_ARGUMENTS)
     try:
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    except (AttributeError, ValueError):  # such as of BLT, whose configuration says nothing of layers
+    except (AttributeError, ValueError):  # for example BLT's configuration, which has no layers
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether each pass of `model` is given the whole text."""
+    """Return whether each pass of `model` needs the whole text."""
     return model.config.model_type in _READ_WHOLE
 
 
 def is_forgetful(model: PreTrainedModel) -> bool:
-    """Whether a pass of `model` over several tokens forgets the state that it should go on from."""
+    """Return whether a pass of `model` over several tokens ignores the state before them."""
     return model.config.model_type in _FORGETFUL
 
 
 def check_states(model: PreTrainedModel, cache: Cache) -> None:
-    """Refuse a cache that decoding of `model` cannot go on with.
+    """Refuse a cache that decoding of `model` cannot continue.
 
     Raises:
-        UnsupportedArgumentError: It has no room for the model's states, or they are elsewhere.
+        UnsupportedArgumentError: The cache lacks the model's states, or the model does not support one.
     """
     reasons = {
-        "whose passes are given the whole text": reads_whole,
-        "whose own passes over several tokens forget the state behind them": is_forgetful,
+        "because each pass needs the whole text": reads_whole,
+        "because its own passes over several tokens forget the state before them": is_forgetful,
     }
     for why, applies in reasons.items():
         if applies(model):
-            raise UnsupportedArgumentError(f"{CACHE} is not supported for {type(model).__name__}, {why}; leave it out")
+            raise UnsupportedArgumentError(f"{CACHE} is not supported for {type(model).__name__} {why}; leave it out")
     expected = empty_cache(model)
     layers = [] if expected is None else [type(layer) for layer in expected.layers]
     if not layers or cache.offloading or [type(layer) for layer in cache.layers] != layers:
         raise UnsupportedArgumentError(
-            f"{CACHE}={type(cache).__name__} is not supported for {type(model).__name__}, which keeps a "
-            "running state; pass DynamicCache(config=model.config), the cache that an earlier call returned, or none"
+            f"{CACHE}={type(cache).__name__} is not supported for {type(model).__name__}, which keeps a running state; "
+            "pass DynamicCache(config=model.config), the cache of an earlier call, or none"
         )
 
 
 def empty_cache(model: PreTrainedModel) -> Cache | None:
-    """The cache that transformers begins with; `None` where the model makes it in its first pass."""
-    if is_encoder_decoder(model):  # some classes have a way of their own to make its second part
+    """Return transformers' initial cache; `None` if the model makes it in its first pass."""
+    if is_encoder_decoder(model):  # some classes make its second part themselves
         made: dict[str, Any] = {}
         model._prepare_cache_for_generation(GenerationConfig(), made, GenerationMode.GREEDY_SEARCH, 1, 1)
         cache: Cache | None = made.get(cache_name(model))

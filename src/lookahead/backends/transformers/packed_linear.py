@@ -1,4 +1,4 @@
-"""Linear layers for CPUs with weights in the order in which the processor multiplies them, where that is faster."""
+"""Linear layers for CPUs with weights packed in the processor's order, where that is faster."""
 
 from __future__ import annotations
 
@@ -16,76 +16,74 @@ from lookahead.backends.transformers.findings import recall, remember
 from lookahead.backends.transformers.snapshots import fingerprint
 
 _ROWS = 16
-"""Rows that the order is chosen for; it serves other numbers of rows as well."""
+"""Number of rows that determines the order; it supports other numbers too."""
 
 PACKED_WEIGHT = "_packed_weight"
-"""The attribute that is a `PackedLinear`'s own; all others are those of the layer that it stands for."""
+"""Attribute of a `PackedLinear` with its packed weight; all other attributes are shared with the original layer."""
 
 
 class _Packed(NamedTuple):
-    """A weight in another order, and what tells whether the original has changed since.
+    """Packed weight, and a fingerprint of the original.
 
-    Nothing that torch notes of a tensor proves that its values are what they were. Writing through `.data`, a numpy
-    array or shared memory leaves version counter and address alone, tensors made in inference mode have no version,
-    and memory that was freed is handed out again at the same address. So it is the bits themselves that are compared,
-    by their fingerprint: a pass over the weights for each call, about as long as a step of one token. If they are
-    equal, it does not matter what happened to the tensor.
+    Torch cannot prove that a tensor is unchanged: writes through `.data`, numpy or shared memory change neither version
+    nor address, inference tensors have no version, and freed addresses are reused. So each call compares fingerprints
+    of the weights, which takes about as long as a plain step.
 
     Attributes:
-        values: What the product is computed with; opaque.
+        values: Packed values; opaque.
         kind: Shape and type of the original.
-        bits: Its fingerprint.
-        least: Rows from which on products are computed with it.
+        bits: Fingerprint of the original.
+        min_rows: Smallest number of rows for products with it.
     """
 
     values: torch.Tensor
     kind: tuple[object, ...]
     bits: NDArray[np.uint64]
-    least: int
+    min_rows: int
 
 
 class PackedLinear(torch.nn.Linear):
-    """A linear layer with a second, packed copy of its weight, which `can_pack`.
+    """Linear layer with a packed copy of its weight.
 
-    A plain weight is rearranged by each product anew, which takes longer than the product of a few rows with it.
-    In bfloat16 the results are the same bits; in float32 sums are rounded in another order.
+    oneDNN repacks a plain weight for each product, which takes longer than the product of a few rows. In bfloat16 the
+    results have equal bits; in float32 sums have another order.
     """
 
     _packed_weight: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        if input.numel() < self._packed_weight.least * input.shape[-1]:
+        """Map `[..., in_features]` to `[..., out_features]`."""
+        if input.numel() < self._packed_weight.min_rows * input.shape[-1]:
             return torch.nn.functional.linear(input, self.weight, self.bias)
         return packed_product(input, self._packed_weight.values, self.bias)
 
     def is_current(self) -> bool:
-        """Whether the packed copy holds what the weight holds now; reads all of the weight."""
+        """Return whether the packed copy equals the weight, by its fingerprint."""
         packed: _Packed | None = vars(self).get(PACKED_WEIGHT)
         if packed is None or packed.kind != (self.weight.shape, self.weight.dtype):
             return False
         return np.array_equal(packed.bits, fingerprint(self.weight))
 
-    def pack(self, least: int) -> None:
-        """Pack the weight as it is now, for products of so many rows or more."""
+    def pack(self, min_rows: int) -> None:
+        """Pack the current weight, for products of at least `min_rows` rows."""
         weight = self.weight.detach()
-        vars(self)[PACKED_WEIGHT] = _Packed(pack(weight), (weight.shape, weight.dtype), fingerprint(weight), least)
+        vars(self)[PACKED_WEIGHT] = _Packed(pack(weight), (weight.shape, weight.dtype), fingerprint(weight), min_rows)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight `[out_features, in_features]` in the other order; opaque."""
+    """Pack a weight `[out_features, in_features]`; the result is opaque."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
     return packed
 
 
 def packed_product(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`[..., in_features]` to `[..., out_features]`, by what `pack` made."""
+    """Multiply `[..., in_features]` by a packed weight, to `[..., out_features]`."""
     output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
     return output
 
 
 def can_pack(module: torch.nn.Module) -> bool:
-    """Whether `module` is a plain linear layer on a CPU, in a number type that its processor multiplies."""
+    """Return whether `module` is a plain linear layer on a CPU that supports its number type."""
     if type(module) is not torch.nn.Linear:
         return False
     weight = module.weight
@@ -102,53 +100,54 @@ Layers = Mapping[tuple[int, ...], Sequence[torch.nn.Linear]]
 """Linear layers by the shape of their weights."""
 
 _TIMED_ROWS = (1, 2, 4, 8, 16)
-"""Rows of the products: one of a plain step, more of a step with a draft."""
+"""Numbers of rows to time: one row of a plain step, more rows with a draft."""
 
-_MOST_BYTES = 1 << 24
-"""Weights of a shape that are timed: few enough to take a fraction of a second."""
+_MAX_BYTES = 1 << 24
+"""Timed weights of a shape in bytes: few enough to take a fraction of a second."""
 
-_MOST_ROUNDS = 6
-_LEAST_ROUNDS = 2
+_MAX_ROUNDS = 6
+_MIN_ROUNDS = 2
 _LONG_ENOUGH = 0.05
-"""CPU seconds after which no further round begins."""
+"""CPU seconds until the last round begins."""
 
 _WORTH = 0.97
-"""Most time of packed products over that of plain ones: each call reads all packed weights once more."""
+"""Largest ratio of packed to plain times that pays: each call also checks all packed weights."""
 
 _log = logging.getLogger(__name__)
 
 
 def fastest_packing(model: PreTrainedModel) -> int:
-    """From how many rows on products of `model` are to be of packed weights, so that no step takes longer than with
-    plain ones.
+    """Return the smallest number of rows for products with packed weights, so that no step becomes slower.
 
-    Timed once for the shapes and types of a model's layers, and kept for the machine, the libraries and the number of
-    threads (see `findings`).
+    It is timed once for the shapes and types of a model's layers, and stored for the machine, the libraries and the
+    number of threads (see `findings`).
 
     Returns:
-        1 for all products, as for a model that has nothing to pack; 0 for none.
+        1 for all products, also without any layer to pack; 0 for none.
     """
     layers = _layers_by_shape(model)
     if not layers:
         return 1
     counts = sorted([*shape, len(found)] for shape, found in layers.items())
     about = {"kind": "rows of packed products", "dtype": str(model.dtype), "layers": counts}
-    least = recall(about)
-    if least not in (0, *_TIMED_ROWS):
-        least = 0
+    min_rows = recall(about)
+    if min_rows not in (0, *_TIMED_ROWS):
+        min_rows = 0
         seconds = product_seconds(layers)
         _log.debug("seconds of plain and of packed products, by rows: %s", seconds)
         for rows, (plain, packed) in reversed(seconds.items()):
             if packed > _WORTH * plain:
                 break
-            least = rows
-        remember(about, least)
-    _log.debug("pack_weights=True: products of %s are packed from %s rows on; 0 for none", type(model).__name__, least)
-    return int(least)
+            min_rows = rows
+        remember(about, min_rows)
+    _log.debug(
+        "pack_weights=True: products of %s are packed from %s rows on; 0 for none", type(model).__name__, min_rows
+    )
+    return int(min_rows)
 
 
 def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch.nn.Linear]]:
-    """The layers that can be packed."""
+    """Return the layers that can be packed, by shape."""
     layers: dict[tuple[int, ...], list[torch.nn.Linear]] = {}
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and can_pack(module):
@@ -157,33 +156,33 @@ def _layers_by_shape(model: PreTrainedModel) -> dict[tuple[int, ...], list[torch
 
 
 def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
-    """CPU seconds of one product with each layer of a model, plain and packed, by rows, ascending.
+    """Return CPU seconds of one product with each layer of a model, plain and packed, by number of rows.
 
-    Of those of a shape it is the least of a few times, taken in turns: other programs only add.
+    Each time is the minimum of a few alternating runs, because other programs only add time.
     """
     multiply: tuple[Callable[..., torch.Tensor], ...] = torch.nn.functional.linear, packed_product
     seconds = np.zeros((len(_TIMED_ROWS), len(multiply)))
     for alike in layers.values():
         weights = _sample(alike)
         used = weights, [pack(weight) for weight in weights]
-        least = np.full(seconds.shape, np.inf)
+        shortest = np.full(seconds.shape, np.inf)
         begin = process_clock()
-        for finished in range(_MOST_ROUNDS):
-            if finished >= _LEAST_ROUNDS and process_clock() - begin > _LONG_ENOUGH:
+        for finished in range(_MAX_ROUNDS):
+            if finished >= _MIN_ROUNDS and process_clock() - begin > _LONG_ENOUGH:
                 break
             for place, kind in np.ndindex(seconds.shape):
                 inputs = torch.ones(1, _TIMED_ROWS[place], weights[0].shape[1], dtype=weights[0].dtype)
                 start = process_clock()
                 for weight in used[kind]:
                     multiply[kind](inputs, weight)
-                least[place, kind] = min(least[place, kind], process_clock() - start)
-        seconds += least * sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
+                shortest[place, kind] = min(shortest[place, kind], process_clock() - start)
+        seconds += shortest * sum(layer.weight.numel() for layer in alike) / sum(weight.numel() for weight in weights)
     return {rows: (plain, packed) for rows, (plain, packed) in zip(_TIMED_ROWS, seconds.tolist(), strict=True)}
 
 
 def _sample(layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
-    """Weights of the first layers, or the first rows of one, up to `_MOST_BYTES`."""
+    """Return weights of the first layers, or the first rows of one, up to `_MAX_BYTES`."""
     first = layers[0].weight
-    if first.nbytes > _MOST_BYTES:
-        return [first.detach()[: max(1, len(first) * _MOST_BYTES // first.nbytes)]]
-    return [layer.weight.detach() for layer in layers[: _MOST_BYTES // first.nbytes]]
+    if first.nbytes > _MAX_BYTES:
+        return [first.detach()[: max(1, len(first) * _MAX_BYTES // first.nbytes)]]
+    return [layer.weight.detach() for layer in layers[: _MAX_BYTES // first.nbytes]]

@@ -1,4 +1,4 @@
-"""Rows that come and go in pages of one memory, so that a pass over any of them can be captured in a CUDA graph."""
+"""Rows of an engine in pages of one memory, so that a pass over any of them can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
 from lookahead.core.results import Kept
 
 MOST_RECORDED = 256
-"""Nodes of the largest pass that is recorded: with more, as with a part of a prompt, products take longer than reading
-the weights does, and launches are hidden behind them."""
+"""Nodes of the largest recorded pass. In larger ones products hide the time of launches."""
 
 LISTED = 8
-"""Likeliest tokens that recorded passes list, as drafters ask for by default; for more a pass is recorded anew."""
+"""Likeliest tokens that recorded passes list: the default of drafters. For more, a pass is recorded again."""
 
 FIRST_TOKENS = 1024
 """Initial capacity of a row in tokens, if memory is not limited."""
 
 
 class RowPool(StaticTreeCache):
-    """Keys and values of many texts in pages of one memory, which is one row of all pages.
+    """Keys and values of many texts in pages of one memory, a single row of all pages.
 
     Page 0 is for padding nodes. Each text has a number, the index of its length and its pages in arrays.
 
     Args:
         shapes: Shapes of keys and values in each layer.
-        tokens: Number of tokens that there is room for; it grows where that is not enough.
+        tokens: Initial capacity in tokens; it grows on demand.
         block: Tokens of a page.
-        device: Where it is.
+        device: Device of the memory.
 
     Attributes:
-        free: Pages that no text has.
-        text_lengths: Tokens that are kept of each text, `[texts]`.
-        page_counts: Pages that each text has, `[texts]`.
+        free: Free pages.
+        text_lengths: Tokens of each text, `[texts]`.
+        page_counts: Number of pages of each text, `[texts]`.
         page_table: Pages of each text in the order of its tokens, `[texts, pages]` int32.
     """
 
@@ -64,12 +63,12 @@ class RowPool(StaticTreeCache):
         self._numbers: list[int] = []  # of no text
 
     def grow(self, capacity: int) -> None:
-        """See `StaticTreeCache.grow`. All columns count as text: whoever writes to some knows which are."""
+        """Move to larger buffers; all columns count as text."""
         super().grow(capacity)
         self._set_lengths([capacity])
 
     def add_text(self) -> int:
-        """Begin an empty text; returns its number."""
+        """Add an empty text, and return its number."""
         if not self._numbers:
             before = len(self.text_lengths)
             more = max(before, 8)
@@ -82,12 +81,12 @@ class RowPool(StaticTreeCache):
         return number
 
     def remove_text(self, number: int) -> None:
-        """Give back the pages of a text, and its number."""
+        """Free the pages and the number of a text."""
         self.free += self.page_table[number, : self.page_counts[number]].tolist()
         self._numbers.append(number)
 
     def reserve(self, numbers: Integers, tokens: Integers) -> None:
-        """Reserve pages for the given number of tokens of some texts."""
+        """Reserve pages for a number of tokens of each text."""
         for place in np.flatnonzero(tokens > self.page_counts[numbers] * self.block).tolist():
             number = int(numbers[place])
             begin = int(self.page_counts[numbers[place]])
@@ -98,7 +97,7 @@ class RowPool(StaticTreeCache):
             self.page_counts[number] = end
 
     def _take(self, count: int) -> list[int]:
-        """Take free pages; the pool grows if there are too few."""
+        """Take free pages, and grow the pool if there are too few."""
         if count > len(self.free):
             before = self.capacity // self.block
             pages = before + max(count - len(self.free), before // 2)
@@ -107,17 +106,13 @@ class RowPool(StaticTreeCache):
         return [self.free.pop() for _ in range(count)]
 
     def columns_of(self, numbers: Integers | int, places: Integers) -> Integers:
-        """Columns of the pool that hold tokens, given their texts and their places in these."""
+        """Return the columns of tokens, given their texts and indices."""
         pages: Integers = self.page_table[numbers, places // self.block].astype(np.int64)
         return pages * self.block + places % self.block
 
 
 class PooledRow(TextRow):
-    """One text in a pool.
-
-    Attributes:
-        number: Its number in the pool.
-    """
+    """One text in a pool; `number` is its number there."""
 
     def __init__(self, pool: RowPool) -> None:
         self._pool = pool
@@ -128,7 +123,7 @@ class PooledRow(TextRow):
 
     @property
     def length(self) -> int:
-        """Tokens that are kept."""
+        """Tokens with keys and values."""
         return int(self._pool.text_lengths[self.number])
 
     @length.setter
@@ -137,22 +132,22 @@ class PooledRow(TextRow):
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """Capacity in tokens."""
         return int(self._pool.page_counts[self.number]) * self._pool.block
 
     def copy_start(self, other: PooledRow, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them."""
+        """Copy the first `tokens` tokens of another row."""
         places = self._reserve(tokens)
         pool = self._pool
         pool.move(np.zeros_like(places), pool.columns_of(other.number, places), pool.columns_of(self.number, places))
         self.length = tokens
 
     def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
+        """Remove all but the first `tokens` tokens."""
         self.length = min(self.length, tokens)
 
     def adopt(self, text: Row) -> None:
-        """Begin with all that a row with a cache of its own has."""
+        """Copy a row with its own cache."""
         places = self._reserve(text.length)
         columns = upload(self._pool.buffers[0].device, self._pool.columns_of(self.number, places))[0]
         for layer, pooled in zip(text.cache.layers, self._pool.layers, strict=False):
@@ -163,26 +158,26 @@ class PooledRow(TextRow):
         self.length = text.length
 
     def _reserve(self, tokens: int) -> Integers:
-        """Reserve pages for the given number of tokens; returns their places."""
+        """Reserve pages for a number of tokens, and return their indices."""
         self._pool.reserve(np.array([self.number]), np.array([tokens]))
         return np.arange(tokens)
 
 
 class PooledInputs:
-    """The inputs of passes of one size: nodes of all texts one behind another, then nodes of none.
+    """Inputs of passes of one size: packed nodes of all texts, then padding.
 
-    These are token 0 at position 0, see themselves alone, and lie in page 0.
+    Padding nodes are token 0 at position 0, see only themselves, and are in page 0.
 
     Args:
-        masks: Which kinds of layers the model has.
+        masks: Masks of the model.
         nodes: Nodes of a pass.
-        texts: Texts that share it, at most.
-        width: Pages of a text, at most.
+        texts: Largest number of texts.
+        width: Largest number of pages of a text.
         block: Tokens of a page.
-        device: Where the model is.
+        device: Device of the model.
 
     Attributes:
-        columns: Columns of the pool where the nodes go, `[nodes]` int32.
+        columns: Columns of the nodes in the pool, `[nodes]` int32.
     """
 
     def __init__(
@@ -196,18 +191,18 @@ class PooledInputs:
         self._block = block
         self.columns = self._staged.there[2]
         slots = np.arange(nodes)
-        self._alone = np.zeros(mask, dtype=np.int32)  # what nodes of no text see
+        self._alone = np.zeros(mask, dtype=np.int32)  # masks of padding
         self._alone[slots, BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """Arguments of the model, without its cache."""
+        """Return the arguments of the model beside its cache."""
         tokens, positions, _, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
         rows = PackedRows([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
         return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": rows}
 
     def stage(self, pool: RowPool, numbers: Integers, plan: PassPlan) -> None:
-        """Bring one pass over some texts of a pool to the device."""
+        """Upload the inputs of a pass over some texts of a pool."""
         tokens, positions, columns, starts, table, *packed = self._staged.here
         forest = plan.forest
         places = plan.places
@@ -232,14 +227,16 @@ class PooledInputs:
 
 
 class PooledRunner(ModelRunner):
-    """Runs the rows of a pool, all rows of a step in one pass. Passes have a few sizes, by the nodes of all rows. Each
-    size is recorded once; larger passes are not recorded. Recorded passes stay valid when rows join or leave.
+    """Runner of the rows of a pool, all rows of a step in one pass.
+
+    Passes have a few sizes, by the nodes of all rows. Each size is recorded once; larger passes are not recorded.
+    Recorded passes stay valid when rows join or leave.
 
     Args:
-        rows: Runs rows that have keys and values of their own, packed.
+        rows: Runner of packed rows with separate caches.
         shapes: Shapes of keys and values in each layer.
-        records: Whether passes are recorded; else they are run as they are.
-        clock: The clock for steps; it stands still while passes are recorded.
+        records: Whether to record passes.
+        clock: Clock of steps that is paused during recording.
     """
 
     def __init__(
@@ -256,8 +253,10 @@ class PooledRunner(ModelRunner):
 
     @torch.no_grad()
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
-        """See `Runner`. If any number of tokens may come, there is room for some of each row, and it grows; for more
-        rows passes are recorded anew."""
+        """Allocate the pool. Unlimited memory starts with `FIRST_TOKENS` for each row, and grows.
+
+        More rows than `rows` need new recordings.
+        """
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
         self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED)
@@ -270,11 +269,11 @@ class PooledRunner(ModelRunner):
             self._passes.run(size, 0, self._new_inputs, self._pool, self._numbers, nothing)
 
     def new_row(self, block: int | None = None) -> PooledRow:
-        """An empty row."""
+        """Return an empty row."""
         return PooledRow(self._pool)
 
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take."""
+        """Return the bytes of keys and values of a token."""
         shapes = [shape for shape in self._shapes if shape is not None]
         return sum(shape.heads * (shape.key_size + shape.value_size) * shape.dtype.itemsize for shape in shapes)
 
@@ -307,7 +306,7 @@ class PooledRunner(ModelRunner):
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
 
     def _run_once(self, plan: PassPlan) -> torch.Tensor:
-        """Logits of a pass that is too large to be recorded, only after nodes that are read, float32."""
+        """Run an unrecorded pass, and return float32 logits after the nodes to read."""
         inputs = self._new_inputs(len(plan.forest.tokens))
         inputs.stage(self._pool, self._numbers, plan)
         (kept,) = upload(self._device, plan.forest.read_slots)

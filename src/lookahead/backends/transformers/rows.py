@@ -1,6 +1,4 @@
-"""Caches for passes over several rows: static buffers, where no step allocates and everything stays where it is, and
-what stands for the caches of rows that lie one after another, or beside one another.
-"""
+"""Caches for passes over several rows: static buffers with fixed addresses, and caches of packed or padded rows."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache,
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps of a token: heads, numbers of a key and of a value per head, and their type."""
+    """Shape of a layer's keys and values: number of heads, sizes of a key and of a value, and their type."""
 
     heads: int
     key_size: int
@@ -29,7 +27,7 @@ class LayerShape:
 
 
 def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
-    """The shapes of a cache that the model has written to; `None` for layers that borrow the states of others."""
+    """Return the shapes of a filled cache; `None` for layers with the states of other layers."""
     return tuple(
         LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype)
         if layer.is_initialized
@@ -39,21 +37,25 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
 
 
 class StaticTreeCache(TreeCache):
-    """The cache of a model for its texts, up to a length known beforehand.
+    """Cache of a model with static buffers.
 
-    States of one size lie in one buffer `[states, rows, heads, capacity, size]` over all layers, so that what a commit
-    moves is moved in all of them at once. While `columns` is set, a pass writes its nodes to those columns and gets
-    whole buffers back, whatever the length of the text: the same shapes and the same work in Python for every step.
-    Without it, passes see the texts so far; their nodes lie behind the longest one.
+    States of equal size are in one buffer `[states, rows, heads, capacity, size]` over all layers, so that a commit
+    moves them together. While `columns` is set, a pass writes its nodes to these columns and gets whole buffers, with
+    equal shapes and equal Python code for every step. Otherwise passes get the texts so far, with nodes after the
+    longest one.
 
     Attributes:
-        columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
-        capacity, rows: Columns and rows of each buffer.
+        columns: Columns of the nodes in a static pass, `[nodes]` int64 on the device; `None` in other passes.
+        capacity: Columns of each buffer.
+        rows: Rows of each buffer.
         buffers: All memory for states.
 
     Args:
-        shapes: What each layer keeps of a token.
-        texts: How many there are; `rows` may be more than hold texts.
+        shapes: Shape of each layer's keys and values.
+        texts: Number of texts.
+        capacity: Initial number of columns.
+        device: Device of the buffers.
+        rows: Number of rows, at least `texts`; equal to it if not given.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class StaticTreeCache(TreeCache):
 
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
-        """For a static pass, which writes to these columns."""
+        """Set the columns of a static pass."""
         self.columns = columns
         try:
             yield
@@ -120,15 +122,14 @@ class StaticTreeCache(TreeCache):
         return layer.keys, layer.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens kept in the longest row.
+        """Return the tokens of the longest row; always 0 in a static pass.
 
-        In a static pass 0, always: a captured pass keeps what Python said once, so that a model that goes by this
-        must fail the check pass, whether or not that pass is captured.
+        A captured pass repeats the value of its recording, so a model that uses it must fail the trial in any case.
         """
         return 0 if self.columns is not None else self.longest
 
     def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
-        """See `TreeCache.move`."""
+        """Copy states of texts between columns."""
         text, source, target = upload(self._device, np.stack([texts, sources, targets]))[0]
         for buffer in self.buffers:
             buffer[:, text, :, target] = buffer[:, text, :, source]
@@ -139,11 +140,11 @@ States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowsCache(Cache):  # type: ignore[misc]
-    """What a model takes for its cache in one pass over several rows, each of which has its own.
+    """Cache argument of a pass over several rows with separate caches.
 
     Args:
-        rows: The rows of the pass.
-        counts: Nodes of each.
+        rows: Rows of the pass.
+        counts: Number of nodes of each.
     """
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
@@ -152,10 +153,10 @@ class RowsCache(Cache):  # type: ignore[misc]
 
 
 class PackedCache(RowsCache):
-    """The rows lie one after another in one row of tokens.
+    """Cache argument for packed rows.
 
-    `update` sends the states of each row's nodes to the cache of that row. What it returns stands for them: the
-    attention function finds by it what each row sees.
+    `update` writes the states of each row's nodes to its cache. The attention function finds the states of all rows by
+    the returned tensor.
     """
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
@@ -165,34 +166,34 @@ class PackedCache(RowsCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer; returns them as they are."""
+        """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
         states = []
         start = 0
         for row, count in self._rows:
             keys = key_states
             values = value_states
-            if len(self._rows) > 1:  # `narrow` does what a slice does, in a third of the time
+            if len(self._rows) > 1:  # `narrow` is three times as fast as a slice
                 keys = keys.narrow(2, start, count)
                 values = values.narrow(2, start, count)
             layers = row.cache.layers
             layer = layers[layer_idx] if layer_idx < len(layers) else row.cache.layer(layer_idx)
             states.append(layer.update(keys, values))
             start += count
-        # Held with the tensor that stands for them, so that its identity stays its own.
+        # Stored with their key tensor, so that its id stays unique.
         self._states[id(key_states)] = (key_states, states)
         return key_states, value_states
 
     def states(self, keys: torch.Tensor) -> States | None:
-        """What `update` wrote when it returned `keys`; `None` for a tensor that it did not return."""
-        found = self._states.get(id(keys))
-        return None if found is None else found[1]
+        """Return the states written when `update` returned `keys`; `None` for another tensor."""
+        entry = self._states.get(id(keys))
+        return None if entry is None else entry[1]
 
 
 class PaddedCache(RowsCache):
-    """The rows are those of a batch, padded to the largest.
+    """Cache argument for a padded batch of rows.
 
-    `update` writes the states of each row's nodes to the cache of that row, and returns a copy of all rows: the nodes
-    stand behind the longest text, and what lies between is hidden by the mask.
+    `update` writes the states of each row's nodes to its cache, and returns a padded copy of all rows with nodes after
+    the longest text; masks hide the padding.
     """
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
@@ -202,7 +203,7 @@ class PaddedCache(RowsCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states `[rows, heads, nodes, head_dim]` of one layer; returns those of all tokens and nodes."""
+        """Write the states `[rows, heads, nodes, head_dim]` of one layer, and return the states of all tokens."""
         padded = self._padded(key_states), self._padded(value_states)
         for place, (row, count) in enumerate(self._rows):
             keys, values = (states.narrow(0, place, 1).narrow(2, 0, count) for states in (key_states, value_states))
@@ -210,7 +211,7 @@ class PaddedCache(RowsCache):
         return padded
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """The same for the keys `[rows, nodes, size]` of the indexer of one layer."""
+        """Write the keys `[rows, nodes, size]` of a layer's indexer, and return the keys of all tokens."""
         padded = self._padded(indexer_key_states[:, None])
         for place, (row, count) in enumerate(self._rows):
             found = row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)
@@ -218,38 +219,38 @@ class PaddedCache(RowsCache):
         return padded[:, 0]
 
     def _padded(self, new: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, longest text + nodes, head_dim]`, with the states of the nodes in it."""
+        """Return new states `[rows, heads, longest text + nodes, head_dim]` with the nodes filled in."""
         padded = new.new_zeros((*new.shape[:2], self._longest + new.shape[2], new.shape[3]))
         padded.narrow(2, self._longest, new.shape[2]).copy_(new)
         return padded
 
     def _fill(self, padded: Sequence[torch.Tensor], place: int, found: Sequence[torch.Tensor]) -> None:
-        """Add those of the text of a row."""
+        """Copy the states of a row's text."""
         row, _ = self._rows[place]
         if row.length:
             for padded_states, states in zip(padded, found, strict=True):
                 padded_states.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens kept of the longest text."""
+        """Return the tokens of the longest text."""
         return self._longest
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys that a query sees, and where they begin."""
+        """Return the number of keys, and their first index."""
         return self._longest + query_length, 0
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of a pass, for the attention function; models hand it through as the argument `packed_rows`.
+    """Rows of a pass for the attention function; models pass it on as the argument `packed_rows`.
 
     Attributes:
-        bounds: Where the nodes of each row begin and end.
+        bounds: First and end index of the nodes of each row.
         masks: For each kind of layer the mask added to the scores of each row, `[1, 1, nodes, keys]`, or `None` if
             each node sees all tokens before it. Packed masks in invariant passes.
         kinds: The kind of each layer; a single kind means all layers.
         cache: The cache of the step.
-        pages: Where the rows lie that share one memory. The masks are one packed mask then, and there are no bounds.
+        pages: Pages of rows in one shared memory. Then there is one packed mask, and `bounds` is empty.
     """
 
     bounds: Sequence[tuple[int, int]]
@@ -259,7 +260,7 @@ class PackedRows:
     pages: Pages | None = None
 
     def masks_of(self, module: torch.nn.Module) -> Any:
-        """The masks of a layer."""
+        """Return the masks of a layer."""
         if len(self.masks) == 1:
             return self.masks[self.kinds[0]]
         layer: Any = module.layer_idx

@@ -1,7 +1,7 @@
-"""Runs an unmodified transformers model on the trees of some texts: lay out, inputs, pass, results; then commit.
+"""Runners of a transformers model for the trees of some texts: layout, inputs, pass, results; then commit.
 
-`ModelRunner` runs the rows of a call, or rows that come and go, on a model that takes trees; `ChainRunner` those of a
-model with running states, which cannot take back a token.
+`ModelRunner` is for models that support trees, for the rows of a call or of an engine. `ChainRunner` is for models with
+running states, which cannot take back a token.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from lookahead.core.roots import Roots
 from lookahead.core.token_tree import TokenTree
 
 LONGEST_DRAFTED_PREFILL = 1024
-"""Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
-transformers sends it: a dense mask grows with the square of its length."""
+"""Largest number of pending tokens in a step with a draft. Longer prompts need no dense mask without one."""
 
 LARGE = 64
-"""A tree of more nodes, such as a part of a prompt, has a pass of its own where rows are padded to the largest."""
+"""Nodes of the largest tree that shares a padded pass with others."""
 
 SHORT = 64
-"""Tokens up to which a chain is a draft rather than a prompt."""
+"""Tokens of the longest chain that counts as a draft, and not as a prompt."""
 
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels of attention for dense masks: cuDNN's makes a plan for each shape, and each step has another one."""
+"""Attention kernels for dense masks, without cuDNN's, which plans for each new shape."""
 
 
 _UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
-"""The result of an idle tree."""
+"""Result of an idle tree."""
 
 
 class TransformersRunner(Runner):
-    """Texts on a model of transformers, and the way in and out of what is kept of them.
+    """Runner of a transformers model.
 
     Args:
-        model: What runs the trees.
+        model: Module that runs the trees.
         positions_end: See `Limits`.
-        device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
+        device: Device of the inputs if the model is on `meta`, because its weights are loaded on demand.
 
     Attributes:
-        model, positions_end: As above.
+        model: The argument `model`.
+        positions_end: The argument `positions_end`.
         rows: See `Runner`.
     """
 
@@ -105,15 +105,15 @@ class TransformersRunner(Runner):
         return JoinedOutputs([found[place] for place in range(forest.rows)])
 
     def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
-        """One forward pass over the trees of some rows."""
+        """Run one pass over the trees of some rows."""
         logits, inputs = self._run(places, self._plan(places, forest))
         if "logits_to_keep" not in inputs.arguments:
             logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
-        # transformers chooses tokens from float32 logits whatever the model's own type
+        # transformers selects tokens from float32 logits for any type of the model
         return pass_result(forest, logits.flatten(0, 1).float(), top_k, inputs.rows)
 
     def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
-        """What `model` gives."""
+        """Call the model."""
         positions = {"position_ids": inputs.positions} if self._takes_positions else {}
         tokens = {self._tokens_name: inputs.tokens}
         is_dense = "attention_mask" in inputs.arguments and model.config._attn_implementation == "sdpa"
@@ -121,7 +121,7 @@ class TransformersRunner(Runner):
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
     def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Slots of the nodes of each path. Pending tokens are sent first, in their order."""
+        """Return the slots of the nodes of each path. Pending tokens have the first slots, in order."""
         if self._forest.is_plain:
             return list(kept)
         roots = self._forest.roots.tolist()
@@ -131,11 +131,11 @@ class TransformersRunner(Runner):
         return [nodes if len(nodes) < root + 2 else slots[begin:].take(nodes).tolist() for nodes, root, begin in rows]
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        """The rows that share each pass."""
+        """Return the rows of each pass."""
         return [list(range(len(trees)))]
 
     def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
-        """A pass over the trees of some rows; an idle row has no position."""
+        """Plan a pass over the trees of some rows; an idle row has position 0."""
         rows = [self.rows[place] for place in places]
         starts = lengths = np.array([row.length for row in rows], dtype=np.int64)
         shifts = np.array([row.shift for row in rows], dtype=np.int64)
@@ -146,24 +146,24 @@ class TransformersRunner(Runner):
         return PassPlan(forest, lengths, starts, shifts if shifts.any() else None)
 
     def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
-        """The logits of a pass, `[rows, nodes or those that are kept, vocabulary]`, and what the model took."""
+        """Return the logits of a pass, `[rows, nodes, vocabulary]`, or of only the nodes to read, and its inputs."""
         raise NotImplementedError
 
     def _deepest(self, position: int, shift: int) -> int | None:
         return self._limits.deepest(position, shift)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """Go on from what the model read.
+        """Continue from the model's own prefill.
 
         Args:
-            cache: The model's own.
-            mask: What counts of it, `[rows, columns]` bool.
-            shifts: By how much the position of a token of each row differs from its place in the text.
+            cache: The model's cache.
+            mask: Mask of its columns, `[rows, columns]` bool.
+            shifts: Position id minus index in the text, for each row.
         """
         raise NotImplementedError
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` of a pass over one token of each row, which leaves no trace."""
+        """Run a pass over one token of each row, drop the tokens, and return the logits `[rows, vocabulary]`."""
         results = self.forward([TokenTree([token]) for token in tokens])
         self.commit([[] for _ in tokens])
         return torch.cat([result.logits_after(0) for result in results])
@@ -174,19 +174,19 @@ class TransformersRunner(Runner):
         return 0 if size is None else self._advance(texts, size, size)
 
     def _prefill_size(self, texts: int) -> int | None:
-        """Pending tokens up to which so many texts need no chunks; any number if `None`."""
+        """Return the largest number of pending tokens without chunks; unlimited if `None`."""
         return None
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         self._advance([text[:-1] for text in texts], self._chunk)
 
-    def _advance(self, texts: Sequence[Sequence[int]], size: int | None, least: int = 0) -> int:
-        """Send pending tokens in parts of `size`, those of all texts that have more than `least` of them."""
+    def _advance(self, texts: Sequence[Sequence[int]], size: int | None, remainder: int = 0) -> int:
+        """Run pending tokens in chunks of `size` until no text has more than `remainder`; return the passes."""
         passes = 0
         while True:
             pending = [self._pending(row, text) for row, text in zip(self.rows, texts, strict=True)]
-            sends = [len(tokens) > least for tokens in pending]
+            sends = [len(tokens) > remainder for tokens in pending]
             if not any(sends):
                 return passes
             rows = zip(pending, sends, strict=True)
@@ -194,30 +194,28 @@ class TransformersRunner(Runner):
             passes += 1
 
     def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
-        """Run chains of tokens, and keep those of rows that say so."""
+        """Run chains of tokens, and keep them for the rows in `keep`."""
         self.forward(trees)
         self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
 
 
 class ModelRunner(TransformersRunner):
-    """Texts on a model that takes trees.
+    """Runner of a model that supports trees.
 
-    The rows of a call share one memory and each pass. Rows that come and go have keys and values of their own. Where
-    the model's attention is that of packed rows, one that joins or leaves moves nothing of the others; else they are
-    padded, which any such model can do, and the keys and values of several rows are copied for each pass.
+    The rows of a call share one memory and each pass. Rows of an engine have separate memories. With packed attention a
+    row joins or leaves without copies; otherwise rows are padded, with copies of all keys and values for each pass.
 
     Args:
-        model: Any transformers causal language model that `check_model` accepts.
-        batch_size: Sequences that run together; 0 if rows come and go.
+        model: Transformers causal language model that passes `check_model`.
+        batch_size: Number of rows of a call; 0 for an engine.
         device: See `TransformersRunner`.
-        steps: Runs trees of up to a certain size over fixed buffers. Larger trees, such as a prompt, are run as they
-            are without it, unless its passes are of one size only.
-        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        steps: Static steps. Larger trees run without them, unless their passes have a single size.
+        most_nodes: Largest number of nodes of a tree with a draft, root included.
         positions_end: See `Limits`.
-        together: Whether rows of different lengths that come and go may share a padded pass; else each has its own.
+        together: Whether rows of different lengths may share a padded pass in an engine.
 
     Attributes:
-        packed: Whether rows lie one behind another in a pass.
+        packed: Whether rows of a pass are packed.
     """
 
     def __init__(
@@ -240,7 +238,7 @@ class ModelRunner(TransformersRunner):
         self._layout = (Packed if self.packed else Padded)(model, self._masks, self._device)
         self.is_invariant = self._layout.is_invariant
         self._shares = batch_size > 0
-        # Packed masks, static buffers and padded passes are of all columns.
+        # Packed masks, static buffers and padded passes need all columns.
         self._forgets = batch_size == 1 and steps is None and attention not in PACKED_MASKS
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
@@ -256,7 +254,7 @@ class ModelRunner(TransformersRunner):
         return Row(block=block)
 
     def token_bytes(self) -> int:
-        """See `Runner`; found by running one."""
+        """Return the bytes of keys and values of a token, from a pass over one."""
         return self.run_token().cache.token_bytes
 
     def run_token(self) -> Row:
@@ -294,16 +292,16 @@ class ModelRunner(TransformersRunner):
                 row.adopt(text)
 
     def counts_hidden_after(self, between: bool) -> int | None:
-        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
+        """Return the longest text, hidden tokens included, before the model counts hidden ones; `None` if unlimited.
 
         Args:
-            between: Whether some are hidden between others, and not only before the first that counts.
+            between: Whether tokens are hidden after the first visible one.
         """
         reach = self._masks.shortest_reach if between else None
         return shortest(self._limits.columns_after, self._limits.picks_after, reach)
 
     def begin_step(self, texts: Sequence[Sequence[int] | None]) -> Roots:
-        """See `Backend`. Packed rows with one pending token need no tree of their own."""
+        """Begin a step; see `Backend`. Packed rows with one pending token need no separate tree."""
         if not self.packed or self._limits.recompute_at is not None or None in texts:
             return super().begin_step(texts)
         shifts = [row.shift for row in self.rows]
@@ -322,10 +320,10 @@ class ModelRunner(TransformersRunner):
         return text[row.length - row.before :]
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`.
+        """Return whether to draft onto `tree`.
 
-        Not if it is a part of a text, nor, of padded rows, if it is a prompt too long to be sent with a mask, or the
-        model would go by the draft's places in the cache.
+        A chunk of a text gets no draft. Neither does a padded row with a long prompt, which would need a large mask, or
+        a model with an effect of the draft's columns in the cache.
         """
         if self.packed or not tree.reads_root:
             return tree.reads_root
@@ -340,7 +338,7 @@ class ModelRunner(TransformersRunner):
         return [together, *alone] if together else alone
 
     def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
-        """A static pass, if there is one of that size."""
+        """Run a static pass if there is one for this size; a dynamic one otherwise."""
         result = None if self._steps is None else self._steps.forward(self._plan(places, forest), top_k)
         return super()._pass(places, forest, top_k) if result is None else result
 
@@ -357,7 +355,7 @@ class ModelRunner(TransformersRunner):
         return self._call(self.model, inputs, {self._cache_name: cache}).logits, inputs
 
     def _cache(self, rows: Sequence[Any], plan: PassPlan) -> Any:
-        """The cache argument of the model, for some rows."""
+        """Return the cache argument of the model for some rows."""
         if self.packed:
             return PackedCache(rows, plan.counts.tolist())
         return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.counts.tolist())
@@ -375,25 +373,23 @@ class ModelRunner(TransformersRunner):
             row.cache.extend(count)
 
     def _prefill_size(self, texts: int) -> int | None:
-        # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+        # A single text needs no dense mask; a batch does, which grows with the chunk.
         return None if texts == 1 and not self.is_invariant else self._chunk
 
 
 class ChainRunner(TransformersRunner):
-    """Rows on a model whose states cannot take back a token. A state is in one place for all rows of a pass, so that
-    each row has a pass of its own.
+    """Runner of a model with running states, which cannot take back a token. Each row has its own pass.
 
-    The pass over a draft goes on from the states as they are. If all of the draft is accepted they stay; if not, the
-    states of before the pass are put back, and the accepted tokens are sent again in front of the next draft, as
-    pending tokens.
+    If all of a draft is accepted, the states after its pass stay. Otherwise the earlier states are restored, and the
+    accepted tokens are sent again before the next draft, as pending tokens.
 
     Args:
-        model: A causal language model of transformers that `runs_on_chains`.
-        rows: The states of the beginning of each text; those of one empty text if not given.
+        model: Causal language model of transformers that `runs_on_chains`.
+        rows: Initial state of each text; one empty text if not given.
         device: See `Runner`.
         positions_end: See `Limits`.
-        engine: Runs chains of at most `SHORT` tokens; the model itself if not given.
-        drafts: Whether it is exact for drafts. Else a text goes on one token at a time after its prompt, sent whole.
+        engine: Module for chains of at most `SHORT` tokens; the model if not given.
+        drafts: Whether drafts are exact. Otherwise a text advances by single tokens after a prompt in one pass.
     """
 
     chains = True
@@ -412,7 +408,7 @@ class ChainRunner(TransformersRunner):
         super().__init__(model, positions_end, device)
         self._drafts = drafts
         self._uncounted: int | None = None
-        # A chain is read as plain decoding reads it wherever it lies.
+        # Columns of the cache have no effect on chains.
         self.changes_after = shortest(self._limits.changes_after, self._limits.picks_after)
         self._takes_positions = "position_ids" in forward_arguments(model)
         if is_encoder_decoder(model):
@@ -430,7 +426,7 @@ class ChainRunner(TransformersRunner):
         return ChainRow(self.model)
 
     def token_bytes(self) -> int:
-        """See `Runner`; beside running states, found by running some."""
+        """Return the bytes of keys and values of a token, from passes over two lengths."""
         row = self.new_row()
         sizes = []
         with self.serving([row]):
@@ -447,7 +443,7 @@ class ChainRunner(TransformersRunner):
         return TokenTree(pending, len(pending) - 1)
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
+        """Return whether to draft onto `tree`: not onto a chunk of a text."""
         return self._drafts and tree.reads_root
 
     @torch.no_grad()
@@ -486,8 +482,10 @@ class ChainRunner(TransformersRunner):
         return (logits[0], inputs) if len(parts) == 1 else (torch.cat(logits, dim=1), parts[0])
 
     def _parts(self, inputs: Inputs) -> list[Inputs]:
-        """A pass in parts, each of which ends with a padding token: some decoders (M2M-100) count the positions of a
-        pass without these, where plain decoding, which sends them one by one, counts them."""
+        """Split a pass after each padding token.
+
+        Some decoders (M2M-100) skip padding tokens in the positions of a pass, but count them in plain decoding.
+        """
         if self._uncounted is None or not bool((inputs.tokens[0, :-1] == self._uncounted).any()):
             return [inputs]
         ends = ((inputs.tokens[0, :-1] == self._uncounted).nonzero()[:, 0] + 1).tolist()
@@ -497,7 +495,7 @@ class ChainRunner(TransformersRunner):
         ]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the states of rows all nodes of whose trees are `kept`; the others go back to those of before."""
+        """Keep the states of rows with only `kept` nodes, and restore the others."""
         for row, count, nodes in zip(self.rows, self._forest.counts.tolist(), kept, strict=True):
             row.settle(count, len(nodes))
 

@@ -1,4 +1,4 @@
-"""Keys and values of texts, with room for token trees behind them; and caches that callers bring and take away."""
+"""Keys and values of texts with capacity for token trees, and their conversion from and to callers' caches."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ Integers = NDArray[np.int64]
 
 _FIRST_CAPACITY = 256
 _SCRATCH = 64
-"""Columns that a layer with a window has room for beside those that later tokens see."""
+"""Free columns of a layer with a window after growth."""
 _SLACK = 16
-"""A layer with a window forgets columns when they are so many times fewer than the window; it copies the others."""
+"""A layer with a window drops invisible columns when they exceed 1 / `_SLACK` of the window."""
 _SMALL = 1 << 15
-"""Numbers in keys that are copied for each token of plain decoding in less time than it takes to write into a part of
-them and to read another: 60 to 90 us a step less in 5 and 6 layers, after 60 to 160 tokens."""
+"""Largest number of key elements for concatenation in plain decoding: it saves 60 to 90 us a step in 5 to 6 layers."""
 _GROWTH = 64
-"""A layer gets room for so many times fewer columns than it holds, so that memory is near to what is needed."""
+"""Growth of a layer: 1 / `_GROWTH` of its columns, to save memory."""
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of some texts in one layer.
 
-    A forward pass writes the nodes of its trees behind the longest text, as scratch. `TreeCache.commit` keeps the
-    accepted ones, and the next pass overwrites the rest.
-
-    A layer with a window forgets columns that no later token sees, once there are some.
+    A pass writes the nodes of its trees after the longest text, as scratch. `TreeCache.commit` keeps the accepted ones,
+    and the next pass overwrites the rest. A layer with a window drops columns that no later token sees.
 
     Args:
-        window: Tokens that a token sees, itself included; all if not given.
-        block: Tokens by which it grows; by a part of what it has if not given.
+        window: Visible tokens of a token, itself included; all if not given.
+        block: Growth in tokens; a part of the current size if not given.
 
     Attributes:
-        keys: `[texts, heads, capacity, head_dim]`; `values` likewise.
-        length: Tokens of the longest text, those that were forgotten included.
-        window, block: As above.
-        dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
-        indexer: Keys by which the layer picks those that it attends to, without values; `None` if it attends to all.
+        keys: `[texts, heads, capacity, head_dim]`.
+        values: `[texts, heads, capacity, head_dim]`.
+        length: Tokens of the longest text, dropped ones included.
+        window: The argument `window`.
+        block: The argument `block`.
+        dropped: Number of dropped columns; the first column of `keys` has token number `dropped`.
+        indexer: Keys of the layer's indexer, without values; `None` without an indexer.
     """
 
     def __init__(self, window: int | None = None, block: int | None = None) -> None:
@@ -60,13 +59,12 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = self.dropped = 0
         self.window = window
         self.block = block
-        self.is_sliding = window is not None  # whether columns are forgotten; transformers asks each layer
+        self.is_sliding = window is not None  # whether columns are dropped; transformers reads it
         self.indexer: TreeLayer | None = None
 
     @classmethod
     def holding(cls, keys: torch.Tensor, values: torch.Tensor, length: int, window: int | None = None) -> TreeLayer:
-        """A layer with the last keys and values of a text of this length. There is no room behind them, so that nothing
-        is written into these tensors."""
+        """Make a layer from the last keys and values of a text of `length` tokens, without writing into them."""
         layer = cls(window)
         layer.lazy_initialization(keys, values)
         layer.keys = keys
@@ -76,7 +74,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take texts, heads, head sizes, dtype and device from the first states that come."""
+        """Set texts, heads, head sizes, dtype and device from the first states."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
@@ -86,10 +84,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states `[texts, heads, nodes, head_dim]` behind the longest text; return all keys and values so far."""
+        """Write states `[texts, heads, nodes, head_dim]` after the longest text; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.dtype is not self.keys.dtype:  # the caller's cache was filled in another type
+        if key_states.dtype is not self.keys.dtype:  # the caller's cache has another type
             self.keys = self.keys.to(torch.promote_types(key_states.dtype, self.keys.dtype))
             self.values = self.values.to(torch.promote_types(value_states.dtype, self.values.dtype))
         start = self.length - self.dropped
@@ -103,24 +101,24 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self._grow(end, start)
         keys = self.keys
         values = self.values
-        # `narrow` does what a slice does, in a third of the time
+        # `narrow` is three times as fast as a slice
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """`update` for the keys `[texts, nodes, size]` of `indexer`, which are returned in the same way."""
+        """Write keys `[texts, nodes, size]` of `indexer`, and return all of them."""
         if self.indexer is None:
             self.indexer = TreeLayer(block=self.block)
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
     def adopt(self, texts: Sequence[tuple[TreeLayer, int]], lengths: Sequence[int]) -> None:
-        """Begin with what other layers hold.
+        """Copy the states of other layers.
 
         Args:
-            texts: For each text the layer, and which one of its texts that is.
-            lengths: Tokens to take of each. What was forgotten of them is hidden by windows.
+            texts: Layer of each text, and its index there.
+            lengths: Number of tokens to copy of each. Windows hide dropped ones.
         """
         filled = [layer for layer, _ in texts if layer.is_initialized]
         if not filled:
@@ -130,7 +128,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         if max(lengths) > self.keys.shape[2]:
             self._grow(max(lengths), 0)
         for states in _states(self):
-            # What is not filled is hidden: attention with a dense mask multiplies it by 0, and 0 * NaN is NaN.
+            # Attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
             states[:, :, : max(lengths)] = 0
         for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
             if layer.is_initialized:
@@ -141,7 +139,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self.indexer.adopt([(layer.indexer or TreeLayer(), row) for layer, row in texts], lengths)
 
     def drop(self) -> None:
-        """Forget the columns that no later token sees, if there are some. The others go to new tensors."""
+        """Drop the columns that no later token sees, and move the others to new tensors."""
         if self.window is None:
             return
         unseen = self.length - self.window - self.dropped
@@ -152,32 +150,30 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dropped += unseen
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest text."""
+        """Return the tokens of the longest text."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a query of `query_length` tokens sees, and where they begin."""
+        """Return the number of keys for a query of `query_length` tokens, and their first index."""
         return self.length - self.dropped + query_length, self.dropped
 
     def get_max_length(self) -> int:
-        """There is no maximum."""
+        """Return -1: there is no maximum."""
         return -1
 
     def _stays_full(self, start: int, key_states: torch.Tensor) -> bool:
-        """Whether nothing needs room behind these states yet, and all are few: a prompt, or one token more behind what
-        is full."""
+        """Return whether to concatenate small states instead of growth: a prompt, or one token in plain decoding."""
         count = key_states.shape[2]
         is_plain = start == self.keys.shape[2] and (count == 1 or not start) and self.block is None
         return (
             is_plain
-            and not torch.compiler.is_compiling()  # each length would be compiled by itself
+            and not torch.compiler.is_compiling()  # each length would need a compilation
             and key_states.numel() // count * (start + count) <= _SMALL
-            and not torch.is_inference_mode_enabled()  # its tensors could not be written to outside of it
+            and not torch.is_inference_mode_enabled()  # its tensors could not be written later
         )
 
     def _grow(self, needed: int, kept: int) -> None:
-        """Get room for at least `needed` tokens, with the first `kept` columns as they are; by a constant factor, so
-        that growing costs little per token."""
+        """Grow to at least `needed` columns, and keep the first `kept` ones."""
         if self.block is None:
             step = _FIRST_CAPACITY if self.window is None else _SCRATCH
             capacity = needed + max(step, needed // _GROWTH)
@@ -186,10 +182,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self._move(capacity, 0, kept)
 
     def _move(self, capacity: int, first: int, kept: int) -> None:
-        """To new tensors of `capacity` columns, which begin with those from `first` on that are `kept`."""
+        """Move `kept` columns from `first` on to new tensors of `capacity` columns."""
         for name in ("keys", "values"):
             states = getattr(self, name)
-            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+            with torch.inference_mode(False):  # an inference tensor could not be written later
                 size = (*states.shape[:2], capacity, states.shape[3])
                 moved = torch.empty(size, dtype=states.dtype, device=states.device)
             moved[:, :, :kept] = states[:, :, first : first + kept]
@@ -201,19 +197,18 @@ def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_blocks(tokens: int, block: int) -> int:
-    """Tokens that there is room for in as many blocks as `tokens` need."""
+    """Round a number of tokens up to whole blocks."""
     return -(-tokens // block) * block
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """Keys and values of some texts: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
-    what a call takes and returns are caches of transformers.
+    """Keys and values of some texts: a `TreeLayer` for each layer, made on first use. Callers get transformers' caches.
 
     Args:
-        windows: The window of each layer; the last one is that of all that follow. Without any, all keep all. Those of
-            a lone text forget what no later token sees.
+        windows: Window of each layer; the last one repeats. Layers with a window drop invisible tokens of a single
+            text.
         block: See `TreeLayer`.
-        texts: How many there are.
+        texts: Number of texts.
 
     Attributes:
         lengths: Tokens of each text.
@@ -242,33 +237,32 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def _filled(self) -> list[TreeLayer]:
-        """The layers that the model has written to, and their indexers; some models have layers that borrow the states
-        of others."""
+        """Filled layers and their indexers; some models have layers with the states of other layers."""
         filled = [layer for layer in self.layers if layer.is_initialized]
         return filled + [layer.indexer for layer in filled if layer.indexer is not None]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text: where the scratch begins."""
+        """Tokens of the longest text: the first column of the scratch."""
         return max(self.lengths)
 
     @property
     def allocated(self) -> int:
-        """Tokens of each text that there is room for."""
+        """Capacity of each text in tokens."""
         return max((layer.keys.shape[2] for layer in self._filled), default=0)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token takes."""
+        """Bytes of a token."""
         parts = [part for layer in self._filled for part in _states(layer)]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
     def adopt(self, rows: Sequence[Row], tokens: int | None = None) -> None:
-        """Begin with what rows hold, one for each text; nothing else is left.
+        """Replace the texts by copies of rows.
 
         Args:
-            rows: As above.
-            tokens: How many of the first tokens to take, which all have; all if not given.
+            rows: One row for each text.
+            tokens: Number of first tokens to copy, present in all rows; all if not given.
         """
         lengths = [row.length if tokens is None else tokens for row in rows]
         for index in range(max(len(row.cache.layers) for row in rows)):
@@ -277,9 +271,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._set_lengths(lengths)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
-        """Keep the states of `slots[text]`, ascending places in the scratch, behind each text.
+        """Append the states of `slots[text]`, ascending slots of the scratch, to each text.
 
-        Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
+        Only states in a wrong column are copied, so a contiguous path costs nothing.
         """
         scratch = self.longest
         misplaced = [
@@ -303,7 +297,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._set_lengths([self.lengths[0] + count])
 
     def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
-        """Copy the states at some places of some texts to others."""
+        """Copy states of texts between columns."""
         uploads: dict[tuple[torch.device, int], torch.Tensor] = {}
         for layer in self._filled:
             key = layer.device, layer.dropped
@@ -316,16 +310,16 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def dropped(self) -> int:
-        """Columns that the layers with a window have forgotten."""
+        """Number of columns that layers with a window have dropped."""
         return next((layer.dropped for layer in self._filled if layer.window is not None), 0)
 
     def drop(self) -> None:
-        """Forget what no later token sees, in the layers with a window."""
+        """Drop columns that no later token sees, in layers with a window."""
         for layer in self.layers:
             layer.drop()
 
     def crop(self, tokens: int, text: int | None = None) -> None:
-        """Forget all behind the first `tokens` tokens, of one text or of all."""
+        """Remove all but the first `tokens` tokens, of one text or of all."""
         texts = range(len(self.lengths)) if text is None else [text]
         self._set_lengths(
             [min(length, tokens) if place in texts else length for place, length in enumerate(self.lengths)]
@@ -344,16 +338,17 @@ class TreeCache(Cache):  # type: ignore[misc]
 
 
 class Row(TextRow):
-    """One text on a model: its keys and values.
+    """Keys and values of one text.
 
     Args:
-        cache: Where they are; in a cache of their own if not given.
-        place: Which text of the cache it is.
-        block: Tokens by which the room of a cache of its own grows; see `TreeLayer`.
+        cache: Cache of the text; a new one if not given.
+        place: Index of the text in the cache.
+        block: Growth of a new cache; see `TreeLayer`.
 
     Attributes:
-        cache, place: As above.
-        padding: How many padding tokens its prompt had; they count where transformers counts them.
+        cache: The cache.
+        place: Index of the text in it.
+        padding: Number of padding tokens of the prompt; transformers counts them for some limits.
     """
 
     padding = 0
@@ -364,34 +359,34 @@ class Row(TextRow):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """Tokens whose keys and values are kept."""
+        """Tokens with keys and values."""
         return self.cache.lengths[self.place]
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """Capacity in tokens."""
         return self.cache.allocated
 
     def copy_start(self, other: Row, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them."""
+        """Copy the first `tokens` tokens of another row."""
         self.cache.adopt([other], tokens)
 
     def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
+        """Remove all but the first `tokens` tokens."""
         self.cache.crop(tokens, self.place)
 
     def adopt(self, text: Row) -> None:
-        """Begin with all that another row has."""
+        """Copy another row."""
         self.cache.adopt([text])
 
 
 def rows_of(cache: TreeCache) -> list[Row]:
-    """The texts of a cache."""
+    """Return the rows of a cache."""
     return [Row(cache, place) for place in range(len(cache.lengths))]
 
 
 _BLANK = 2.0**-7
-"""What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
+"""Value of hidden columns in callers' caches: finite, because attention multiplies it by 0, and recognisable."""
 
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
@@ -400,20 +395,17 @@ _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_uti
 
 
 def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
-    """Rows to decode with, which begin with what `cache` holds and leave that as it is.
-
-    A cache of transformers has a column for every input token, hidden ones included; decoding goes on
-    with the tokens that count.
+    """Return rows with the visible tokens of a transformers cache, which stays unchanged.
 
     Args:
-        cache: What the caller passed, or what the model made of a prompt.
-        mask: Which tokens of the whole text count, `[batch, columns]` bool; the cache holds the first columns.
+        cache: Cache of the caller, or of the model's own prefill, with a column for every token, hidden ones included.
+        mask: Mask of the whole text, `[batch, columns]` bool; the cache has its first columns.
 
     Raises:
-        InvalidArgumentError: The cache has other rows than the mask, or the mask shows tokens that it was made without.
-        UnsupportedArgumentError: The cache is of another kind.
+        InvalidArgumentError: The cache has other rows than the mask, or lacks tokens that the mask shows.
+        UnsupportedArgumentError: The cache is of another class.
     """
-    # Empty caches of the kind that makes its layers as the model comes to them have none yet.
+    # Empty caches with lazily made layers have none yet.
     if (
         not isinstance(cache, DynamicCache)
         or cache.offloading
@@ -421,7 +413,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
     ):
         raise UnsupportedArgumentError(
             f"{CACHE}={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
-            "cache that an earlier call returned, or none"
+            "cache of an earlier call, or none"
         )
     adopted = [Row(TreeCache([_window(layer) for layer in cache.layers])) for _ in mask]
     if cache.get_seq_length() == 0:
@@ -430,7 +422,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
     filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, _EMPTY_LAYERS)]
     if len(held) != filled[0].keys.shape[0]:
         raise InvalidArgumentError(
-            f"{CACHE} holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the same texts"
+            f"{CACHE} has {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the same texts"
         )
     _check_states(filled[0].keys, held.cpu())
     for place, (row, counted) in enumerate(zip(adopted, held, strict=True)):
@@ -440,13 +432,13 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
 
 
 def _adopt_layer(layer: CacheLayerMixin, row: int, counted: torch.Tensor) -> TreeLayer:
-    """The tokens of a row that count, `[columns]` bool says which; without a copy if all do."""
+    """Return the visible tokens of a row, by the mask `counted` `[columns]`; without a copy if all are visible."""
     if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
         return TreeLayer(_window(layer))
     length = int(counted.sum())
     columns = layer.keys.shape[2]
     place = slice(row, row + 1)
-    # Of a sliding layer the last columns are left.
+    # A sliding layer has only the last columns.
     picked = slice(None) if bool(counted.all()) else counted[-columns:].to(layer.keys.device).nonzero()[:, 0]
     adopted = TreeLayer.holding(
         layer.keys[place][:, :, picked], layer.values[place][:, :, picked], length, _window(layer)
@@ -458,18 +450,18 @@ def _adopt_layer(layer: CacheLayerMixin, row: int, counted: torch.Tensor) -> Tre
 
 
 def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Cache:
-    """The cache that the caller gets: `cache` with what decoding added, as transformers would have left it.
+    """Fill the caller's cache with the decoded texts, as transformers would leave it, and return it.
 
     Args:
-        decoded: What was decoded; it is used no more.
-        cache: What the caller passed, or an empty one.
-        mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
+        decoded: Decoded rows, not used later.
+        cache: Cache of the caller, or an empty one.
+        mask: Mask of the caller's text, `[batch, columns]` bool; all later tokens are visible.
     """
     rows = [(row, _columns(row.length, counted)) for row, counted in zip(decoded, mask.cpu(), strict=True)]
     layers = decoded[0].cache.layers
     while len(cache.layers) < len(layers):
         cache.layers.append(DynamicLayer() if layers[len(cache.layers)].indexer is None else DynamicIndexedLayer())
-    # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
+    # Layers with the states of other layers are empty, and may be missing.
     for index, (layer, states) in enumerate(zip(cache.layers, layers, strict=False)):
         if not states.is_initialized:
             continue
@@ -488,15 +480,14 @@ def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Ca
 
 
 def _columns(length: int, counted: torch.Tensor) -> torch.Tensor:
-    """The columns of a text of so many tokens; `counted` `[columns]` bool says which of the first ones they are."""
+    """Return the columns of a text of `length` tokens, by the mask `counted` `[columns]` of the first columns."""
     columns = counted.nonzero()[:, 0]
     columns = torch.cat([columns, torch.arange(len(counted), len(counted) + max(length - len(columns), 0))])
     return columns[:length]
 
 
 def _laid_out(row: Row, index: int, columns: torch.Tensor, window: int | None) -> list[torch.Tensor]:
-    """Keys, values and keys of the indexer, if there is one, of a text in a layer, with a column for each hidden token
-    as well; in a layer with a window the last ones, as transformers keeps them."""
+    """Return keys, values and indexer keys of a text in a layer, with hidden columns, and cut to the window."""
     layer = row.cache.layers[index]
     parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
     found = []
@@ -511,12 +502,12 @@ def _laid_out(row: Row, index: int, columns: torch.Tensor, window: int | None) -
 
 
 def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
-    """Refuse a mask that shows what was hidden when the cache was filled; keys `[batch, heads, columns, size]`."""
+    """Refuse a mask that shows tokens hidden in the cache; keys `[batch, heads, columns, size]`."""
     columns = keys.shape[2]
     if bool(((keys[:, 0] == _BLANK).all(dim=-1).cpu() & held[:, -columns:]).any()):
         raise InvalidArgumentError(
-            "attention_mask shows tokens that it hid when the cache was filled, so the cache lacks them; pass "
-            "the mask of the call before, longer by what has come since"
+            "attention_mask shows tokens that it hid when the cache was filled, so the cache lacks them; pass the mask "
+            "of the earlier call, extended by the new tokens"
         )
 
 

@@ -20,10 +20,10 @@ from lookahead.backends.transformers.snapshots import fingerprint, in_threads
 _READ = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 
 _UNREAD = frozenset(vars(torch.nn.Module())) - _READ
-"""Attributes of every module that no forward pass without gradients reads by themselves."""
+"""Attributes of every module that forward passes without gradients do not read directly."""
 
 _SETTLED = 8
-"""Number of first passes that are looked at for values that they write."""
+"""Number of first passes that are checked for values that they write."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -31,17 +31,17 @@ _version = attrgetter("_version")
 
 
 class ModelWatch:
-    """Remembers what a model was, and says whether it still is that; a look takes microseconds.
+    """Watch that detects changes of a model in microseconds.
 
-    A look finds a changed `Composition`, another value of an attribute of any module, another module, hook, parameter
-    or buffer, another value in a configuration, and weights that were written. Torch counts most writes; of those that
-    it does not count (through `.data`, by numpy) a look finds those that change the word in the middle of a tensor on a
-    CPU, and a thorough look those that change any bit of a parameter on a CPU.
+    It detects a changed `Composition`, attribute, module, hook, parameter, buffer or configuration, and writes to
+    weights. Torch counts most writes. Of uncounted ones (through `.data` or numpy) a quick check detects a change of
+    the middle word of a CPU tensor, and a thorough check a change of any bit of a CPU parameter.
 
     Args:
-        engine: What runs its passes: the model, or a clone of it.
-        compares_bits: Whether looks can be thorough. Takes a pass over all weights.
-        composition: That of the model now.
+        model: The model.
+        engine: Module that runs the passes: the model, or a clone.
+        compares_bits: Whether thorough checks are possible. They need a fingerprint of all weights.
+        composition: Current composition of the model.
         state: State of the model.
         is_recorded: Whether passes are recorded.
     """
@@ -59,19 +59,19 @@ class ModelWatch:
         self._composition = composition
         self._state = state
         self._is_recorded = is_recorded
-        self._settled = 0  # passes that wrote nothing
+        self._settled = 0  # number of passes without writes
         self._runs = {id(module) for module in all_modules(engine)}
         self._note()
         self._bits = _fingerprints(model) if compares_bits else None
 
     def has_changed(self, thorough: bool) -> bool:
-        """Whether the model has changed.
+        """Return whether the model has changed.
 
         Args:
-            thorough: Compare all bits of the weights as well, which takes about as long as a step of one token.
+            thorough: Whether to compare all bits of the weights, which takes about as long as a plain step.
         """
         if not (self._composition.has_same_code_around() and self._whole.holds()):
-            # What is left may have been written by a pass: later ones are looked at.
+            # A pass may have written the other values: check after later ones.
             self._state.passes_write |= self._whole.weights_hold() and self._composition.holds(self._model)
             return True
         if not thorough or self._bits is None:
@@ -80,20 +80,20 @@ class ModelWatch:
         return len(bits) != len(self._bits) or not all(map(np.array_equal, bits, self._bits))
 
     def changed_before_pass(self) -> bool:
-        """Whether the model has changed, as far as this has to be known before the launch of a pass.
+        """Return whether a change of the model forbids the launch of a pass.
 
-        Passes of most models write no values into modules, which shows in the first passes. Then one look after the
-        launch is enough, while a device computes. But no recorded pass may read weights from memory that is freed.
+        Passes of most models write no values into modules. After the first passes have shown this, a check after the
+        launch is enough, while the device computes. But a recorded pass must never read weights from freed memory.
         """
         if self._is_quiet:
             return self._is_recorded and not self._whole.weights_are_in_place()
         return self.has_changed(thorough=False)
 
     def changed_by_pass(self) -> bool:
-        """Whether the result of a pass that was just launched is of a changed model.
+        """Return whether the model has changed, just after the launch of a pass.
 
-        Values that a pass wrote into modules become the model's. Code and weights are not written by passes: another
-        thread has changed them. If a pass writes for the first time later on, it counts as a change once.
+        Values that the pass wrote into modules are accepted. Passes never write code and weights. A first write of a
+        later pass counts as a change once.
         """
         if self._is_quiet:
             return self.has_changed(thorough=False)
@@ -117,7 +117,7 @@ class ModelWatch:
 
 
 class _Snapshot:
-    """What modules were when this was made."""
+    """Snapshot of modules."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
@@ -146,7 +146,7 @@ class _Snapshot:
         )
 
     def holds(self) -> bool:
-        """Whether they are still that."""
+        """Return whether the modules are unchanged."""
         try:
             return (
                 list(map(type, self._modules)) == self._kinds
@@ -157,19 +157,19 @@ class _Snapshot:
                 and self._weights.holds()
                 and self._others.holds()
             )
-        except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute; a tensor that cannot be compared
+        except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
             return False
 
     def weights_hold(self) -> bool:
-        """Whether nobody has written into the weights."""
+        """Return whether the weights are unwritten."""
         return self._weights.holds()
 
     def weights_are_in_place(self) -> bool:
-        """Whether the memory of the weights is where it was."""
+        """Return whether the weights have the same addresses."""
         return self._weights.is_in_place()
 
     def _current_attributes(self) -> list[object]:
-        """The attributes of all modules that passes read. Tuples of the same objects are compared in no time."""
+        """Return the attributes that passes read; tuples of identical objects are compared very fast."""
         models: list[object] = [
             {name: value for name, value in vars(model).items() if name not in IRRELEVANT} for model in self._models
         ]
@@ -177,7 +177,7 @@ class _Snapshot:
 
 
 class _Memory:
-    """What the memory of tensors held when this was made, as far as torch's counts and single words tell.
+    """Snapshot of the memory of tensors: torch's write counts, addresses, and single words.
 
     Args:
         values: The tensors, among other objects.
@@ -189,18 +189,18 @@ class _Memory:
         self._versions = list(map(_version, self._counted))
         self._placed = [tensor for tensor in tensors if _has_place(tensor)]
         self._places = [tensor.data_ptr() for tensor in self._placed]
-        # With their memory, which would be gone if it was the tensor's no more.
+        # References that keep the memory alive.
         on_cpu = [tensor for tensor in self._placed if tensor.device.type == "cpu" and tensor.is_contiguous()]
         self._memory = [tensor.detach() for tensor in on_cpu if tensor.nbytes >= 4]
         self._words = [c_int32.from_address(_middle(tensor)) for tensor in self._memory]
         self._values = [word.value for word in self._words]
 
     def is_in_place(self) -> bool:
-        """Whether it is the same memory."""
+        """Return whether the addresses are unchanged."""
         return [tensor.data_ptr() for tensor in self._placed] == self._places
 
     def holds(self) -> bool:
-        """Whether it holds the same."""
+        """Return whether the memory is unchanged."""
         return (
             list(map(_version, self._counted)) == self._versions
             and self.is_in_place()
@@ -214,17 +214,17 @@ def _config(module: torch.nn.Module) -> Any:
 
 
 def _has_place(tensor: torch.Tensor) -> bool:
-    """Whether its values lie in memory that is its own, one after another or in strides."""
+    """Return whether the values are in plain memory with strides."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _middle(tensor: torch.Tensor) -> int:
-    """Where the word in the middle of it lies."""
+    """Return the address of the middle word."""
     return tensor.data_ptr() + (tensor.nbytes - 4) // 8 * 4
 
 
 def _fingerprints(model: torch.nn.Module) -> list[NDArray[np.uint64]]:
-    """Those of all parameters on a CPU."""
+    """Return the fingerprints of all parameters on a CPU."""
     weights = [
         weight
         for weight in model.parameters()
