@@ -307,7 +307,7 @@ class ServeSettings(EngineSettings):
         NETWORK,
         "Send OpenTelemetry spans there over HTTP, such as http://localhost:4318/v1/traces; needs the extra 'otel'.",
         not_empty,
-        shown="none",
+        label="none",
     )
     queue: int = option("--queue", LIMITS, "Maximum number of waiting requests.", count, 128)
     timeout: float = option(

@@ -45,7 +45,7 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Send what was recorded."""
+        """Send the recorded spans."""
         self._provider.shutdown()
 
 
