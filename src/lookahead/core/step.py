@@ -100,6 +100,8 @@ def step(backend: Backend, batch: Batch) -> StepResults:
 def _draft(backend: Backend, batch: Batch, roots: Roots) -> int:
     """Add drafts to the trees, and return the largest `top_k` of the drafters."""
     sequences = batch.sequences
+    if all(type(sequence.drafter) is NoDrafter for sequence in sequences):
+        return 0
     left = [sequence.most_tokens - len(sequence.tokens) for sequence in sequences]
     rows = [
         row

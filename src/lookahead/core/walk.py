@@ -34,11 +34,10 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
         forest: The tree of each.
         outputs: A `ForestOutputs`.
     """
-    walks = Walks(forest)
     if forest.rows == 1:  # Python walks one row in less time than arrays of it take
-        together = [False]
-    else:
-        together = [one.end_tokens is not None and not one.sampler.needs_logits for one in sequences]
+        return Walks.of_one(forest, _walk_one(sequences[0], forest[0], outputs))
+    walks = Walks(forest)
+    together = [one.end_tokens is not None and not one.sampler.needs_logits for one in sequences]
     reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
     roots = forest.roots.tolist()
     counts = forest.counts.tolist()
@@ -60,6 +59,17 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
     if plain:
         _walk_plain_rows(plain, [sequences[row] for row in plain], forest, outputs.predictions, walks)
     return walks
+
+
+def _walk_one(sequence: SequenceState, tree: TokenTree, outputs: Any) -> Walk | None:
+    """Walk the only tree of a step; `None` if its text does not go on."""
+    if sequence.finished or not tree.reads_root:
+        return None
+    try:
+        return follow(tree, partial(take_token, sequence, outputs[0]))
+    except Exception as error:
+        sequence.fail(error)
+        return None
 
 
 def plain_walk(token: int, stopped: bool) -> Walk:
