@@ -1,5 +1,4 @@
-"""What every backend gives: sessions, which say what can be asked of a model, calls, which run on it, runners and rows
-of text."""
+"""Base classes of backends: sessions, calls, runners and rows of text."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens `model` or its decoder reads. An adapter or a wrapper in place of the embedding need not know."""
+    """Return the vocabulary size of `model` or its decoder. An adapter in place of the embedding may not have it."""
     reader = model.get_decoder() if model.config.is_encoder_decoder else model
     embedding = getattr(reader, "get_input_embeddings", model.get_input_embeddings)()
     size = getattr(embedding, "num_embeddings", None)
@@ -35,14 +34,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 class TextRow:
-    """The state of one text between steps: keys and values, or running states. It belongs to no step.
+    """Keys and values, or running states, of one text between steps.
 
     Attributes:
-        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
-            `None`.
-        before: How many of the tokens that are kept come before the text that is decoded.
-        shift: What is added to places in the text to have positions: behind an image they may differ.
-        length: Tokens that are kept.
+        most_pending: Maximum number of pending tokens in the next step; any number if `None`.
+        before: Number of cached tokens before the decoded text.
+        shift: Position id minus index in the text; not 0 after an image, for example.
+        length: Number of cached tokens.
     """
 
     most_pending: int | None = None
@@ -51,16 +49,15 @@ class TextRow:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """Capacity in tokens."""
         return self.length
 
     def copy_start(self, other: Any, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them. Not possible with running states, of
-        which there are those after the end of a text alone; see `Runner.shares_beginnings`."""
+        """Copy the first `tokens` tokens of another row. Running states cannot, see `Runner.shares_beginnings`."""
         raise NotImplementedError
 
     def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens; as `copy_start`."""
+        """Keep only the first `tokens` tokens. Running states cannot."""
         raise NotImplementedError
 
     def set_apart(self) -> None:
@@ -68,17 +65,17 @@ class TextRow:
 
 
 _MOST_PENDING = 16
-"""Pending tokens up to which a step of a model with running states may also draft; a step with more settles them."""
+"""Maximum number of pending tokens in a step that drafts, for models with running states."""
 
 
 @dataclass
 class Recorded:
-    """What recording took so far.
+    """Costs of recording passes so far.
 
     Attributes:
-        count: Passes that were recorded.
-        seconds: Time it took.
-        bytes: Memory of the device that it took.
+        count: Number of recorded passes.
+        seconds: Time of recording.
+        bytes: Memory of recorded passes on the device.
     """
 
     count: int = 0
@@ -87,26 +84,24 @@ class Recorded:
 
 
 class Runner(Backend):
-    """Rows of text on one model, and the trees that continue them.
+    """Runs the trees of rows of text on one model.
 
     Attributes:
-        model: What runs them, in the interface of transformers.
-        rows: The rows of the coming step, one for each sequence of the batch: those of a call, or those given to
-            `serving`.
+        model: Model with the interface of transformers.
+        rows: Rows of the next step, one per sequence of the batch: the rows of the call, or the arguments of `serving`.
         context: Length of the model's context, if it has one.
-        last_length: Text length at which the model can read no further token; `None` for any.
-        broken_after: Longest text that plain decoding reads as a whole; `None` for any.
-        changes_after: Longest text of which rows of a pass may be at different places, if longer ones are read
-            otherwise.
-        most_nodes: Nodes that the tree of each row may have.
-        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
-        chains: Whether it runs chains alone.
-        keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
-        shares_beginnings: Whether a row may begin with what another one has of its text.
-        engine: How passes are run; see `Statistics.engine`.
-        pass_sizes: Nodes over all rows that passes are padded to, ascending; none where any number is run as it is.
-        recorded: What recording passes took so far.
-        vocabulary: How many tokens the model reads; no others are drafted.
+        last_length: Text length at which the model cannot read another token; `None` without a limit.
+        broken_after: Longest text that plain decoding reads as a whole; `None` without a limit.
+        changes_after: Longest text in a pass with rows of different lengths, if longer texts are read differently.
+        most_nodes: Maximum number of nodes of the tree of a row.
+        is_invariant: Whether the bits of a node depend only on its own text; see `LookaheadConfig.invariant`.
+        chains: Whether it runs only chains.
+        keeps_apart: Whether finished texts have their own memory, which running rows cannot use.
+        shares_beginnings: Whether a row can copy the beginning of another row.
+        engine: Engine of the passes; see `Statistics.engine`.
+        pass_sizes: Sizes of padded passes in nodes over all rows, ascending; empty if passes are not padded.
+        recorded: Costs of recording passes so far.
+        vocabulary: Vocabulary size of the model; larger token ids are not drafted.
     """
 
     model: Any
@@ -130,7 +125,7 @@ class Runner(Backend):
 
     @contextmanager
     def serving(self, rows: Sequence[Any]) -> Iterator[None]:
-        """Run passes over these rows, and hold none of them afterwards: others may take their memory."""
+        """Run passes over these rows, and release them at the end, as other rows may take their memory."""
         self.rows = list(rows)
         try:
             yield
@@ -138,40 +133,39 @@ class Runner(Backend):
             self.rows = []
 
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
-        """Take memory for rows that come and go, and record passes, where that is done before there are any.
+        """Allocate memory for rows that join and leave, and record passes, if the backend does so in advance.
 
         Args:
-            tokens: How many there is room for; any number if `None`.
-            block: Those by which a row grows.
-            rows: Most rows of a step.
-            nodes: Nodes of the tree of each row at most.
+            tokens: Capacity in tokens; unlimited if `None`.
+            block: Growth of a row in tokens.
+            rows: Maximum number of rows of a step.
+            nodes: Maximum number of nodes of the tree of a row.
         """
 
     @abstractmethod
     def new_row(self, block: int | None = None) -> TextRow:
-        """An empty row, whose room grows by `block` tokens, where that can be chosen."""
+        """Return an empty row; it grows by `block` tokens if the backend supports that."""
 
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """Number of cached tokens of each of some rows."""
         return [row.length for row in rows]
 
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take."""
+        """Return the bytes of keys and values of a token."""
         raise NotImplementedError
 
     def idle_tree(self) -> TokenTree:
-        """The tree of a finished row while others continue: an unread token at position 0, if anything is sent at all.
+        """Return the tree of a finished row while others continue: an unread token at position 0, if anything is sent.
 
-        Behind its text it might stand where the model has no position, or has other ones.
+        Behind its text the model might have no position.
         """
         return self._idle
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+        """Return the tree of pending tokens of `row`, given its text so far.
 
-        Where these are more than `TextRow.most_pending`, it is so many of them, and nothing is read after them. Of a
-        model with running states there is no room below a prompt, whose states would have to be computed again, nor
-        below many pending tokens.
+        A tree of `TextRow.most_pending` tokens, if there are more, reads nothing. With running states no draft fits
+        below a prompt or many pending tokens: after a rejection their states would have to be computed again.
         """
         kept = self.rows[row]
         pending = self._pending(kept, text)
@@ -188,28 +182,32 @@ class Runner(Backend):
         return tree
 
     def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
-        """The tokens of a row's text that the model has not read."""
+        """Return the tokens of a row's text that are not cached."""
         return text[row.length - row.before :]
 
     def _deepest(self, position: int, shift: int) -> int | None:
-        """The largest position in a tree whose root is at `position`, which is `shift` more than its index in the text;
-        `None` for any."""
+        """Return the largest position of a tree with its root at `position`; `None` without a limit.
+
+        Args:
+            position: Position of the root.
+            shift: `position` minus the index of the root in its text.
+        """
         return None if self.last_length is None else self.last_length - 1
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+        """Process long texts in chunks, so that the first step has few pending tokens.
 
         Args:
-            texts: The text of each sequence.
-            chunk_size: Tokens of each text in one pass; as many as the runner finds right if `None`.
+            texts: Text of each sequence.
+            chunk_size: Tokens of each text in a pass; by default the runner chooses.
 
         Returns:
-            The number of forward passes it took.
+            Number of forward passes.
         """
         return 0
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
+        """Process all tokens of each text but the last one, as plain decoding leaves its cache."""
 
     @abstractmethod
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult | JoinedOutputs:
@@ -217,7 +215,7 @@ class Runner(Backend):
 
 
 def check_chain(tree: TokenTree) -> None:
-    """Refuse a tree in which a node does not follow the one before it.
+    """Refuse a tree with branches.
 
     Raises:
         InvalidArgumentError: The tree has branches.
@@ -227,16 +225,16 @@ def check_chain(tree: TokenTree) -> None:
 
 
 class Call:
-    """The resources of one call of `generate`: acquired on creation, released when the call ends.
+    """Resources of one call of `generate`, acquired on creation and released at the end.
 
     Attributes:
         runner: Runs the trees.
-        clock: The clock for its steps, in seconds.
-        rows: The rows of the call, which each step hands to the runner; `None` if the runner has them.
-        rows_leave: Whether a row takes part in no step once its text is complete, as in an `Engine`.
-        keeps_cache: Whether the cache that a call leaves can be handed on.
+        clock: Clock of the steps in seconds.
+        rows: Rows of the call, an argument of each step; `None` if the runner holds them.
+        rows_leave: Whether a row with a complete text takes part in no further step, as in an `Engine`.
+        keeps_cache: Whether the cache of the call can be returned.
         invariant_rows: See `Statistics.invariant_rows`.
-        model_holds: Whether the model is still composed as it was when the call began.
+        model_holds: Whether the model is composed as at the beginning of the call.
     """
 
     runner: Runner
@@ -248,7 +246,7 @@ class Call:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of running states that were copied so far."""
+        """Bytes of running states copied so far."""
         return 0
 
     def backend(self, sequences: Sequence[SequenceState], asks_others: bool) -> Any:
@@ -261,47 +259,47 @@ class Call:
         return self.runner
 
     def restore(self, error: BaseException) -> None:
-        """Put back what a call that failed, with `error`, has changed."""
+        """Undo the changes of a call that failed with `error`."""
 
     def release(self, keep_cache: bool) -> Cache | None:
-        """Release the buffers; returns the cache that the caller gets, if it is to be kept."""
+        """Release the buffers; return the caller's cache if `keep_cache`."""
         return None
 
 
 class CallSession(ABC):
-    """What `generate` asks of a session: of one process, or of several ranks.
+    """Session of one process or of several ranks, as `generate` uses it.
 
     Attributes:
-        refuses_inputs: Why prompts that are more than tokens, such as images, are refused; `None` if they are not.
-        speaks: Whether streamers and listeners of a call are told here.
+        refuses_inputs: Reason to refuse prompts with images or other inputs; `None` if they are accepted.
+        speaks: Whether streamers and listeners of a call are notified by this process.
     """
 
     refuses_inputs: str | None = None
     speaks: bool = True
 
     def settle(self, config: LookaheadConfig) -> LookaheadConfig:
-        """`config` as it can be run: one process may go by its own clock and memory.
+        """Return `config` as this session can run it.
 
         Raises:
-            UnsupportedArgumentError: It cannot.
+            UnsupportedArgumentError: The session cannot run it.
         """
         return config
 
     @abstractmethod
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
-        """Acquire what a call needs.
+        """Acquire the resources of a call.
 
         Raises:
-            LookaheadError: The model or its settings cannot do what is asked for.
+            LookaheadError: The model or its settings do not support the call.
         """
 
 
 class Session(CallSession):
-    """What can be asked of a model, whatever runs it.
+    """Session of a model in one process.
 
     Attributes:
-        clock: The clock for its steps, in seconds.
-        number_type: Name of the type of the weights, or of their types.
+        clock: Clock of the steps in seconds.
+        number_type: Name of the number type of the weights, or of their types.
     """
 
     clock: Callable[[], float]
@@ -311,66 +309,65 @@ class Session(CallSession):
         """Refuse a model that cannot be run.
 
         Raises:
-            UnsupportedModelError: It cannot.
+            UnsupportedModelError: It cannot be run.
         """
 
     def prepare(self, config: LookaheadConfig) -> None:
-        """Make, and try, what the first call would make.
+        """Prepare the first call: trials and clones.
 
         Raises:
-            LookaheadError: The model cannot be run as `config` has it.
+            LookaheadError: The model cannot be run with `config`.
         """
 
     @abstractmethod
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[Runner, int | None, int]:
-        """What runs rows that come and go.
+        """Open a runner of rows that join and leave.
 
         Args:
-            config: How the weights are set.
-            max_rows: Most rows of a step.
-            kv_bytes: Most bytes of keys and values; any number if `None`.
-            prefix_bytes: Most bytes of finished texts.
+            config: Settings of the weights.
+            max_rows: Maximum number of rows of a step.
+            kv_bytes: Maximum bytes of keys and values; unlimited if `None`.
+            prefix_bytes: Maximum bytes of finished texts.
 
         Returns:
-            The runner, and the most bytes of keys and values, and of finished texts, that it has room for.
+            The runner, and its maximum bytes of keys and values and of finished texts.
 
         Raises:
-            LookaheadError: The model or the settings cannot do what is asked for.
+            LookaheadError: The model or the settings do not support such rows.
         """
 
     def watch(self, runner: Any, compares_bits: bool) -> Any:
-        """Notices changes of the model, as `ModelWatch`; `None` where there can be none."""
+        """Return a watch for changes of the model, like `ModelWatch`; `None` if there can be none."""
         return None
 
     def keep_text(self) -> None:
-        """Let calls of one row leave their text to the next, where the caller's cache does not."""
+        """Keep the text of calls of one row for the next call, if no cache of the caller does."""
 
     def reused_tokens(self, cached: int) -> int:
-        """Tokens of the last prompt that were not computed anew, where the caller's cache held `cached`."""
+        """Return the number of reused tokens of the last prompt, if the caller's cache held `cached` tokens."""
         return cached
 
     @abstractmethod
     def sharing_weights(self) -> PreTrainedModel:
-        """Another object of the same model, weights shared: nothing that is kept for the one is known of it."""
+        """Return another object of the same model with the same weights, and with no kept state."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the rows of a call begin with.
+    """Prompts of the rows of a call.
 
     Attributes:
-        input_ids: As the caller gave them, `[batch, tokens]`.
-        mask: Which tokens of the whole text count, `[batch, columns]` bool: of what is cached and left out of
-            `input_ids`, too.
-        tokens: The tokens of each row of `input_ids` that count.
-        before: How many tokens that count come before them, per row.
-        cache: What the caller passed to go on from, if anything.
-        inputs: What transformers would hand to the model, if that is more than tokens: images, say, or positions that
-            follow an image. Then the prompt is read by the model's own prefill.
-        source: What an encoder has read before, for all rows, as arguments of each pass of its decoder.
-        source_tokens: The token ids that it read, for each row; empty where these were none.
+        input_ids: Token ids from the caller, `[batch, tokens]`.
+        mask: Whether each token of the whole text is visible, cached ones included, `[batch, columns]` bool.
+        tokens: Visible tokens of each row of `input_ids`.
+        before: Number of visible tokens before them, per row.
+        cache: Cache from the caller, if any.
+        inputs: Arguments of the model by name, if the prompt has more than tokens, for example images or positions
+            after an image. The model's own prefill then reads the prompt.
+        source: Outputs of an encoder for all rows, as arguments of each pass of the decoder.
+        source_tokens: Token ids that the encoder read, per row; empty if it read other inputs.
     """
 
     input_ids: torch.Tensor
@@ -384,12 +381,12 @@ class Prompts:
 
     @cached_property
     def all_count(self) -> bool:
-        """Whether no token is hidden, neither of the prompts nor of what is cached."""
+        """Whether no token is hidden, neither in the prompts nor in the cache."""
         return bool(self.mask.all())
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return len(self.tokens)
 
     @property
