@@ -30,7 +30,7 @@ _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p
 """Settings that a model may ship for sampling; they have no place in greedy decoding."""
 
 _LONGEST_REASON = 100
-"""Characters of what torch says about a device that is not there; longer ones are about torch's own code."""
+"""Maximum length of torch's message about a missing device; longer messages are about torch's own code."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class LoadedModel:
     """A model with its tokenizer.
 
     Attributes:
-        path: The folder or the GGUF file it came from.
+        path: Folder or GGUF file of the model.
         model: The model, set to greedy decoding.
         tokenizer: Its tokenizer.
-        sampling: What its own generation configuration says about sampling.
-        processor: Makes inputs of images, if the model sees any.
+        sampling: Sampling settings of its own generation configuration.
+        processor: Processor of images, if the model accepts images.
         origin: `NAME@COMMIT` of a model of the Hub.
     """
 
@@ -55,7 +55,7 @@ class LoadedModel:
 
     @property
     def title(self) -> str:
-        """Its name on the Hub, or that of its folder or file."""
+        """Name on the Hub, or name of the folder or file."""
         return self.origin.rpartition("@")[0] if self.origin else self.path.resolve().name
 
     @property
@@ -65,7 +65,7 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int | None:
-        """Most positions the model knows, `None` when its configuration names no limit."""
+        """Maximum number of positions; `None` if the configuration has no limit."""
         return Limits(self.model.config).context
 
     @property
@@ -75,7 +75,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """Name of the type the model runs in; of a GGUF file, the types of its weights."""
+        """Name of the number type of the model; for a GGUF file, the types of its weights."""
         return open_session(self.model).number_type
 
 
@@ -91,12 +91,12 @@ def load_model(
     """Load a model.
 
     Args:
-        path: A folder of transformers, or a GGUF file, of which type and device are left to llama.cpp.
-        dtype: Type of the weights; `"auto"` for the one they were saved in.
-        device: Where the model runs, the CPU if not given.
-        tokenizer: Folder of the tokenizer, if not `path`.
-        trust_remote_code: Run code that the folder brings.
-        allow_pickle: Read weights that are pickles.
+        path: A folder of transformers, or a GGUF file; llama.cpp chooses type and device of the latter.
+        dtype: Type of the weights; `"auto"` for the type in the files.
+        device: Device of the model; the CPU by default.
+        tokenizer: Folder of the tokenizer; `path` by default.
+        trust_remote_code: Whether to run code from the folder.
+        allow_pickle: Whether to read pickled weights.
         **gguf: Further arguments of `load_gguf`, for a GGUF file.
 
     Raises:
@@ -161,7 +161,7 @@ def _check_token_ids(path: Path, generation_config: GenerationConfig) -> None:
 
 
 def _make_greedy(generation_config: GenerationConfig) -> dict[str, Any]:
-    """Take out what a model ships for sampling and beam search; returns what it has for sampling."""
+    """Remove the settings of a model for sampling and beam search, and return its sampling settings."""
     shipped = {flag: getattr(generation_config, flag, None) for flag in _SAMPLING_FLAGS}
     for flag in (*_SAMPLING_FLAGS, "num_beams"):
         setattr(generation_config, flag, None)
@@ -170,7 +170,7 @@ def _make_greedy(generation_config: GenerationConfig) -> dict[str, Any]:
 
 
 def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
-    """A model with a LoRA adapter: an object of its own that shares the weights of `loaded`.
+    """Return a model with a LoRA adapter, another object with the weights of `loaded`.
 
     Raises:
         InvalidArgumentError: The adapter cannot be loaded.
@@ -192,7 +192,7 @@ def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
 
 
 def check_device(name: str | None) -> torch.device:
-    """The device called `name`, or the best one there is; refuses what this machine does not have."""
+    """Return the device called `name`, or the best one; refuse a device that this machine does not have."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -211,13 +211,13 @@ def check_device(name: str | None) -> torch.device:
 
 
 def summary(error: Exception) -> str:
-    """An error of another library on one line."""
+    """Return an error of another library in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the machine itself, has no memory left; torch has no type of error for some of them."""
+    """Return whether a device or the machine is out of memory; torch has no error type for some devices."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()

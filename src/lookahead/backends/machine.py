@@ -1,8 +1,7 @@
-"""What there is of a machine: the clock that steps are timed by, memory for keys and values, and copies between the
-host and a device.
+"""Resources of the machine: the clock of steps, free memory, and copies between the host and a device.
 
-What a step brings to a device goes in one copy, and what it gives comes back in one. Each copy that is not asked for in
-this way makes the host wait until the device has done all that it was given.
+All inputs of a step go to the device in one copy, and all results come back in one. Any other copy would make the host
+wait for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 
 def _fine(clock: Callable[[], float], name: Any) -> Callable[[], float]:
-    """The clock, or the wall clock if it ticks in hundredths of a second. On Windows it does, but claims 100 ns."""
+    """Return the clock, or the wall clock if its resolution is 10 ms, as on Windows, which claims 100 ns."""
     return clock if get_clock_info(name).resolution <= 1e-5 and sys.platform != "win32" else perf_counter
 
 
@@ -32,28 +31,28 @@ process_clock = _fine(process_time, "process_time")
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds from any moment on, for a model on `device`.
+    """Return the clock in seconds for steps of a model on `device`.
 
-    On a CPU the time of the calling thread, which takes part in all of the work and waits for nothing else: what other
-    processes take of a busy machine would hide the differences between sizes. Elsewhere it is the wall clock.
+    On a CPU it is the time of the calling thread, which takes part in all of the work: other processes of a busy machine
+    would hide the differences between sizes. Elsewhere it is the wall clock.
     """
     return _thread_clock if device.type == "cpu" else perf_counter
 
 
 class PausingClock:
-    """A step clock that stands still while graphs are recorded, which is no cost of a step."""
+    """A step clock that pauses while graphs are recorded, as recording is no cost of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = step_clock(device)
         self._paused = 0.0
 
     def __call__(self) -> float:
-        """The time in seconds."""
+        """Return the time in seconds."""
         return self._time() - self._paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still while it lasts."""
+        """Pause the clock inside of the block."""
         start = self._time()
         try:
             yield
@@ -66,7 +65,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that may still be taken where `device` keeps its tensors; those of all memory where nothing tells."""
+    """Return the free memory for tensors of `device` in bytes; all memory if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([_of_the_system(), *of_the_group(_GROUP)])
@@ -94,7 +93,7 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def of_the_group(group: Path) -> list[int]:
-    """Bytes that a container leaves, in a list of one, or of none where it has no limit (cgroup 2, or 1)."""
+    """Return a list with the free bytes of the container, empty without a limit (cgroup 2 or 1)."""
     for limit, used in (
         (group / "memory.max", group / "memory.current"),
         (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
@@ -105,14 +104,14 @@ def of_the_group(group: Path) -> list[int]:
 
 
 _ALIGNMENT = 8
-"""Bytes of the largest number that is sent."""
+"""Size of the largest number type that is sent, in bytes."""
 
 Read = Callable[[], NDArray[np.int32]]
-"""Gives what a tensor holds, once it has come to the host."""
+"""Return the values of a tensor, after its copy to the host."""
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays on `device`: on CUDA by one copy, for which the host does not wait; on a CPU in the same memory."""
+    """Return the arrays on `device`: on CUDA by one copy without waiting for it, on a CPU in the same memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     if device.type != "cuda":
@@ -133,11 +132,11 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
 
 
 class Staged:
-    """Arrays of int32 that stay where they are on a device, and come there again and again, all by one copy.
+    """Arrays of int32 at fixed places of a device, all updated by one copy.
 
     Attributes:
-        here: To be written to.
-        there: What they held when they were last sent, on a CPU the same memory.
+        here: Arrays on the host, to be written.
+        there: Tensors on the device with the values of the last copy; on a CPU the same memory.
     """
 
     def __init__(self, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -153,7 +152,7 @@ class Staged:
         self.here = [part[: int(np.prod(shape))].reshape(shape) for part, shape in on_host]
 
     def send(self) -> None:
-        """Bring all of them to the device."""
+        """Copy all arrays to the device."""
         if self._device is not self._host:
             # Pinned memory of its own, which is not given to others until the copy is done: nobody waits for that.
             sent = torch.empty_like(self._host, pin_memory=self._device.is_cuda).copy_(self._host)
@@ -161,13 +160,13 @@ class Staged:
 
 
 class Downloads:
-    """Small tensors that come to the host together, when one of them is first read."""
+    """Small tensors that are copied to the host together, when one of them is first read."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[torch.Tensor, dict[str, NDArray[np.int32]]]] = []
 
     def add(self, tensor: torch.Tensor) -> Read:
-        """Have a tensor of int32 come with the others; it must hold what it does until one of them is read."""
+        """Add a tensor of int32, which must not change before the copy; return a function that reads it."""
         if tensor.device.type == "cpu":
             return tensor.numpy
         found: dict[str, NDArray[np.int32]] = {}
