@@ -33,8 +33,8 @@ process_clock = _fine(process_time, "process_time")
 def step_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock in seconds for steps of a model on `device`.
 
-    On a CPU it is the time of the calling thread, which takes part in all of the work: other processes of a busy machine
-    would hide the differences between sizes. Elsewhere it is the wall clock.
+    On a CPU it is the time of the calling thread, which takes part in all of the work: other processes of a busy
+    machine would hide the differences between sizes. Elsewhere it is the wall clock.
     """
     return _thread_clock if device.type == "cpu" else perf_counter
 
