@@ -83,10 +83,11 @@ def test_a_new_load_begins_with_its_neighbours_costs() -> None:
 
 
 def test_steps_that_carry_prompts_say_nothing() -> None:
-    shared = shared_of()
+    pace = Pace(StepCosts(), 2)
+    shared = SharedPace(lambda load, temperature: pace)
     shared.begin_step(2)
     shared.book(StepTime(500, 100, 99.0, 2, 2, drafted=True, tells=False))
-    assert all(pace.is_new for pace in shared._paces.values())
+    assert pace.is_new
 
 
 class Load:
