@@ -122,7 +122,7 @@ def test_a_sampler_foresees_its_noise(rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "sees"), [(1, True), (2, True), (3, False)])
 def test_many_rows_with_little_room_foresee_nothing(rows: int, sees: bool) -> None:
-    noise = SamplingNoise(rows, torch.Generator().manual_seed(3), most_bytes=4 * 6 * 2 * 4 * VOCABULARY)
+    noise = SamplingNoise(rows, torch.Generator().manual_seed(3), max_bytes=4 * 6 * 2 * 4 * VOCABULARY)
     sampler = TextSampler(noise=noise)
     sampler.choose(None, torch.zeros((1, VOCABULARY)))
     assert (sampler.foresee(6) is not None) == sees

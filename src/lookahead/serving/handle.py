@@ -142,16 +142,16 @@ class RequestHandle:
     def __aiter__(self) -> AsyncIterator[int]:
         return (event.token async for event in self.events())
 
-    def events_since(self, start: int) -> list[TokenEvent]:
-        """Return the new tokens so far from index `start` on, without waiting.
+    def events_since(self, seen: int) -> list[TokenEvent]:
+        """Return the new tokens so far from index `seen` on, without waiting.
 
         Raises:
-            InvalidArgumentError: `start` is not a whole number of at least 0.
+            InvalidArgumentError: `seen` is not a whole number of at least 0.
         """
-        start = whole_number("start", start, 0)
+        seen = whole_number("seen", seen, 0)
         if self._events is not None:
-            return self._events[start:]
-        return [TokenEvent(token) for token in self._text[self._begin + start : self._end]]
+            return self._events[seen:]
+        return [TokenEvent(token) for token in self._text[self._begin + seen : self._end]]
 
     def _wait(self, count: float) -> bool:
         """Wait for more than `count` tokens or the end, and return whether there are more."""
@@ -307,6 +307,11 @@ class EngineLoad:
     kv_bytes: int
     prefix_bytes: int
     kv_limit_bytes: int | None = None
+
+    @property
+    def most_kv_bytes(self) -> int | None:
+        """Former name of `kv_limit_bytes`."""
+        return self.kv_limit_bytes
 
 
 @dataclass
