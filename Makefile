@@ -81,18 +81,26 @@ test-page: build/playwright  ## The pages of server and traces in Chromium, whic
 
 build/clients: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ \
-		litellm langchain-openai openai-agents 'pydantic-ai-slim[openai]' anthropic
+		litellm langchain-openai openai-agents 'pydantic-ai-slim[openai]' anthropic \
+		opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	touch $@
 
-test-clients: build/clients  ## The server with litellm, langchain-openai, openai-agents, pydantic-ai and anthropic
-	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py tests/server/test_server_agents.py tests/server/test_server_anthropic.py
+build/node:
+	npm install --silent --no-fund --no-audit --prefix $@ openai ai @ai-sdk/openai @ai-sdk/openai-compatible \
+		@langchain/openai @langchain/core zod
+	touch $@
+
+test-clients: build/clients build/node  ## The server with litellm, langchain-openai, openai-agents, pydantic-ai, anthropic, OpenTelemetry, Codex's requests, and npm's openai, the AI SDK and LangChain.js
+	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py tests/server/test_server_agents.py \
+		tests/server/test_server_anthropic.py tests/server/test_server_tracing.py tests/server/test_server_node.py
+	$(BIN)/python -m pytest tests/server/test_server_conversations.py -k codex
 
 build/schemathesis: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis
 	touch $@
 
-test-hostile: build/schemathesis  ## 2,000 random requests to the server, and hostile ones
-	PYTHONPATH=build/schemathesis:tests/support $(BIN)/python tests/server/run_hostile.py --cases 2000
+test-hostile: build/schemathesis  ## 3,000 random requests to the server, and hostile ones
+	PYTHONPATH=build/schemathesis:tests/support $(BIN)/python tests/server/run_hostile.py --cases 3000
 
 # In an environment of its own: it brings other versions of what is here. torch before it, in the version that is here:
 # asked for by itself, guidellm takes the newest one, with gigabytes for CUDA even where a build for CPUs can be had.
