@@ -167,7 +167,7 @@ def test_drafters_and_their_parts() -> None:
     refused("memory", lambda value: AutoDrafter(value, 8), [3, "x", object()])
     refused("budget", lambda value: AutoDrafter(None, value), [None, *NO_SIZES, 10**30])
     refused("nodes", FixedBudget, [None, *NO_SIZES])
-    refused("least", lambda value: FixedBudget(3, value), [None, "x", nan, inf, True, np.True_, []])
+    refused("min_probability", lambda value: FixedBudget(3, value), [None, "x", nan, inf, True, np.True_, []])
 
 
 def test_configurations() -> None:

@@ -15,7 +15,7 @@ def sent(budget: FixedBudget, likely: list[float]) -> int:
 
 def test_all_candidates_are_sent_up_to_a_number_of_nodes() -> None:
     assert sent(FixedBudget(4), [0.9, 0.5]) == 2
-    assert sent(FixedBudget(4), [0.9, 0.5, 0.4, 0.3]) == FixedBudget(4).most == 3
+    assert sent(FixedBudget(4), [0.9, 0.5, 0.4, 0.3]) == FixedBudget(4).max_candidates == 3
 
 
 def test_nothing_is_searched_or_learned_where_nothing_can_be_sent() -> None:

@@ -58,7 +58,7 @@ class Text:
             sent, accepted, longer = [0], 0, 1.0
             row.begin()
             if not row.backs_off:
-                row.offer(np.full(row.most, likely), sent.append)
+                row.offer(np.full(row.max_candidates, likely), sent.append)
             rests = row.backs_off
             if not rests:
                 accepted, longer = next(drafts)
@@ -203,7 +203,7 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
             ease, sent = generator.choice([0.1, 0.6, 0.97]), [0 if nodes is None else nodes - 1]
             row.begin()
             if nodes is None and not row.backs_off:
-                row.offer(ease ** np.arange(1, row.most + 1), sent.append)
+                row.offer(ease ** np.arange(1, row.max_candidates + 1), sent.append)
             is_plain = nodes is None and row.backs_off
             accepted = 0
             while accepted < sent[-1] and generator.random() < ease:
@@ -220,7 +220,7 @@ def test_certain_tokens_say_nothing_of_whether_drafting_pays() -> None:
     pace = Pace(StepCosts())
     for _ in range(400):  # four certain tokens each; other candidates are always wrong
         rests = pace.rests
-        nodes = 5 if rests else 4 + pace.most()
+        nodes = 5 if rests else 4 + pace.max_nodes()
         pace.book(
             StepTime(nodes, 100, seconds_of("AVX-512", nodes), 5, 1, not rests, certain_nodes=4, certain_tokens=4)
         )
@@ -334,11 +334,11 @@ def test_old_times_of_one_node_do_not_raise_the_price_of_thirty_two() -> None:
 
 def test_a_trial_begins_with_the_nodes_of_a_first_step() -> None:
     text = Text(Pace(StepCosts()))
-    first = text.pace.most()
+    first = text.pace.max_nodes()
     text.decode(repeat((3, 1.0)), 500)
     text.decode(repeat((0, 1.0)), 1000)
     assert text.pace.in_rest
-    assert text.pace.most() == first
+    assert text.pace.max_nodes() == first
 
 
 def test_old_times_of_one_node_do_not_lower_the_price_of_sixty_four() -> None:
@@ -350,7 +350,7 @@ def test_old_times_of_one_node_do_not_lower_the_price_of_sixty_four() -> None:
         nodes = size if drafted else 1
         seconds = slow * (1.3 + 0.02 * (nodes - 1) if drafted else 1.0)
         pace.book(StepTime(nodes, 100, seconds, 3 if nodes > 1 else 1, 1, drafted))
-    assert pace.most() == 32
+    assert pace.max_nodes() == 32
 
 
 @pytest.mark.parametrize(("curve", "most"), [([(1, 1.0), (32, 1.1), (64, 3.0)], 32), ([(1, 1.0), (128, 1.2)], 128)])

@@ -197,8 +197,8 @@ class Stingy:
     """A budget that accepts two nodes, and records its offers."""
 
     backs_off = False
-    least = 0.0
-    most = 24
+    min_probability = 0.0
+    max_candidates = 24
 
     def __init__(self) -> None:
         self.offers: list[list[float]] = []
@@ -248,7 +248,7 @@ def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
         chain = Chain(AutoDrafter(DraftMemory(3, 256, TOP_K), budget), [1, 2, 3])
         for _ in range(8):
             chain.step()
-        budget.least = least
+        budget.min_probability = least
         chain.step()
         return budget.offers[-1]
 

@@ -212,7 +212,7 @@ def test_certain_tokens_are_sent_even_while_drafts_rest(
     budget: FixedBudget, room: int, tokens: list[int], parents: list[int]
 ) -> None:
     source = CheckedSource(Sure([1, 2], NEXT))
-    drafter = AutoDrafter(None, budget, most=budget.most + 1, explore=False, sources=[source])
+    drafter = AutoDrafter(None, budget, max_nodes=budget.max_candidates + 1, explore=False, sources=[source])
     drafter.start([5])
     tree = TokenTree([5], room)
     drafter.propose(tree)

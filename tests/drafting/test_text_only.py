@@ -75,8 +75,10 @@ def test_a_predicted_text_is_drafted_from() -> None:
 def test_tokens_that_are_unlikely_are_not_drafted() -> None:
     random = Random(1)
     prompt = [random.randrange(6) for _ in range(200)]
-    budgets = FixedBudget(16), FixedBudget(16, least=0.4)
+    budgets = FixedBudget(16), FixedBudget(16, min_probability=0.4)
     filled, likely = (play_text(prompt, LINE, AutoDrafter(DraftMemory.of_texts(), budget)) for budget in budgets)
     assert likely.mean_nodes < filled.mean_nodes
-    sure = play_text([1, 2, *LINE, 1], [2, *LINE], AutoDrafter(DraftMemory.of_texts(), FixedBudget(16, least=0.1)))
+    sure = play_text(
+        [1, 2, *LINE, 1], [2, *LINE], AutoDrafter(DraftMemory.of_texts(), FixedBudget(16, min_probability=0.1))
+    )
     assert sure.steps < len(LINE)

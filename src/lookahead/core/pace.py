@@ -163,9 +163,9 @@ class Pace:
         """Begin a step of `rows` rows (`StepPace.begin_step`)."""
         self.rows, self._promised = rows, 0.0  # the previous step may not have been booked
 
-    def budget_of_text(self, resends: bool, most: int) -> PacedRow:
+    def budget_of_text(self, resends: bool, max_nodes: int) -> PacedRow:
         """Return the budget of one text; arguments as for `PacedRow`."""
-        return PacedRow(self, resends, most)
+        return PacedRow(self, resends, max_nodes)
 
     def share_out(self, pending: int) -> None:
         """Do nothing, as each row chooses by itself (`StepPace.share_out`)."""
@@ -191,7 +191,7 @@ class Pace:
         nodes = self.costs.padded(2 * self._largest)
         return min(nodes, self.costs.captured[-1]) if self.costs.captured else nodes
 
-    def most(self, taught: float = TAUGHT) -> int:
+    def max_nodes(self, taught: float = TAUGHT) -> int:
         """Return the maximum number of nodes per row in the coming step, the root included.
 
         Args:
@@ -247,7 +247,7 @@ class Pace:
         self._promised += float(likely[:chosen].sum())
         return chosen
 
-    def least(self, rows: int) -> float:
+    def min_probability(self, rows: int) -> float:
         """Return the approximate minimum probability of a sent candidate if `rows` rows share the step."""
         costs = self.costs
         return max((costs.seconds(2 * rows) - costs.seconds(rows)) / costs.plain(rows), TAUGHT)
@@ -315,16 +315,16 @@ class PacedRow:
     Args:
         pace: Pace that chooses the number of nodes.
         resends: Whether drafts are chains that must be sent again unless all of their tokens are accepted.
-        most: Maximum number of nodes of a step, the root included.
+        max_nodes: Maximum number of nodes of a step, the root included.
     """
 
-    least = 0.0
+    min_probability = 0.0
 
-    def __init__(self, pace: Pace, resends: bool = False, most: int = MOST_CHOSEN_NODES) -> None:
+    def __init__(self, pace: Pace, resends: bool = False, max_nodes: int = MOST_CHOSEN_NODES) -> None:
         self._pace = pace
         self._resends = resends
-        self._most = most
-        self.most = 0
+        self._max_nodes = max_nodes
+        self.max_candidates = 0
         self.backs_off = pace.rests
         self._searched = 0
         self._taught = 0.0
@@ -339,13 +339,13 @@ class PacedRow:
             self._searched += 1
             # `choose` gives the nodes of chains no such value, but chains may be long where nodes are almost free.
             taught = TAUGHT if teaches or self._resends else 0.0
-            self.most = min(self._pace.most(taught), self._most) - 1
+            self.max_candidates = min(self._pace.max_nodes(taught), self._max_nodes) - 1
             self._taught = taught * (1 + 3 * math.exp(-self._searched / EARLY))
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """Choose among the candidates of a step (`StepBudget.offer`)."""
-        most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
-        chosen = self._pace.choose(likely[:most], pending, self._resends, taught=self._taught)
+        count = min(self.max_candidates, max(self._pace.room - pending, 0)) if self._resends else self.max_candidates
+        chosen = self._pace.choose(likely[:count], pending, self._resends, taught=self._taught)
         self.backs_off = self._pace.in_rest  # the search was only a probe
         if self.backs_off:
             self._empty_probes = min(self._empty_probes + 1, 2)
@@ -380,7 +380,7 @@ def _choose(
     """
     chosen = FIRST
     gain = 0.0
-    most = 0.0
+    best = 0.0
     before = 1.0
     last = seconds_at(curve, pending * rows)
     for sent in range(len(likely)):
@@ -389,9 +389,9 @@ def _choose(
         probability = min(likely[sent], before)
         again = (before - probability) * (pending + sent) if resends else 0.0
         gain += probability + taught - (time - last) / plain * (1 + again)
-        if gain > most:
+        if gain > best:
             chosen = sent + 1
-            most = gain
+            best = gain
         before = probability if resends else 1.0
         last = time
-    return chosen, most
+    return chosen, best

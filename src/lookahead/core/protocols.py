@@ -6,6 +6,7 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -132,11 +133,11 @@ class StepBudget(Protocol):
         """Whether this step goes without a draft, so that nothing need be offered or learned."""
 
     @property
-    def least(self) -> float:
+    def min_probability(self) -> float:
         """Minimum predicted probability of a candidate in the search."""
 
     @property
-    def most(self) -> int:
+    def max_candidates(self) -> int:
         """Most candidates that are sent; no more need be looked for."""
 
     def begin(self, teaches: int = True) -> None:
@@ -205,7 +206,8 @@ class FixedBudget:
 
     Args:
         nodes: Nodes of a step, the root included. At least 1.
-        least: How likely a candidate must be.
+        min_probability: Minimum probability of a candidate.
+        least: Deprecated name of `min_probability`.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
@@ -213,18 +215,21 @@ class FixedBudget:
 
     backs_off = False
 
-    def __init__(self, nodes: int, least: float = 0.0) -> None:
-        self.most = whole_number("nodes", nodes, 1, meaning="a step has at least its root") - 1
-        if not self.most:  # nothing learned would ever be sent
+    def __init__(self, nodes: int, min_probability: float = 0.0, *, least: float | None = None) -> None:
+        if least is not None:
+            warnings.warn("least is deprecated; use min_probability", FutureWarning, stacklevel=2)
+            min_probability = least
+        self.max_candidates = whole_number("nodes", nodes, 1, meaning="a step has at least its root") - 1
+        if not self.max_candidates:  # nothing learned would ever be sent
             self.backs_off = True
-        self.least = finite_number("least", least, "must be a probability, 0 for any")
+        self.min_probability = finite_number("min_probability", min_probability, "must be a probability, 0 for any")
 
     def begin(self, teaches: int = True) -> None:
         """See `StepBudget`."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
-        send(min(len(likely), self.most))
+        send(min(len(likely), self.max_candidates))
 
 
 class NoDrafter:

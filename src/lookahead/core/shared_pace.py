@@ -30,7 +30,7 @@ class SharedPace:
 
     Attributes:
         backs_off: Whether the coming step has no draft.
-        least: Minimum probability of a candidate that is searched for.
+        min_probability: Minimum probability of a candidate that is searched for.
         rows: Number of rows of the step.
     """
 
@@ -38,7 +38,7 @@ class SharedPace:
 
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
         self.backs_off = False
-        self.least = 0.0
+        self.min_probability = 0.0
         self.rows = 0
         self._first = first
         self._nodes = nodes
@@ -47,7 +47,7 @@ class SharedPace:
         self._offers: list[tuple[NDArray[np.float64], NDArray[np.int64], Callable[[NDArray[np.int64]], None]]] = []
         self._teaching = 0  # rows of the step that learn from the predictions after their nodes
 
-    def budget_of_text(self, resends: bool, most: int) -> SharedPace:
+    def budget_of_text(self, resends: bool, max_nodes: int) -> SharedPace:
         """Return the budget of all texts."""
         return self
 
@@ -62,7 +62,7 @@ class SharedPace:
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
         pace.begin_step(rows)
         self.backs_off = pace.rests
-        self.least = pace.least(rows) / 2
+        self.min_probability = pace.min_probability(rows) / 2
 
     def _of_load(self, load: int, temperature: float) -> Pace:
         """Return the pace of a load; a new one starts from the costs of the nearest known load.
@@ -83,7 +83,7 @@ class SharedPace:
         return self._paces[key]
 
     @property
-    def most(self) -> int:
+    def max_candidates(self) -> int:
         """Maximum number of candidates of a row."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
@@ -97,7 +97,7 @@ class SharedPace:
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """Offer a row's candidates; `send` is called once all rows have offered theirs."""
-        offered = likely[: self.most]
+        offered = likely[: self.max_candidates]
         self.offer_rows(offered, np.array([len(offered)]), lambda counts: send(int(counts[0])))
 
     def offer_rows(

@@ -48,7 +48,7 @@ def build_drafter(  # noqa: PLR0913
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
     pace: Pace | SharedPace | None = None,
-    most: int = MAX_NODES_PER_STEP,
+    max_nodes: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
     predicted: PredictedText | None = None,
     chains: bool = False,
@@ -61,7 +61,7 @@ def build_drafter(  # noqa: PLR0913
         memory: Memory of `"auto"`; a new one by default.
         pace: Chooses the nodes of `"auto"`: a `Pace` for this text, without a `step_budget`, or a `SharedPace` for all
             texts of a step. By default a step has `FIXED_BUDGET` nodes.
-        most: Maximum number of nodes of a step, the root included, above any other limit.
+        max_nodes: Maximum number of nodes of a step, the root included, above any other limit.
         vocabulary: Vocabulary size of the model; user-defined sources must stay inside.
         predicted: Predicted output, a further source of `"auto"`.
         chains: Whether drafts are single paths, for a model that cannot run trees.
@@ -69,9 +69,9 @@ def build_drafter(  # noqa: PLR0913
     Raises:
         UnsupportedArgumentError: The preset needs trees.
     """
-    fixed = min(config.step_budget or FIXED_BUDGET, most)
+    fixed = min(config.step_budget or FIXED_BUDGET, max_nodes)
     if config.drafter is not None:
-        return CheckedDrafter(config.drafter, min(config.max_nodes, most), fixed if chains else None)
+        return CheckedDrafter(config.drafter, min(config.max_nodes, max_nodes), fixed if chains else None)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
@@ -82,7 +82,7 @@ def build_drafter(  # noqa: PLR0913
         return _paper_drafter(config, pool, chains)
     if config.preset == "context_matches":
         return once_compiled(AutoDrafter(None, fixed, chains=chains))
-    cap = min(most, MOST_CHOSEN_NODES)
+    cap = min(max_nodes, MOST_CHOSEN_NODES)
     budget: int | StepBudget = fixed
     if pace is not None and (pace.is_shared or config.step_budget is None):
         budget = pace.budget_of_text(chains, cap)

@@ -151,14 +151,14 @@ class WaitingBudget:
         return self._waits or self._budget.backs_off
 
     @property
-    def least(self) -> float:
+    def min_probability(self) -> float:
         """Minimum probability of a candidate that is searched for."""
-        return self._budget.least
+        return self._budget.min_probability
 
     @property
-    def most(self) -> int:
+    def max_candidates(self) -> int:
         """Maximum number of candidates."""
-        return self._budget.most
+        return self._budget.max_candidates
 
     def begin(self, teaches: int = True) -> None:
         """Begin a step (`StepBudget.begin`)."""

@@ -73,7 +73,7 @@ class Drafting:
             self._pool,
             self._memory,
             self._pace,
-            most=self.max_nodes,
+            max_nodes=self.max_nodes,
             vocabulary=vocabulary_size(self._model),
             predicted=predicted,
             chains=self._chains,

@@ -174,11 +174,11 @@ class DraftBatch:
             else:
                 self.learn(Step.of_text(place, new, _NONE))
 
-    def _learn_text(self, place: int, most: int) -> None:
-        """Add the last tokens of a text, at most `most`, to the memory as if the model had predicted them."""
+    def _learn_text(self, place: int, count: int) -> None:
+        """Add the last tokens of a text, at most `count`, to the memory as if the model had predicted them."""
         texts = self.state.texts
         length = int(texts.lengths[place])
-        taught = min(most, length - max(-int(texts.dropped[place]), 0))
+        taught = min(count, length - max(-int(texts.dropped[place]), 0))
         selected = np.append(texts.tokens[place, length - taught + 1 : length], -1)
         self.learn(Step.of_text(place, _NONE, selected[:taught]))
 
@@ -215,21 +215,21 @@ class DraftBatch:
         is_trusted = self._is_trusted(places)
         budget.begin(int(np.count_nonzero(is_trusted)) if self.reads and drafters[0].learns else 0)
         self.sent[places] = 0
-        nodes = min(drafters[0].searched, budget.most)  # which the texts of a batch have in common
+        nodes = min(drafters[0].searched, budget.max_candidates)  # which the texts of a batch have in common
         with self.memory.lock:
             for drafter in drafters:
                 drafter.catch_up(self)
             wanted = np.empty(len(places), dtype=WANTED)
             wanted["place"], wanted["nodes"] = places, nodes
-            wanted["levels"], wanted["least"] = roots.rooms_of(rows), budget.least
+            wanted["levels"], wanted["min_probability"] = roots.rooms_of(rows), budget.min_probability
             self._search_rows(wanted, roots, rows, is_trusted)
             found = self.state.counts[places]
             of_rows, ranks = _spread(found)
             drafts = self.state.trees[places[of_rows], ranks + 1]
-        most = np.minimum(found, nodes)
+        offered = np.minimum(found, nodes)
         if len(drafts) and int(drafts["token"].max()) >= roots.vocabulary:  # learned from a model with more tokens
-            most = np.minimum(most, [self._known(place, roots.vocabulary) for place in places])
-        likely = drafts["offered"].copy() if (most == found).all() else drafts["offered"][ranks < most[of_rows]]
+            offered = np.minimum(offered, [self._known(place, roots.vocabulary) for place in places])
+        likely = drafts["offered"].copy() if (offered == found).all() else drafts["offered"][ranks < offered[of_rows]]
 
         def send(counts: NDArray[np.int64]) -> None:
             of_rows, ranks = _spread(counts)
@@ -237,7 +237,7 @@ class DraftBatch:
             self.sent[places] = counts
             roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
 
-        budget.offer_rows(likely, most, send)
+        budget.offer_rows(likely, offered, send)
 
     def _search_rows(
         self, wanted: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
@@ -266,9 +266,9 @@ class DraftBatch:
             self.search(drafter, tree, np.array([drafter.wanted(self, tree)], dtype=WANTED))
             drafter.forbid(self, tree)
             place = drafter.place
-            most = min(int(self.state.counts[place]), drafter.most)
-            offered = self.state.trees["offered"][place, 1 : most + 1].copy()
-            if most and int(self.state.trees["token"][place, 1 : most + 1].max()) >= tree.vocabulary:
+            count = min(int(self.state.counts[place]), drafter.max_candidates)
+            offered = self.state.trees["offered"][place, 1 : count + 1].copy()
+            if count and int(self.state.trees["token"][place, 1 : count + 1].max()) >= tree.vocabulary:
                 offered = offered[: self._known(place, tree.vocabulary)]
         drafter.budget.offer(offered, partial(self._send, drafter, tree), drafter.pending(tree))
 

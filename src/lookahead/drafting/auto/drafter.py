@@ -40,7 +40,7 @@ class AutoDrafter:
         memory: N-gram memory of the model. Sequences of a process may share it, at once or one after another; each has
             its own drafter. `None` to remember nothing.
         budget: Nodes of a step, the root included, or a `StepBudget` that chooses them.
-        most: Maximum number of nodes of a step, the root included, whatever the budget would choose.
+        max_nodes: Maximum number of nodes of a step, the root included, whatever the budget would choose.
         explore: Try recent predictions with leftover nodes. Has no effect if predictions are not known.
         sources: Further sources that list paths before each step; each serves only this sequence.
         predicted: Predicted output: a source, and tokens that are searched as if they preceded the prompt.
@@ -61,7 +61,7 @@ class AutoDrafter:
         self,
         memory: DraftMemory | None,
         budget: int | StepBudget,
-        most: int = MOST_CHOSEN_NODES,
+        max_nodes: int = MOST_CHOSEN_NODES,
         explore: bool = True,
         sources: Sequence[Source] = (),
         predicted: PredictedText | None = None,
@@ -70,19 +70,19 @@ class AutoDrafter:
         is_memory = memory is None or isinstance(memory, DraftMemory)
         require(is_memory, "memory", memory, "must be a DraftMemory, or None to remember nothing")
         if not callable(getattr(budget, "offer", None)):
-            most = whole_number("budget", budget, 1, MAX_NODES_PER_STEP, "nodes of a step, or what chooses them")
-            budget = FixedBudget(most)
-        most = whole_number("most", most, 1)
+            max_nodes = whole_number("budget", budget, 1, MAX_NODES_PER_STEP, "nodes of a step, or what chooses them")
+            budget = FixedBudget(max_nodes)
+        max_nodes = whole_number("max_nodes", max_nodes, 1)
         self.budget: StepBudget = cast(StepBudget, budget)
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self.learns = memory is not None
-        self._most = most - 1
+        self._max_candidates = max_nodes - 1
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before = [] if predicted is None else predicted.tokens
         self._chains = chains
         self._knowing: list[Any] = [source for source in self._sources if getattr(source, "certain", None) is not None]
         self._permitting = [source for source in sources if getattr(source, "permits", None) is not None]
-        searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
+        searched = self._max_candidates * (_SEARCHED_WHERE_FORBIDDEN if self._permitting else 1)
         # With `permits`, search a tree even for chains: another path may be permitted if the likeliest one is not.
         self._settings = searched, chains and not self._permitting, explore and self.learns and not chains
         self._batch: DraftBatch | None = None
@@ -132,9 +132,9 @@ class AutoDrafter:
             self._batch.sent[self.place] = 0
         certain: list[int] = self._knowing[0].certain() if self._knowing else []
         if certain:
-            tree.add_certain(certain[: self._most])
+            tree.add_certain(certain[: self._max_candidates])
         self._certain = 0
-        fits = len(certain) < min(self._most, tree.room) and tree.certain == len(certain)
+        fits = len(certain) < min(self._max_candidates, tree.room) and tree.certain == len(certain)
         if self.budget.backs_off or (certain and not fits):
             return False
         self._late += certain
@@ -167,10 +167,10 @@ class AutoDrafter:
         self.catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
-        return self._wanted(tree, min(self.budget.most, self._settings[0]))
+        return self._wanted(tree, min(self.budget.max_candidates, self._settings[0]))
 
     def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
-        return self.place, nodes, tree.room - self._certain, self.budget.least
+        return self.place, nodes, tree.room - self._certain, self.budget.min_probability
 
     def foresee(self, tree: TokenTree) -> Noise | None:
         """Return the noise that the next tokens will be sampled with, if it is known and predictions are trusted.
@@ -188,15 +188,15 @@ class AutoDrafter:
         """Remove nodes that sources do not permit; search for more nodes if too few are left."""
         if not self._permitting:
             return
-        most = min(self.budget.most, self._most - self._certain)
-        limit = min(self.budget.most, self._settings[0])
+        count = min(self.budget.max_candidates, self._max_candidates - self._certain)
+        limit = min(self.budget.max_candidates, self._settings[0])
         while True:
             count = int(batch.state.counts[self.place])
             nodes = batch.state.trees[self.place]
             rows = permitted(self._permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
-            if len(rows) > most or limit == self._settings[0] or count < limit:
+            if len(rows) > count or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
             batch.search(self, tree, np.array([self._wanted(tree, limit)], dtype=WANTED))
@@ -207,9 +207,9 @@ class AutoDrafter:
         batch.state.counts[self.place] = len(rows) - 1
 
     @property
-    def most(self) -> int:
+    def max_candidates(self) -> int:
         """Maximum number of candidates of this step."""
-        return min(self.budget.most, self._most - self._certain)
+        return min(self.budget.max_candidates, self._max_candidates - self._certain)
 
     @property
     def searched(self) -> int:

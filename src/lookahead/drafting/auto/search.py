@@ -64,7 +64,7 @@ WANTED = np.dtype(
         ("place", np.int64),  # slot of the text; -1 for no search
         ("nodes", np.int64),  # maximum number of nodes below the root
         ("levels", np.int64),  # maximum depth
-        ("least", np.float64),  # minimum probability of a path
+        ("min_probability", np.float64),  # minimum probability of a path
     ]
 )
 """Limits of the search after a text."""
@@ -116,7 +116,7 @@ def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
             if nodes[node]["depth"] < asked["levels"]:
                 end = _propose(place, node, begin, noise, state, room, nodes)
                 for candidate in range(begin, end):
-                    waiting = _wait(candidate, asked["least"], waiting, node + 1 if chains else most, room)
+                    waiting = _wait(candidate, asked["min_probability"], waiting, node + 1 if chains else most, room)
                 if node == 0 and explores and state.heard[place]["share"] >= UNTRUSTED:
                     end, waiting = _try_recent(end, waiting, asked, noise, state, room)
             if node == waiting:
@@ -286,7 +286,7 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
             new["weighed"] = 1 if share > 0.0 else 0
             before = waiting
             end = end + 1
-            waiting = _wait(at, wanted["least"], waiting, wanted["nodes"], room)
+            waiting = _wait(at, wanted["min_probability"], waiting, wanted["nodes"], room)
             if waiting == before and noise.temperature == 0.0:
                 break  # the queue is full of better ones
     return end, waiting

@@ -305,7 +305,7 @@ class LookaheadProposer:
         limits = np.empty(len(places), dtype=WANTED)
         limits["place"], limits["nodes"] = places, self._most_drafted
         limits["levels"] = self._most_tokens - batch.length_of(places) - 1
-        limits["least"] = 0.0 if pace is None else pace.least
+        limits["min_probability"] = 0.0 if pace is None else pace.min_probability
         with batch.memory.lock:
             batch.find(limits)
         if pace is not None and not self._rests:
