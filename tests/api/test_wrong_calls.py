@@ -128,7 +128,7 @@ def test_requests_beside_refused_ones_get_their_texts(model: PreTrainedModel, en
     refused("streamer", call("streamer"), [3, "x", object()])
     refused("max_new_tokens", call("max_new_tokens"), NO_WHOLE_NUMBERS)
     refused("callback", before.add_done_callback, [None, 3, "x", lambda one: one])
-    refused("start", before.events_since, [None, *NO_WHOLE_NUMBERS, -1])
+    refused("seen", before.events_since, [None, *NO_WHOLE_NUMBERS, -1])
     refused("cancel", engine.close, NO_SWITCHES)
     after = engine.submit(IDS, max_new_tokens=8, seed=np.int64(3), priority=np.int8(1), logprobs=torch.tensor(2))
     expected = model.generate(IDS, max_new_tokens=8, do_sample=False)
