@@ -275,5 +275,6 @@ def test_chunks_after_a_cache_are_refused_where_transformers_reads_them_wrongly(
     text = torch.cat([first.sequences, prompt], dim=1)
     lookahead.generate(llama, text, past_key_values=copy.deepcopy(first.past_key_values), **options)
     monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 22))
-    with pytest.raises(LookaheadError, match=r"prefill_chunk_size=4 is not supported with a non-empty (cache|past_key_values)"):
+    refused = r"prefill_chunk_size=4 is not supported with a non-empty (cache|past_key_values)"
+    with pytest.raises(LookaheadError, match=refused):
         lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)
