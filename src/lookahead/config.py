@@ -34,8 +34,7 @@ MAX_NODES_PER_STEP = 4096
 _CHOSEN: Any = None  # a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
-"""Most nodes, the root included, of a step with a measured number of nodes. On most devices a node beyond these costs
-its full time."""
+"""Maximum nodes of a step with a measured number of nodes, the root included; more cost their full time."""
 
 _Check = Callable[[str, Any, Mapping[str, Any]], Any]
 """Check of a field's name, value and metadata: refuse the value, or return the value to store."""

@@ -36,12 +36,10 @@ MOST_CREDIT = 16.0
 """Starting credit, credit after each rest, and cap, in plain steps."""
 
 REST = 16
-COVER = 100
-"""Length of the first rest and of the first probe interval, in plain steps, and longest rest per plain step lost.
+"""Length of the first rest and of the first probe interval, in plain steps; each rest doubles it."""
 
-Each rest is twice as long as the previous one. A probe searches for a draft during a rest, and ends the rest if the
-draft is expected to save more than `TRIAL`.
-"""
+COVER = 100
+"""Maximum length of a rest in plain steps, for each plain step of time lost."""
 
 PLAIN_STEPS = 2
 """Length of a run of plain steps, in steps; only the last is timed, because the first after a draft is slower."""
@@ -50,11 +48,10 @@ TIMED = 4
 """Growth of the number of drafted steps between two runs of plain ones, until these runs cost 1 % (1 / `COVER`)."""
 
 DOUBTED = 0.1
-MOST_DOUBT = 4.0
-"""Step and cap of the exponent ("doubt") that corrects predicted probabilities which prove too high.
+"""Step of the exponent ("doubt") that corrects predicted probabilities; a fifth of it in steps that send nothing."""
 
-Doubt fades a fifth as fast in steps that send nothing, or an idle drafter could never recover.
-"""
+MOST_DOUBT = 4.0
+"""Maximum doubt."""
 
 
 class Credit:

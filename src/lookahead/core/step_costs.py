@@ -31,8 +31,7 @@ DRIFT = 0.02
 """Standard deviation of the common change of all step times from one step to the next, as a fraction of the time."""
 
 CHANGE = 3
-"""Number of standard deviations beyond which a step is an outlier, and of slow outliers in a row that are a change of
-speed. One fast outlier is a change at once, because disturbances only make steps longer."""
+"""Standard deviations beyond which a step is an outlier; number of slow outliers in a row that change the speed."""
 
 _FORMAT = 2
 

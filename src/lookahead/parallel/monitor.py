@@ -17,8 +17,7 @@ INTERVAL = 0.5
 """Seconds between two heartbeats."""
 
 ROUNDS = 6
-"""Heartbeats of this rank after which a silent rank counts as dead. A live one sends at least two meanwhile; a busy
-machine slows all ranks alike."""
+"""Heartbeats of this rank after which a silent rank counts as dead; a live rank sends at least two meanwhile."""
 
 STORE_PATIENCE = 5.0
 """Seconds that a rank waits for the store to accept its last announcement."""

@@ -28,8 +28,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 TOLERANCE = 0.25
-"""Largest difference to the logits of plain decoding, in standard deviations of the logits. Rounding of 4-bit weights
-causes less than a tenth of this; a wrong attention mask causes about one."""
+"""Maximum difference to the logits of plain decoding, in standard deviations of the logits."""
 
 _PROMPT = 6
 _LENGTH = 19

@@ -21,8 +21,7 @@ LONGEST_DRAFTED_PREFILL = 32
 """Most pending tokens of a step with drafts. A longer prompt is read without drafts, as in plain decoding."""
 
 RESTS = 4
-"""Consecutive steps without drafts before rows return the extra ids of their trees. llama.cpp takes longer for a token
-of several sequences."""
+"""Consecutive steps without drafts before rows return the extra sequence ids of their trees, which cost time."""
 
 
 class LlamaRunner(Runner):

@@ -23,9 +23,7 @@ _BROKEN = ("phi4_multimodal",)
 """Model types that drop the cache there too, and then process only the last token: a bug."""
 
 _PICKING = {"doge": "keep_window_size", "moshi": "sliding_window"}
-"""Model types with fewer keys in longer texts than the mask shows, and the name of that length.
-
-Doge picks the best keys; Moshi's cache drops the first ones, and its mask ignores that."""
+"""Model types with fewer keys in longer texts than the mask shows, and their names of this length."""
 
 _FROM_ONE = ("paligemma",)
 """Model types that count positions from one in `prepare_inputs_for_generation`."""

@@ -26,10 +26,7 @@ MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
 """Minimum number of matching tokens of each class of matches."""
 
 BUCKETS = 1 << 15
-"""Number of hash buckets per run length.
-
-Texts are usually kept for 2 to 4 times this number of tokens, so buckets stay short.
-"""
+"""Number of hash buckets per run length; texts usually keep 2 to 4 times this number of tokens."""
 
 _PRIME = 2147483647
 _FACTOR = 1103515245
