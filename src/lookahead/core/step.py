@@ -160,7 +160,7 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequ
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[dict[RowsDrafter, list[int]], list[int]]:
-    """The rows of each drafter that serves several, and the other rows that have a drafter."""
+    """The rows of each group of several drafters, and the other rows that have a drafter."""
     groups = dict[RowsDrafter, list[int]]()
     single = list[int]()
     for row in rows:
@@ -168,11 +168,13 @@ def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[d
         if type(drafter) is NoDrafter:
             continue
         together = getattr(drafter, "together", None)
-        if together is None or len(sequences) == 1:
+        if together is None:
             single.append(row)
         else:
             groups.setdefault(together, []).append(row)
-    return groups, single
+    alone = [group for group, members in groups.items() if len(members) == 1]
+    single += [groups.pop(group)[0] for group in alone]
+    return groups, sorted(single)
 
 
 def _top_k(drafter: Drafter) -> int:
