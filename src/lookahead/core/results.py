@@ -13,8 +13,8 @@ from lookahead.core.forest import Forest, Integers
 from lookahead.core.token_tree import TokenTree
 
 
-class NodeOutputs(Protocol):
-    """The outputs of a forward pass for the nodes of one sequence's tree."""
+class Predictions(Protocol):
+    """The likeliest tokens after nodes, as a forward pass predicts them."""
 
     @property
     def predictions(self) -> NDArray[np.int64]:
@@ -28,24 +28,16 @@ class NodeOutputs(Protocol):
     def top_probabilities(self) -> NDArray[np.float32]:
         """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
 
+
+class NodeOutputs(Predictions, Protocol):
+    """The outputs of a forward pass for the nodes of one sequence's tree."""
+
     def logits_after(self, node: int) -> Any:
         """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
 
 
-class ForestOutputs(Protocol):
-    """The outputs of a forward pass over the trees of a step."""
-
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """The likeliest token after each node of a `Forest`, `[nodes]`; -1 where nothing was read."""
-
-    @property
-    def top_ids(self) -> NDArray[np.int64]:
-        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
-
-    @property
-    def top_probabilities(self) -> NDArray[np.float32]:
-        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+class ForestOutputs(Predictions, Protocol):
+    """The outputs of a forward pass for the nodes of a `Forest`, the trees of a step."""
 
     def __getitem__(self, row: int, /) -> NodeOutputs:
         """The outputs for the nodes of one tree."""
@@ -75,17 +67,17 @@ class JoinedOutputs:
 
     @property
     def predictions(self) -> NDArray[np.int64]:
-        """See `ForestOutputs`."""
+        """See `Predictions`."""
         return np.concatenate([of_tree.predictions for of_tree in self._outputs])
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
-        """See `ForestOutputs`."""
+        """See `Predictions`."""
         return np.concatenate([of_tree.top_ids for of_tree in self._outputs])
 
     @property
     def top_probabilities(self) -> NDArray[np.float32]:
-        """See `ForestOutputs`."""
+        """See `Predictions`."""
         return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
 
 
@@ -186,11 +178,6 @@ class Walks(Sequence["Walk | None"]):
         self.paths[begin : begin + len(walk.path)] = walk.path
 
     @property
-    def selected(self) -> Integers:
-        """The selected tokens of all rows, row after row."""
-        return self.tokens if len(self.tokens) == len(self.counts) == self.counts.sum() else self.tokens[self._places]
-
-    @property
     def certain_tokens(self) -> int:
         """Number of selected tokens that are accepted nodes added by `TokenTree.add_certain`."""
         if not self._forest.has_certain:
@@ -198,11 +185,6 @@ class Walks(Sequence["Walk | None"]):
         rows = zip(self._forest, self, strict=True)
         paths = [(tree, walk.path) for tree, walk in rows if walk is not None and tree.certain]
         return sum(node <= tree.root + tree.certain for tree, path in paths for node in path)
-
-    @property
-    def _places(self) -> Integers:
-        """Index of each selected token in `tokens`."""
-        return spread(self._forest.firsts[:-1], self.counts)
 
     def kept(self, going: Sequence[bool]) -> Sequence[Sequence[int]]:
         """The nodes to keep in the cache: pending tokens and accepted paths. The next step sends the last selected
