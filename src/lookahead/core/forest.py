@@ -335,3 +335,9 @@ def _write_order(
 
 
 _depth_first = TypedLoop(_write_order)
+
+
+def spread(firsts: Integers, counts: Integers) -> Integers:
+    """Indices of the entries of all rows: `counts` of each, from its entry of `firsts` on."""
+    ends = counts.cumsum()
+    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.forest import Forest, Integers
+from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.token_tree import TokenTree
 
 
@@ -260,18 +260,12 @@ class Kept(Sequence[Sequence[int]]):
         rows = np.repeat(np.arange(len(below)), below)
         if forest.is_plain or not len(rows):
             return rows[:0], rows[:0], rows[:0]
-        steps = np.arange(len(rows)) - (below.cumsum() - below)[rows]
         firsts = forest.firsts[rows]
-        slots = forest.slots[firsts + self._paths[firsts + steps]]
-        targets = forest.roots[rows] + 1 + steps
+        places = spread(forest.firsts[: len(below)], below)
+        slots = forest.slots[firsts + self._paths[places]]
+        targets = forest.roots[rows] + 1 + places - firsts
         moved = np.flatnonzero(slots != targets)
         return rows[moved], slots[moved], targets[moved]
-
-
-def spread(firsts: Integers, counts: Integers) -> Integers:
-    """Indices of the entries of all rows: `counts` of each, from its entry of `firsts` on."""
-    ends = counts.cumsum()
-    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 class StepResult(NamedTuple):

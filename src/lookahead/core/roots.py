@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lookahead.core.forest import Forest, Integers
+from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
 
@@ -131,7 +131,7 @@ class Roots:
         roots = np.zeros(len(counts), dtype=np.int64)
         tokens[firsts] = self.tokens
         for rows, more, drafted, above in self._drafts:
-            index = np.repeat(firsts[rows] + 1 - (more.cumsum() - more), more) + np.arange(len(drafted))
+            index = spread(firsts[rows] + 1, more)
             tokens[index], parents[index] = drafted, above
         has_certain = False
         for row, tree in enumerate(self.trees):

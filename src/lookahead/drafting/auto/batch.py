@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.core.results import StepResult, StepResults, spread
+from lookahead.core.forest import spread
+from lookahead.core.results import StepResult, StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
