@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lookahead.backends.transformers.noise as noise_module
-from lookahead.backends.transformers.noise import SamplingNoise, draws_row_by_row
+from lookahead.backends.transformers.noise import SamplingNoise, TextNoise, draws_row_by_row
 from lookahead.backends.transformers.sampler import TextSampler
 
 VOCABULARY = 700
@@ -118,6 +118,27 @@ def test_noise_drawn_ahead_is_dropped_when_the_generator_moves() -> None:
         noise.take(0, probabilities[0]), probabilities[0].new_empty((1, VOCABULARY)).exponential_(generator=other)
     )
     assert torch.equal(generator.get_state(), other.get_state())
+
+
+def test_a_text_with_its_own_generator_draws_early_and_changes_its_number_type() -> None:
+    types = [torch.float32] * 4 + [torch.float64] * 3 + [torch.float32] * 3
+    reference, generator = (torch.Generator().manual_seed(0) for _ in range(2))
+    expected = [torch.empty((1, VOCABULARY), dtype=kind).exponential_(generator=reference) for kind in types]
+    noise = TextNoise(generator)
+    place = 0
+    random = Random(0)
+    while place < len(types):
+        like = torch.empty((1, VOCABULARY), dtype=types[place])
+        ahead = noise.look_ahead(0, random.randint(1, 5), like)
+        same = [kind == types[place] for kind in types[place : place + len(ahead)]]
+        known = [*same, False].index(False)
+        assert all(map(torch.equal, ahead[:known], expected[place : place + known]))
+        if random.random() < 0.5:
+            noise.advance(0, known, like)
+            place += known
+        else:
+            assert torch.equal(noise.take(0, like), expected[place])
+            place += 1
 
 
 def test_the_cpu_draws_row_by_row() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.forest import Forest
-from lookahead.core.results import ForestOutputs, NodeOutputs, StepResult, StepResults
+from lookahead.core.results import EarlyTokens, ForestOutputs, NodeOutputs, StepResult, StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.values import finite_number, whole_number
@@ -74,14 +74,22 @@ class Sampler(Protocol):
         """The noise that the next `tokens` tokens will be sampled with, without drawing it; `None` if unknown."""
 
     @classmethod
-    def look_ahead_rows(cls, rows: Sequence[tuple[Any, int]], forest: Forest, outputs: ForestOutputs) -> None:
-        """Begin to sample after nodes of several trees that a pass has run, before any token is selected.
+    def look_ahead_rows(
+        cls, rows: Sequence[tuple[Any, int]], forest: Forest, outputs: ForestOutputs
+    ) -> Sequence[EarlyTokens]:
+        """Sample after nodes of several trees that a pass has run, before their walks.
 
         Args:
             rows: Each sequence, and its row in the forest.
             forest: The trees.
             outputs: The outputs of the pass.
+
+        Returns:
+            Selected tokens; `select` and `advance` of their samplers take them.
         """
+
+    def advance(self, tokens: int) -> None:
+        """Advance over tokens that `look_ahead_rows` has selected, without `select`."""
 
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`, a `SequenceState` of the sampler's own kind."""

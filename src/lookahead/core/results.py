@@ -52,7 +52,7 @@ class JoinedOutputs:
         outputs: Those of each tree.
     """
 
-    def __init__(self, outputs: Sequence[NodeOutputs]) -> None:
+    def __init__(self, outputs: Sequence[Any]) -> None:
         self._outputs = outputs
 
     def __len__(self) -> int:
@@ -64,6 +64,11 @@ class JoinedOutputs:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._outputs)
+
+    @property
+    def logit_rows(self) -> NDArray[np.int64]:
+        """Row of the logits after each node, in the logits of its own tree, `[nodes]`; -1 where nothing was read."""
+        return np.concatenate([of_tree.logit_rows for of_tree in self._outputs])
 
     @property
     def predictions(self) -> NDArray[np.int64]:
@@ -79,6 +84,20 @@ class JoinedOutputs:
     def top_probabilities(self) -> NDArray[np.float32]:
         """See `Predictions`."""
         return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
+
+
+class EarlyTokens(NamedTuple):
+    """Tokens that samplers selected for several rows of a step before the walks.
+
+    Attributes:
+        rows: Rows whose walks need nothing else.
+        nodes: Nodes of the forest after which tokens are selected.
+        read: Returns the token after each node, `[nodes]`; -1 if its probabilities are invalid.
+    """
+
+    rows: Sequence[int]
+    nodes: Integers
+    read: Callable[[], NDArray[Any]]
 
 
 class Walk(NamedTuple):

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, Sampler, StepPace
-from lookahead.core.results import ForestOutputs, StepResults, Walks
+from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
@@ -63,11 +63,11 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     mark("draft")
 
     outputs = backend.forward(forest, top_k)
-    _look_ahead(sequences, forest, outputs)
+    early = _look_ahead(sequences, forest, outputs)
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
-    walk: Callable[[Sequence[SequenceState], Forest, Any], Walks] = getattr(backend, "walk", walk_trees)
-    results = StepResults(forest, outputs, walk(sequences, forest, outputs))
+    walk: Callable[..., Walks] = getattr(backend, "walk", walk_trees)
+    results = StepResults(forest, outputs, walk(sequences, forest, outputs, early))
     mark("verify")
 
     backend.commit(results.walks.kept([not sequence.finished for sequence in sequences]))
@@ -191,14 +191,13 @@ def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
         drafter.observe(result)
 
 
-def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> None:
-    """Begin to sample at nodes that walks may reach, in one call for each kind of sampler."""
+def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> list[EarlyTokens]:
+    """Sample at nodes that walks may reach, in one call for each kind of sampler."""
     kinds: dict[type[Sampler], list[tuple[SequenceState, int]]] = {}
     for row, sequence in enumerate(sequences):
         if sequence.sampler.samples and not sequence.finished and forest.reads[forest.firsts[row] + forest.roots[row]]:
             kinds.setdefault(type(sequence.sampler), []).append((sequence, row))
-    for kind, rows in kinds.items():
-        kind.look_ahead_rows(rows, forest, outputs)
+    return [tokens for kind, rows in kinds.items() for tokens in kind.look_ahead_rows(rows, forest, outputs)]
 
 
 def _explain(sequence: SequenceState, tree: TokenTree) -> Explanation:

@@ -4,8 +4,8 @@ Drafts are deterministic, so accepting a drafted token exactly when it is select
 Algorithms 3 and 4. Tokens are selected one after another, each once and in order, as plain decoding does: the same
 random state gives the same ones.
 
-One compiled loop walks all greedy rows of raw logits that end by length or by a token. Other rows are walked one by
-one: their sampler or stop rule is Python.
+One compiled loop walks all rows that end by length or by a token, and whose tokens are known: the likeliest ones, or
+tokens that were sampled for all rows together. Other rows are walked one by one: their sampler or stop rule is Python.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, at_once, compiled
 from lookahead.core.forest import Forest, Integers
-from lookahead.core.results import NodeOutputs, Walk, Walks
+from lookahead.core.results import EarlyTokens, NodeOutputs, Walk, Walks
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
 
-def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any) -> Walks:
+def walk_trees(
+    sequences: Sequence[SequenceState], forest: Forest, outputs: Any, early: Sequence[EarlyTokens] = ()
+) -> Walks:
     """Walk the tree of each sequence, and add the selected tokens to its text.
 
     A sequence does not go on if it is finished, if it fails, or if it still has prompt tokens to send.
@@ -33,21 +35,27 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
         sequences: The texts.
         forest: The tree of each.
         outputs: A `ForestOutputs`.
+        early: Tokens that were selected before.
     """
     if forest.rows == 1:  # Python walks one row in less time than arrays of it take
         return Walks.of_one(forest, _walk_one(sequences[0], forest[0], outputs))
     walks = Walks(forest)
-    together = [one.end_tokens is not None and not one.sampler.needs_logits for one in sequences]
     reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
     roots = forest.roots.tolist()
     counts = forest.counts.tolist()
-    plain = []
+    sampled, selected = _early_rows(forest, early)
+    greedy = []
+    together = []
     for row, (sequence, is_read) in enumerate(zip(sequences, reads, strict=True)):
         if not is_read or sequence.finished:
             continue
-        if together[row]:
-            plain.append(row)
-            continue
+        if sequence.end_tokens is not None:
+            if not sequence.sampler.needs_logits:
+                greedy.append(row)
+                continue
+            if row in sampled:
+                together.append(row)
+                continue
         try:
             take = partial(take_token, sequence, outputs[row])
             if roots[row] + 1 == counts[row]:  # nothing was drafted
@@ -56,9 +64,26 @@ def walk_trees(sequences: Sequence[SequenceState], forest: Forest, outputs: Any)
                 walks.set(row, follow(forest[row], take))
         except Exception as error:
             sequence.fail(error)
-    if plain:
-        _walk_plain_rows(plain, [sequences[row] for row in plain], forest, outputs.predictions, walks)
+    if greedy:
+        _walk_rows(greedy, [sequences[row] for row in greedy], forest, outputs.predictions, walks)
+    if together:
+        _walk_rows(together, [sequences[row] for row in together], forest, selected, walks)
+        for row in together:
+            sequences[row].sampler.advance(int(walks.counts[row]))
     return walks
+
+
+def _early_rows(forest: Forest, early: Sequence[EarlyTokens]) -> tuple[set[int], Integers]:
+    """Return the rows with known tokens, and the token after each node, `[nodes]`."""
+    rows = set[int]()
+    selected = np.full(len(forest.tokens) if early else 0, -1, dtype=np.int64)
+    for some, nodes, read in early:
+        tokens = read()
+        selected[nodes] = tokens
+        rows.update(some)
+        if tokens.min() < 0:  # invalid probabilities, which their own walk reports
+            rows.difference_update(forest.rows_of_slots[nodes[tokens < 0]].tolist())
+    return rows, selected
 
 
 def _walk_one(sequence: SequenceState, tree: TokenTree, outputs: Any) -> Walk | None:
@@ -105,10 +130,10 @@ def take_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> tupl
     return token, sequence.append(token)
 
 
-def _walk_plain_rows(
-    rows: list[int], texts: Sequence[SequenceState], forest: Forest, predictions: Integers, walks: Walks
+def _walk_rows(
+    rows: list[int], texts: Sequence[SequenceState], forest: Forest, selected: Integers, walks: Walks
 ) -> None:
-    """Walk rows that need no Python, and write their walks."""
+    """Walk rows along the selected token after each node, and write their walks."""
     kinds = dict[tuple[int, ...], int]()
     plan = np.empty((len(rows), 3), dtype=np.int64)
     plan[:, 0] = rows
@@ -119,7 +144,7 @@ def _walk_plain_rows(
     for ends, kind in kinds.items():
         end_tokens[kind, : len(ends)] = ends
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
-    at_once(_walk)(plan, end_tokens, trees, predictions, (walks.tokens, walks.paths), walks.counts, walks.stopped)
+    at_once(_walk)(plan, end_tokens, trees, selected, (walks.tokens, walks.paths), walks.counts, walks.stopped)
     tokens = walks.tokens.tolist()
     firsts = forest.firsts.tolist()
     counts = walks.counts.tolist()
@@ -142,18 +167,18 @@ def _walk(
     plan: Integers,
     end_tokens: Integers,
     trees: tuple[Integers, Integers, Integers, Integers, NDArray[np.bool_]],
-    predictions: Integers,
+    tokens_after: Integers,
     found: tuple[Integers, Integers],
     counts: Integers,
     stops: NDArray[np.bool_],
 ) -> None:
-    """Walk some rows along the likeliest tokens.
+    """Walk some rows along selected tokens.
 
     Args:
         plan: For each: which tree, tokens until its text is complete, row of `end_tokens`, `[rows, 3]`.
         end_tokens: Tokens that complete a text, padded by -1, `[kinds, tokens]`.
         trees: `firsts`, `roots`, `tokens`, `parents` and `in_window` of a `Forest`.
-        predictions: The likeliest token after each node.
+        tokens_after: The selected token after each node.
         found, counts, stops: `tokens` and `paths`, `counts` and `stopped` of a `Walks`, to be written.
     """
     firsts, roots, tokens, parents, in_window = trees
@@ -167,7 +192,7 @@ def _walk(
         count = FIRST
         stopped = False
         while node >= 0:
-            token = predictions[begin + node]
+            token = tokens_after[begin + node]
             selected[begin + count] = token
             count += 1
             stopped = count >= remaining

@@ -25,7 +25,7 @@ from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend
-from lookahead.core.results import Walks
+from lookahead.core.results import EarlyTokens, Walks
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import follow, take_token, walk_trees
 from lookahead.errors import ParallelError
@@ -127,7 +127,9 @@ class ParallelRunner(Backend):
         whole = results[0].whole
         return PassResult(forest, whole.logits, np.concatenate(logit_rows), find, whole.borrowed)
 
-    def walk(self, sequences: Sequence[Any], forest: Forest, outputs: PassResult) -> Walks:
+    def walk(
+        self, sequences: Sequence[Any], forest: Forest, outputs: PassResult, early: Sequence[EarlyTokens] = ()
+    ) -> Walks:
         """Verify the drafts of all sequences, like `walk_trees`, with the same outcome on every rank.
 
         Tokens are selected row after row, as in one process, since all rows sample from one random state.
@@ -137,7 +139,7 @@ class ParallelRunner(Backend):
         """
         self._share()
         if self._alone:
-            return walk_trees(sequences, forest, outputs)
+            return walk_trees(sequences, forest, outputs, early)
         walks = Walks(forest)
         for row, (sequence, result, split) in enumerate(zip(sequences, outputs, self._splits, strict=True)):
             if not sequence.finished:
@@ -195,8 +197,10 @@ class ParallelRunner(Backend):
         if mine:
             message[:] = take_token(sequence, result, node)
         token, stopped = self._exchange.gather(message.view(np.uint8))[owner].view(np.int32).tolist()
-        logits = result.logits_after(node).cpu() if mine and sampler.keeps else torch.zeros(1, result.logits.shape[-1])
-        if sampler.keeps:
+        logits = (
+            result.logits_after(node).cpu() if mine and sampler.records else torch.zeros(1, result.logits.shape[-1])
+        )
+        if sampler.records:
             self._exchange.broadcast(logits, owner)
         if not mine:
             if sampler.needs_logits:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.transformers.invariant.modules import min_rows
-from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.noise import TextNoise
 from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics
@@ -148,7 +148,7 @@ class Engine:
         drafting = self._model.drafting(config)
         predicted = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed))
+        noise = TextNoise(torch.Generator(model.device).manual_seed(seed))
         request = Request(arguments, drafting, noise, runner.last_length, predicted=predicted, logprobs=logprobs)
         handle = RequestHandle(self)
         handle.statistics.prompt_tokens = request.length

@@ -90,7 +90,9 @@ class LockStep(Backend):
         padded = {row: [*range(tree.root + 1), *self._paths[row]] for row, tree in self._padded.items()}
         self._runner.commit([padded.get(row, nodes) for row, nodes in enumerate(kept)])
 
-    def walk(self, sequences: Sequence[TextSequence], forest: Forest, outputs: Sequence[Any]) -> Walks:
+    def walk(
+        self, sequences: Sequence[TextSequence], forest: Forest, outputs: Sequence[Any], early: Sequence[Any] = ()
+    ) -> Walks:
         """Walk the trees of all rows together, until a tree lacks its selected token or a row ends."""
         trees = [self._padded.get(row, tree) for row, tree in enumerate(forest)]
         walks = [Walk([], [], False) for _ in trees]

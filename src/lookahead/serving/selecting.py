@@ -103,7 +103,7 @@ class LogprobSampler(TextSampler):
         super().__init__(**options)
         self._top = top
         self._selects = self.needs_logits
-        self.needs_logits = True
+        self.needs_logits = self.records = True
         self._records: list[tuple[int, Read, Read]] = []
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:

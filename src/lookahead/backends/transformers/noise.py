@@ -1,10 +1,11 @@
-"""Noise of sampling: random numbers for each index of the text, drawn once for all rows of a call."""
+"""Noise of sampling: random numbers for each index of the text, of one text or of all rows of a call."""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from functools import lru_cache
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 
@@ -87,6 +88,11 @@ class SamplingNoise:
         stored = takewhile(torch.is_tensor, units)
         return [self._part(row, index, noise, like) for index, noise in enumerate(stored, first)]
 
+    def advance(self, row: int, count: int, like: torch.Tensor) -> None:
+        """Skip the noise of the next `count` indices of `row`, which `look_ahead` has returned."""
+        for _ in range(count):
+            self.take(row, like)
+
     def leave(self, row: int) -> None:
         """Release the noise of a complete row."""
         first = self._indices[row]
@@ -159,6 +165,54 @@ class SamplingNoise:
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
         return default_generator(device) if self._generator is None else self._generator
+
+
+class TextNoise(SamplingNoise):
+    """Noise of one text whose generator nobody else uses, so that noise may be drawn early.
+
+    Args:
+        generator: Generator on the device of the probabilities.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(1, generator)
+        self._own = generator
+        self._early: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        """Noise of the next indices, each with the state of the generator before it."""
+
+    def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
+        """See `SamplingNoise`."""
+        self._check_early(probabilities)
+        return self._early.popleft()[1] if self._early else self._draw(probabilities)
+
+    def can_foresee(self, count: int, like: torch.Tensor) -> bool:
+        """See `SamplingNoise`."""
+        return True
+
+    def look_ahead(self, row: int, count: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """See `SamplingNoise`."""
+        self._check_early(like)
+        fits = max(self._max_bytes // (like.shape[-1] * like.element_size()), 1)
+        for _ in range(min(count, fits) - len(self._early)):
+            self._early.append((self._own.get_state(), self._draw(like)))
+        return [noise for _, noise in islice(self._early, count)]
+
+    def advance(self, row: int, count: int, like: torch.Tensor) -> None:
+        """See `SamplingNoise`."""
+        for _ in range(count):
+            self._early.popleft()
+
+    def leave(self, row: int) -> None:
+        """See `SamplingNoise`."""
+        self._early.clear()
+
+    def _check_early(self, like: torch.Tensor) -> None:
+        """Draw early noise again if the probabilities have another type or vocabulary now."""
+        if self._early:
+            state, noise = self._early[0]
+            if noise.dtype != like.dtype or noise.shape[-1] != like.shape[-1]:
+                self._own.set_state(state)
+                self._early.clear()
 
 
 def default_generator(device: torch.device) -> torch.Generator:

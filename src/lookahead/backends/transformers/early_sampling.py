@@ -1,0 +1,144 @@
+"""Sampling for all texts of a step together, before their walks.
+
+Noise depends only on the index in the text. Unless a processor uses the text, the token after a node therefore depends
+only on its depth and logits. On CUDA tokens are selected after all nodes, so that the host does not wait for each. On a
+CPU they are selected after the roots of several texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lookahead.backends.machine import Read, upload
+from lookahead.backends.transformers.noise import MAX_BYTES
+from lookahead.core.forest import Forest, Integers, spread
+from lookahead.core.results import EarlyTokens
+
+if TYPE_CHECKING:
+    from lookahead.backends.transformers.sampler import TextSampler
+
+Members = list[tuple["TextSampler", int]]
+"""Samplers with equal processors, and their rows in the forest, ascending."""
+
+
+class Foreseen(NamedTuple):
+    """Tokens after nodes of a tree, with their distributions.
+
+    Attributes:
+        nodes: Nodes of the tree, ascending.
+        first: Row of the first node in the other fields.
+        read: Returns the tokens, `[rows]`; -1 for invalid probabilities.
+        scores: `[rows, vocabulary]`.
+        probabilities: `[rows, vocabulary]`.
+    """
+
+    nodes: list[int]
+    first: int
+    read: Read
+    scores: torch.Tensor
+    probabilities: torch.Tensor
+
+
+def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) -> list[EarlyTokens]:
+    """Select tokens after nodes of several trees; see `Sampler.look_ahead_rows`."""
+    groups: dict[object, tuple[Any, Members]] = {}
+    for sequence, row in rows:
+        sampler = sequence.sampler
+        sampler.foreseen = None
+        whole = outputs[row].whole
+        if sampler.samples and sampler.ignores_text and whole.logits.device == sequence.device:
+            groups.setdefault((sampler.alike, id(whole)), (whole, []))[1].append((sampler, row))
+    early = []
+    for whole, members in groups.values():
+        if whole.logits.is_cpu and (len(members) == 1 or not members[0][0].is_alike_together(whole.logits.shape[-1])):
+            continue
+        try:
+            early.append(_sample(members, forest, outputs.logit_rows, whole))
+        except Exception:  # the walk of the affected row raises it again
+            for sampler, _ in members:
+                sampler.foreseen = None
+    return early
+
+
+class _Reach(NamedTuple):
+    """Nodes that walks may reach.
+
+    Attributes:
+        nodes: Nodes of the forest, `[nodes]`.
+        members: Index of the sampler of each node, `[nodes]`, ascending.
+        levels: Distance of each node from the root of its tree, `[nodes]`.
+    """
+
+    nodes: Integers
+    members: Integers
+    levels: Integers
+
+    def where(self, condition: NDArray[np.bool_]) -> _Reach:
+        """Return the nodes with a true condition."""
+        return _Reach(*(values[condition] for values in self))
+
+
+def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) -> EarlyTokens:
+    """Select tokens after nodes of texts with equal processors, from the logits of one pass."""
+    logits = whole.logits
+    rows = np.array([row for _, row in members])
+    reach = _reach(rows, forest, logit_rows, only_roots=logits.is_cpu)
+    reached = np.bincount(reach.members, minlength=len(members))
+    reach, noise, noise_rows = _noise(members, reach, logits)
+    counts = np.bincount(reach.members, minlength=len(members))
+    read_rows, noise_index = upload(logits.device, np.stack([logit_rows[reach.nodes], noise_rows]))[0]
+    scores = members[0][0].process(None, logits.index_select(0, read_rows).float())
+    probabilities = torch.nn.functional.softmax(scores, dim=-1)
+    if len(noise) != len(noise_rows) or (noise_rows != np.arange(len(noise))).any():
+        noise = noise.index_select(0, noise_index)
+    read = whole.downloads.add(selected(probabilities, noise).int())
+    nodes = (reach.nodes - forest.firsts[rows][reach.members]).tolist()
+    first = 0
+    known = []
+    for (sampler, row), count, is_whole in zip(members, counts.tolist(), counts == reached, strict=True):
+        sampler.like = probabilities[:1]
+        sampler.foreseen = Foreseen(nodes[first : first + count], first, read, scores, probabilities)
+        first += count
+        if is_whole and not sampler.records:
+            known.append(row)
+    return EarlyTokens(known, reach.nodes, read)
+
+
+def _reach(rows: Integers, forest: Forest, logit_rows: Integers, only_roots: bool) -> _Reach:
+    """Return the nodes that walks down the trees of some rows may reach."""
+    roots = forest.firsts[rows] + forest.roots[rows]
+    counts = forest.firsts[rows + 1] - roots
+    if only_roots and (counts == 1).all():
+        return _Reach(roots, np.arange(len(rows)), np.zeros(len(rows), dtype=np.int64))
+    nodes = spread(roots, counts)
+    members = np.repeat(np.arange(len(rows)), counts)
+    levels = forest.depths[nodes] - forest.depths[roots[members]]
+    return _Reach(nodes, members, levels).where((logit_rows[nodes] >= 0) & ~forest.in_window[nodes])
+
+
+def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reach, torch.Tensor, Integers]:
+    """Return the nodes that memory permits, noise `[rows, vocabulary]`, and the row of noise of each node."""
+    counts = np.bincount(reach.members, minlength=len(members))
+    rank = np.arange(len(reach.nodes)) - (counts.cumsum() - counts)[reach.members]
+    limit = 1 if logits.is_cpu else max(MAX_BYTES // (4 * logits.shape[-1]), 1)
+    reach = reach.where(rank < limit)
+    deepest = np.zeros(len(members), dtype=np.int64)
+    np.maximum.at(deepest, reach.members, reach.levels)
+    like = logits.new_empty((1, logits.shape[-1]), dtype=torch.float32)
+    drawn = [sampler.look_ahead(deep + 1, like) for (sampler, _), deep in zip(members, deepest.tolist(), strict=True)]
+    sizes = np.array([len(noise) for noise in drawn])
+    reach = reach.where(reach.levels < sizes[reach.members])
+    noise_rows = (sizes.cumsum() - sizes)[reach.members] + reach.levels
+    return reach, torch.cat([noise for some in drawn for noise in some]), noise_rows
+
+
+def selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return the tokens `[rows]` that `torch.multinomial` selects with this noise; -1 for invalid probabilities."""
+    scores = probabilities / noise
+    tokens = torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.is_cpu else scores.argmax(dim=-1)
+    return tokens.masked_fill(probabilities.gather(1, tokens[:, None])[:, 0].isnan(), -1)
