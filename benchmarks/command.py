@@ -33,7 +33,7 @@ from tables import fill_tables
 from worth import compare_commits
 
 PROBES = {
-    "gpu": "first checks on a GPU: correctness, step times, speed, invariance, in three calls",
+    "gpu": "one GPU: step times and kernels, requests at once, a server, correctness, in three calls",
     "gguf_models": "texts, steps and CPU time of GGUF models, compared with llama-cpp-python",
     "standard": "`auto` compared with the best of its parts, line by line, in CPU time",
     "load": "public load generator on the server, with drafts and without, and on transformers serve",

@@ -1,18 +1,25 @@
-"""First checks on one GPU without a network: correctness, step times, speed and invariance.
+"""One GPU without a network: step times and kernels, requests at once, prompts, long texts, servers, and correctness.
 
-    python benchmarks gpu --parts right --output gpu.jsonl
-    python benchmarks gpu --parts prices --output gpu.jsonl
-    python benchmarks gpu --parts speed invariance --output gpu.jsonl
+    python benchmarks gpu --parts prices engine --output gpu.jsonl
+    python benchmarks gpu --parts prompts ragged kernels serve --output gpu.jsonl
+    python benchmarks gpu --parts right speed invariance --output gpu.jsonl
 
-Each of the three calls takes less than nine minutes. Rows are written to disk unit by unit; a unit that fails becomes a
-row with an error. The large model has the shapes of Llama 3.1 8B, and random weights made on the device.
+Each of the three calls takes a few minutes; the most valuable parts come first. Rows are written to disk unit
+by unit; a unit that fails becomes a row with an error. The large model has the shapes of Llama 3.1 8B, and random
+weights made on the device. It writes recorded texts (`scripted.py`), without a logits processor.
 
-- **right**: compares the attention kernel with its definition, and 100 texts of the demo model, greedy and sampled, and
-  32 of engines with `model.generate`.
-- **prices**: milliseconds of a step by nodes, eager and with graphs, and of a step of transformers; launches of one
-  step; time of captures; the kernel beside `scaled_dot_product_attention`.
-- **speed**: wall time of recorded texts, forced on the large model: transformers eager, its static cache with
-  compilation, its prompt lookup, and this library; then engines of several rows.
+- **prices**: launches, copies and waits of the host; milliseconds of a step by nodes, eager and with graphs; calls of
+  the driver and kernels in a step of 1, 16, 64 and 256 requests.
+- **engine**: requests at once, with drafts and without: greedy, sampled, and written by a processor; transformers'
+  `generate_batch` beside them.
+- **prompts**: requests that join while others decode, and the time to their first tokens.
+- **ragged**: one text of 8,000 or 32,000 tokens among 15 and 63 short ones.
+- **kernels**: the kernels timed by replay, and their bits, beside torch's and the model's.
+- **serve**: 32 clients that stream from a server in another process.
+- **right**: 100 texts of the demo model, greedy and sampled, a batch, and 32 texts of engines, compared with
+  `model.generate`.
+- **speed**: wall time of one text at a time: transformers eager, its static cache with compilation, its prompt lookup,
+  and this library.
 - **invariance**: bits of logits with drafts and without, as in `python benchmarks same_bits`.
 
 `--device cpu --tiny 1` tries the program without a GPU.
@@ -20,22 +27,25 @@ row with an error. The large model has the shapes of Llama 3.1 8B, and random we
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from transformers import GenerationConfig
 
+import gpu_kernels
 import lookahead
 import same_bits
 from cases import Case, encoder_of, forced, generate, now, read_cases
+from gpu_serving import stream_rows
 from lookahead import Engine, LookaheadConfig
 from lookahead.backends.session import open_session
 from lookahead.bench.rows import Row
@@ -44,12 +54,11 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 from models import load_model, load_tokenizer
 from probe import Probe, Unit, option
+from scripted import ScriptedLlama, scripted, scripted_model
 
-PARTS = ("right", "prices", "speed", "invariance")
+PARTS = ("prices", "engine", "prompts", "ragged", "kernels", "serve", "right", "speed", "invariance")
 
 NODES = (1, 4, 8, 16, 32, 64, 128)
-HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
-"""Numbers of query heads and key heads, and head size, for the tests of the kernel."""
 
 METHODS: dict[str, LookaheadConfig] = {
     "auto": LookaheadConfig(),
@@ -58,9 +67,8 @@ METHODS: dict[str, LookaheadConfig] = {
     "paper": LookaheadConfig(preset="paper"),
 }
 ENGINES: dict[str, LookaheadConfig] = {
-    "autoregressive": LookaheadConfig(preset="autoregressive"),
-    "auto": LookaheadConfig(),
-    "auto, one memory": LookaheadConfig(memory="process"),
+    "no drafts": LookaheadConfig(preset="autoregressive"),
+    "auto": LookaheadConfig(memory="process"),
 }
 RIVALS: dict[str, dict[str, Any]] = {
     "transformers": {},
@@ -70,7 +78,18 @@ RIVALS: dict[str, dict[str, Any]] = {
 """Methods of transformers, with their arguments of `generate`."""
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
-LOADS = (1, 4, 16, 64)
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "temperature": {"do_sample": True, "temperature": 0.2, "top_k": 0},
+    "top-k, top-p": {"do_sample": True, "temperature": 0.2, "top_k": 50, "top_p": 0.9},
+    "forced": {"do_sample": False},
+}
+"""Arguments of requests. Only the recorded token can be sampled; a logits processor writes forced texts again."""
+
+LOADS = (1, 16, 64, 4, 128)
+LONG = (8000, 32000)
+PROMPT = 256
+"""Tokens of a prompt of the engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +98,7 @@ class Options:
 
     parts: tuple[str, ...] = option(PARTS, f"parts to run, of {', '.join(PARTS)}")
     device: str = option("cuda", "device to run on")
-    tiny: int = option(0, "1 for a tiny model in place of the large one")
+    tiny: int = option(0, "1 for a tiny model and small loads")
     contexts: tuple[int, ...] = option((512, 4096), "tokens of text before the timed steps")
     edits: str = option("../shared/data/code_edits.jsonl", "JSON lines with `id`, `instruction`, `input` and `output`")
     traces: str = option("../shared/data/agent_traces.jsonl", "JSON lines with `id`, `prompt` and `output`")
@@ -99,49 +118,15 @@ def demo_model(device: str, dtype: str = "float32") -> Any:
     return open_session(model_of("demo", dtype, device)).sharing_weights()
 
 
-def large_model(options: Options) -> Any:
-    """Large model with random weights in bfloat16, made on the device, without learned predictions and step times."""
-    return open_session(model_of("tiny" if options.tiny else "8b", "bfloat16", options.device)).sharing_weights()
+@lru_cache(maxsize=1)
+def large_weights(device: str, tiny: int) -> ScriptedLlama:
+    """Large model in bfloat16, once for all units."""
+    return scripted_model("tiny" if tiny else "8b", "bfloat16", device)
 
 
-def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
-    """Yield errors of the kernel on random trees, and its time beside torch's masked attention."""
-    from triton.testing import do_bench
-
-    from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-    from lookahead.backends.transformers.tree_attention.packed_mask import sight, unpack
-
-    for context in (512, 4096, 32768):
-        for nodes in (1, 16, 64):
-            torch.manual_seed(context + nodes)
-            shapes = ((heads, nodes), (groups, context + nodes), (groups, context + nodes))
-            query, key, value = (
-                torch.randn(1, count, length, size, device=device, dtype=torch.bfloat16) for count, length in shapes
-            )
-            positions = context + np.arange(nodes)[None]
-            mask = torch.from_numpy(sight(np.tri(nodes, dtype=bool)[None], [context], positions).packed()).to(device)
-            seen = unpack(mask, context + nodes)
-            output = tree_attention(query, key, value, mask, size**-0.5).float()
-            states = [states.float() for states in (query, key, value)]
-            exact = scaled_dot_product_attention(*states, seen, enable_gqa=True).transpose(1, 2)
-            error = float((output - exact).norm() / exact.norm())
-            bias = torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
-            repeated = [states.repeat_interleave(heads // groups, 1) for states in (key, value)]
-            attend = partial(scaled_dot_product_attention, query, *repeated, bias)
-            row: Row = {
-                "kind": "kernel",
-                "heads": heads,
-                "groups": groups,
-                "size": size,
-                "context": context,
-                "nodes": nodes,
-                "relative_error": error,
-                "kernel_us": 1000 * do_bench(partial(tree_attention, query, key, value, mask, size**-0.5)),
-                "sdpa_us": 1000 * do_bench(attend),
-            }
-            if not error < 0.01:
-                row["error"] = f"the kernel is wrong by {error:.3f} at {row}"
-            yield row
+def large_model(options: Options, cases: Sequence[Case] = (Case("", [1, 2]),)) -> tuple[Any, list[Case]]:
+    """Large model that writes some texts, and these in its tokens; it has learned no predictions and step times."""
+    return scripted(large_weights(options.device, options.tiny), cases)
 
 
 def prompts() -> list[Case]:
@@ -202,7 +187,7 @@ def texts_of_engine(device: str, name: str, config: LookaheadConfig) -> Iterator
 
 def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
     """Yield milliseconds of a step by nodes, and the total time with preparation."""
-    device, model = options.device, large_model(options)
+    device, (model, _) = options.device, large_model(options)
     begin = now(device)
     with torch.no_grad():
         bench = StepBench(model, context, engine=engine)
@@ -214,48 +199,156 @@ def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
                 bench.undo()
 
             first, *times = [1000 * seconds_of(model.device, step) for _ in range(options.repeats + 1)]
-            row: Row = {"kind": "step", "engine": engine, "context": context, "nodes": nodes, "first_ms": first}
-            yield row | {"ms": median(times), "calls": launches(model.device, step)}
+            yield {
+                "kind": "step",
+                "engine": engine,
+                "context": context,
+                "nodes": nodes,
+                "first_ms": first,
+                "ms": median(times),
+            }
     yield {"kind": "prepared", "engine": engine, "context": context, "seconds": now(device) - begin}
 
 
-def launches(device: torch.device, work: Callable[[], object]) -> dict[str, int]:
-    """Number of calls of the driver by name: launches, copies, waits."""
-    from torch.profiler import ProfilerActivity, profile
-
-    if device.type == "cpu":
-        return {}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        seconds_of(device, work)
-    return {event.key: event.count for event in seen.key_averages() if event.key.startswith("cuda")}
-
-
-def transformers_prices(options: Options, name: str) -> Iterator[Row]:
-    """Yield the time of a token in transformers' own `generate`: the difference of 68 and 4 new tokens."""
-    model = large_model(options)
-    for context in options.contexts:
-        case, times = Case("", [5 + place % 1000 for place in range(context)]), []
-        for _ in range(3):
-            short, long = (generate(model, case, None, max_new_tokens=count, **RIVALS[name]) for count in (4, 68))
-            times.append(1000 * (long.seconds - short.seconds) / 64)
-        yield {"kind": "transformers", "how": name, "context": context, "ms": times[-1], "all_ms": times}
-
-
 def recorded(options: Options, path: str, count: int, prompt: int, answer: int) -> list[Case]:
-    """Read recorded texts of a file, for the large model."""
-    encode = encoder_of(load_tokenizer("demo"))
-    return read_cases(Path(path), encode, count, prompt=prompt, answer=min(answer, options.new_tokens))
+    """Read recorded texts of a file, repeated if it has fewer; shorter ones are lengthened by those after them."""
+    cases = read_cases(Path(path), encoder_of(load_tokenizer("demo")))
+    texts = []
+    for number in range(count):
+        case, *others = [cases[(number + other) % len(cases)] for other in range(1 + answer // 16)]
+        tokens = [token for one in (case, *others) for token in one.answer][:answer]
+        begin = (case.prompt * -(-prompt // len(case.prompt)))[-prompt:]
+        texts.append(replace(case, prompt=begin, answer=tokens, expected=()))
+    return texts
 
 
-def forced_rows(options: Options, name: str) -> Iterator[Row]:
-    """Yield steps and wall time of recorded texts that a processor forces on the large model."""
-    run = partial(generate, large_model(options), config=METHODS.get(name), **RIVALS.get(name, {}))
+def serve_cases(engine: Engine, cases: Sequence[Case], selection: str, every: int = 0) -> Row:
+    """Decode recorded texts as requests, one of which joins in `every` steps, and return the figures.
+
+    Steps end when their tokens are there, so no clock waits for the device.
+    """
+    handles: list[Any] = []
+    submitted: dict[Any, float] = {}  # of requests without a token
+    first: list[float] = []
+    steps: list[tuple[float, bool]] = []  # milliseconds, and whether all rows decoded
+    counts = engine.statistics
+    nodes = counts.nodes
+    begin = at = perf_counter()
+    left = len(cases)
+    while left or len(handles) < len(cases):
+        while len(handles) < len(cases) and len(steps) >= every * len(handles):
+            case = cases[len(handles)]
+            how = forced(case) if selection == "forced" else {"max_new_tokens": len(case.answer)}
+            handles.append(engine.submit(case.prompt, seed=len(handles), **{**SELECTIONS[selection], **how}))
+            submitted[handles[-1]] = perf_counter()
+        left = engine.step()
+        before, at = at, perf_counter()
+        steps.append((1000 * (at - before), not submitted and left == len(cases)))
+        for handle in [one for one in submitted if one.tokens]:
+            first.append(1000 * (at - submitted.pop(handle)))
+    times = [time for time, _ in steps]
+    return {
+        "seconds": at - begin,
+        "steps": len(steps),
+        "nodes": counts.nodes - nodes,
+        "tokens": sum(len(case.answer) for case in cases),
+        "median_step_ms": median(times),
+        "max_step_ms": max(times),
+        "full_step_ms": median([time for time, full in steps if full] or times),
+        "first_token_ms": median(first),
+        "max_first_token_ms": max(first),
+        "graphs": counts.graphs.count,
+        "graph_seconds": counts.graphs.seconds,
+        "graph_bytes": counts.graphs.bytes,
+        "equal": all(handle.tokens == list(case.answer) for handle, case in zip(handles, cases, strict=True)),
+    }
+
+
+def load_rows(
+    options: Options, kind: str, cases: Sequence[Case], name: str, rows: int, selection: str = "greedy", every: int = 0
+) -> Iterator[Row]:
+    """Yield figures of an engine for half of the texts, then for the others. With the first, `auto` learns prices."""
+    model, cases = large_model(options, cases)
+    engine = Engine(model, ENGINES[name], max_rows=rows, prefix_cache=False)
+    half = len(cases) // 2
+    for repeat in range(2):
+        figures = serve_cases(engine, cases[repeat * half :][:half], selection, every)
+        about: Row = {"rows": rows, "requests": half, "selection": selection, "every": every, "repeat": repeat}
+        yield compared(kind, name, figures.pop("equal"), about | figures)
+
+
+def engine_rows(options: Options, rows: int, name: str, selection: str) -> Iterator[Row]:
+    """Yield figures of requests at once."""
+    cases = recorded(options, options.edits, 2 * rows, PROMPT, min(options.new_tokens, 96))
+    return load_rows(options, "engine", cases, name, rows, selection)
+
+
+def prompt_rows(options: Options, name: str, rows: int, every: int) -> Iterator[Row]:
+    """Yield figures of twice as many requests with longer prompts, which join one by one or at once."""
+    cases = recorded(options, options.edits, 4 * rows, 64 if options.tiny else 1024, min(options.new_tokens, 96))
+    return load_rows(options, "prompts", cases, name, rows, "greedy", every)
+
+
+def ragged_rows(options: Options, name: str, rows: int, length: int) -> Iterator[Row]:
+    """Yield figures of one long text among short ones."""
+    new = min(options.new_tokens, 96)
+    cases = recorded(options, options.edits, 2 * rows, PROMPT, new)
+    cases[0], cases[rows] = recorded(options, options.traces, 2, length // (16 if options.tiny else 1), new)
+    for row in load_rows(options, "ragged", cases, name, rows):
+        yield row | {"longest": length}
+
+
+def rival_rows(options: Options, rows: int) -> Iterator[Row]:
+    """Yield figures of transformers' own requests at once, `generate_batch`, twice."""
+    from transformers import ContinuousBatchingConfig  # later than 5.17
+
+    cases = recorded(options, options.edits, rows, PROMPT, min(options.new_tokens, 96))
+    model, cases = large_model(options, cases)
+    how = GenerationConfig(max_new_tokens=len(cases[0].answer), do_sample=False, eos_token_id=-1, pad_token_id=0)
+    for repeat in range(2):
+        begin = perf_counter()
+        outputs = model.generate_batch(
+            [case.prompt for case in cases],
+            generation_config=how,
+            progress_bar=False,
+            persistent_manager=True,
+            warmup=options.device != "cpu",
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=64) if options.tiny else None,
+        )
+        seconds = perf_counter() - begin
+        texts = [list(output.generated_tokens) for output in outputs.values()]
+        about = {"rows": rows, "selection": "greedy", "repeat": repeat, "seconds": seconds}
+        about["tokens"] = sum(map(len, texts))
+        equal = sorted(texts) == sorted(list(case.answer) for case in cases)
+        yield compared("engine", "transformers, generate_batch", equal, about, exact=False)
+
+
+def table_rows(options: Options, rows: int) -> Iterator[Row]:
+    """Yield calls of the driver and kernels in steps of an engine without drafts."""
+    steps, part = 8, 2048
+    before = steps + rows * PROMPT // part
+    model, cases = large_model(options, recorded(options, options.edits, rows, PROMPT, before + 2 * steps))
+    engine = Engine(model, ENGINES["no drafts"], max_rows=rows, prefix_cache=False, prompt_tokens=part)
+    for case in cases:
+        engine.submit(case.prompt, max_new_tokens=len(case.answer), do_sample=False)
+    for _ in range(before):
+        engine.step()
+    work = lambda: [engine.step() for _ in range(steps)]  # noqa: E731
+    yield from gpu_kernels.table_rows(work, steps, {"nodes": rows}, options.device)
+    engine.close(cancel=True)
+
+
+def text_rows(options: Options, name: str) -> Iterator[Row]:
+    """Yield steps and wall time of one recorded text at a time."""
     for task, path in (("edits", options.edits), ("traces", options.traces)):
         cases = recorded(options, path, options.texts, 256 if options.tiny else 1536, options.new_tokens)
+        model, cases = large_model(options, cases)
+        run = partial(generate, model, config=METHODS.get(name), **RIVALS.get(name, {}))
         for number, case in enumerate(cases):
+            written = replace(case, answer=())  # the model writes it, no processor
             for _ in range(2 if number == 0 else 0):  # warm up: graphs are captured once
-                run(case)
-            counts, prefill = run(case), run(case, max_new_tokens=1)
+                run(written, max_new_tokens=len(case.answer))
+            counts, prefill = (run(written, max_new_tokens=count) for count in (len(case.answer), 1))
             about = {
                 "task": task,
                 "id": case.id,
@@ -266,37 +359,12 @@ def forced_rows(options: Options, name: str) -> Iterator[Row]:
                 "prefill_seconds": prefill.seconds,
                 "token_ms": 1000 * (counts.seconds - prefill.seconds) / len(counts.tokens),
             }
-            yield compared("forced", name, counts.tokens == case.answer, about)
-
-
-def engine_rows(options: Options, rows: int, name: str) -> Iterator[Row]:
-    """Yield wall time of an engine with recorded texts as requests, with drafts and without."""
-    found = recorded(options, options.edits, min(rows, 16), 256, 96)
-    cases = [found[place % len(found)] for place in range(rows)]
-    engine = Engine(large_model(options), ENGINES[name], max_rows=rows)
-    for repeat in range(2):
-        handles = [engine.submit(case.prompt, **forced(case)) for case in cases]
-        steps: list[float] = []
-        while not all(handle.done for handle in handles):
-            steps.append(seconds_of(torch.device(options.device), engine.step))
-        graphs = engine.statistics.graphs
-        about = {
-            "rows": rows,
-            "repeat": repeat,
-            "steps": len(steps),
-            "tokens": sum(len(case.answer) for case in cases),
-            "seconds": sum(steps),
-            "median_step_ms": 1000 * median(steps),
-            "graphs": graphs.count,
-            "graph_seconds": graphs.seconds,
-            "graph_bytes": graphs.bytes,
-        }
-        equal = all(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
-        yield compared("engine", name, equal, about)
+            yield compared("text of one", name, counts.tokens == list(case.answer), about)
 
 
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Yield the rows of a unit; an error becomes a row, so that later units still run."""
+    gc.collect()  # engines of earlier units
     try:
         yield from work()
     except Exception as error:
@@ -304,32 +372,89 @@ def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
         yield {"kind": "failed", "error": message, "trace": trace}
 
 
-def units_of(options: Options) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
-    """Yield part, name and function of each unit."""
-    device = options.device
-    rivals = [name for name in RIVALS if device != "cpu" or "compiled" not in name]
-    for heads, groups, size in HEADS if device != "cpu" else ():
-        yield "right", f"kernel {heads} {groups} {size}", partial(kernel_rows, device, heads, groups, size)
-    for name, dtype in (("auto", "float32"), ("auto, eager", "float32"), ("paper", "float32"), ("auto", "bfloat16")):
-        yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
-    for name in ("auto", "auto, eager"):
-        yield "right", f"texts of a batch, {name}", partial(texts_of_batch, device, name, METHODS[name])
-        yield "right", f"texts of an engine, {name}", partial(texts_of_engine, device, name, METHODS[name])
-    for context, engine in product(options.contexts, ("dynamic", "static")):
-        yield "prices", f"steps, {engine}, {context}", partial(step_prices, options, engine, context)
-    for name in (rival for rival in rivals if "lookup" not in rival):
-        yield "prices", f"{name}, steps", partial(transformers_prices, options, name)
-    for name in (*rivals, *METHODS):
-        yield "speed", f"forced, {name}", partial(forced_rows, options, name)
-    for rows, name in product(LOADS[:2] if options.tiny else LOADS, ENGINES):
-        yield "speed", f"engine, {rows} rows, {name}", partial(engine_rows, options, rows, name)
-    bits = same_bits.Options(device=options.device)
+Work = Callable[[], Iterable[Row]]
+
+
+def units_of(options: Options) -> Iterator[tuple[str, str, Work]]:
+    """Yield part, name and function of each unit, most valuable first within its part."""
+    device, is_tiny = options.device, bool(options.tiny)
+    for part, units in (
+        ("prices", units_of_prices(options)),
+        ("engine", units_of_engines(options)),
+        ("prompts", units_of_prompts(options)),
+        ("ragged", units_of_ragged(options)),
+        ("kernels", units_of_kernels(device)),
+        ("right", units_of_right(device)),
+    ):
+        yield from ((part, name, work) for name, work in units)
+    for name, config in engines_of(options).items():
+        cases = partial(recorded, options, options.edits, 4 if is_tiny else 32, PROMPT, min(options.new_tokens, 96))
+        yield "serve", f"serve, {name}", partial(stream_rows, device, "tiny" if is_tiny else "8b", name, config, cases)
+    for name in (*METHODS, *(rival for rival in RIVALS if device != "cpu" or "compiled" not in rival)):
+        yield "speed", f"one text, {name}", partial(text_rows, options, name)
+    bits = same_bits.Options(device=device)
     for dtype, number in (("bfloat16", 0), ("bfloat16", 3), ("float16", 0)):
         yield "invariance", f"bits, qwen3, {dtype}, {number}", partial(same_bits.compare, "qwen3", dtype, number, bits)
 
 
+def engines_of(options: Options) -> dict[str, LookaheadConfig]:
+    """Configurations of engines."""
+    return {"auto": ENGINES["auto"]} if options.tiny else ENGINES
+
+
+def units_of_prices(options: Options) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part."""
+    yield "host", partial(gpu_kernels.host_rows, options.device)
+    for context, engine in product(options.contexts, ("static", "dynamic")):
+        yield f"steps, {engine}, {context}", partial(step_prices, options, engine, context)
+    for rows in (4,) if options.tiny else (64, 1, 16, 256):
+        yield f"kernels of {rows} nodes", partial(table_rows, options, rows)
+
+
+def units_of_engines(options: Options) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part."""
+    for rows, name in product((4,) if options.tiny else LOADS, engines_of(options)):
+        yield f"engine, {rows} rows, {name}", partial(engine_rows, options, rows, name, "greedy")
+    many = (4,) if options.tiny else (64, 16)
+    for rows, name, selection in product(many, engines_of(options), list(SELECTIONS)[1:]):
+        yield f"engine, {rows} rows, {name}, {selection}", partial(engine_rows, options, rows, name, selection)
+    for rows in many:
+        yield f"generate_batch, {rows} rows", partial(rival_rows, options, rows)
+
+
+def units_of_prompts(options: Options) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part."""
+    for rows, name, every in product((4,) if options.tiny else (64, 16), engines_of(options), (2, 0)):
+        yield f"prompts, {rows} rows, {name}, {every}", partial(prompt_rows, options, name, rows, every)
+
+
+def units_of_ragged(options: Options) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part."""
+    for rows, name, length in product((4,) if options.tiny else (16, 64), engines_of(options), LONG):
+        yield f"ragged, {rows} rows, {name}, {length}", partial(ragged_rows, options, name, rows, length)
+
+
+def units_of_kernels(device: str) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part. A CPU has no kernels of Triton."""
+    yield "likeliest", partial(gpu_kernels.likeliest_rows, device)
+    if device != "cpu":
+        yield "fused", partial(gpu_kernels.fused_rows, device)
+        for heads, groups, size in gpu_kernels.HEADS:
+            name = f"attention {heads} {groups} {size}"
+            yield name, partial(gpu_kernels.attention_rows, device, heads, groups, size)
+
+
+def units_of_right(device: str) -> Iterator[tuple[str, Work]]:
+    """Yield name and function of units of this part."""
+    for name, dtype in (("auto", "float32"), ("auto, eager", "float32"), ("paper", "float32"), ("auto", "bfloat16")):
+        yield f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
+    for name in ("auto", "auto, eager"):
+        yield f"texts of a batch, {name}", partial(texts_of_batch, device, name, METHODS[name])
+        yield f"texts of an engine, {name}", partial(texts_of_engine, device, name, METHODS[name])
+
+
 def probe(options: Options) -> Probe:
-    """Make the units of the requested parts.
+    """Make the units of the requested parts, in their order.
 
     Raises:
         InvalidArgumentError: A part is unknown, or there is no GPU.

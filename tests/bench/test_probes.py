@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from cases import Case, Counts
+from cases import Case, Counts, generate
+from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedArgumentError
 from models import load_model
+from scripted import scripted, scripted_model
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
 
@@ -186,23 +189,51 @@ def test_random_model_has_half_a_billion_weights() -> None:
     assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
 
 
-@pytest.mark.slow_by_nature("runs all commands of the page")
-def test_the_first_half_hour_on_a_gpu_runs_without_one(
-    measure: Measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow_by_nature("runs the commands of the page")
+@pytest.mark.parametrize(
+    ("parts", "kinds"),
+    [
+        ("prices", {"host", "step", "prepared", "launches", "kernel of a step"}),
+        ("engine", {"engine"}),
+        ("prompts ragged", {"prompts", "ragged"}),
+        ("kernels", {"likeliest"}),
+        ("serve", {"serve"}),
+        ("speed", {"text of one"}),
+    ],
+)
+def test_the_parts_for_a_gpu_run_without_one(measure: Measure, tmp_path: Path, parts: str, kinds: set[str]) -> None:
     files = []
     for name in ("edits", "traces"):
         row = {"id": name, "prompt": "def first(x):\n    return x\n", "output": "def first(x):\n    return x\n"}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         files += [f"--{name}", tmp_path / f"{name}.jsonl"]
-    small = ["--device", "cpu", "--tiny", 1, "--contexts", 64, "--repeats", 1, "--new-tokens", 8, *files]
-    assert measure("gpu", *small, "--parts", "prices", "speed") == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {row["kind"] for row in rows} == {"header", "step", "prepared", "transformers", "forced", "engine"}
-    assert all(row["equal"] for row in rows if row["kind"] == "forced")
-    if not torch.cuda.is_available():
-        assert measure("gpu", "--parts", "right") == 2
-        assert "finds no CUDA device" in capsys.readouterr().err
+    small = ["--device", "cpu", "--tiny", 1, "--contexts", 64, "--repeats", 1, "--new-tokens", 8, "--texts", 1, *files]
+    assert measure("gpu", *small, "--parts", *parts.split()) == 0
+    rows = rows_in(tmp_path)
+    assert {row["kind"] for row in rows} == {"header", *kinds}
+    assert all(row.get("equal", True) for row in rows)
+    assert all(row["tokens"] == 8 * row["clients"] for row in rows if row["kind"] == "serve")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_no_gpu_is_refused(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure("gpu", "--parts", "right") == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_a_scripted_model_writes_its_texts_by_every_method() -> None:
+    """Only the recorded token at its position leads to the next one, so no method reads ahead."""
+    case = Case("a", [5, 6, 7, 5, 6], [7, 5, 6, 9, 8, 7, 5, 6, 9, 8])
+    model, (first, second) = scripted(scripted_model("tiny", "float32", "cpu"), [case, replace(case, answer=[4, 4, 4])])
+    assert not {*first.prompt, *first.answer} & {*second.prompt, *second.answer}
+    for written in (first, second):
+        for config in (None, LookaheadConfig(), LookaheadConfig(preset="paper"), LookaheadConfig(engine="static")):
+            counts = generate(model, replace(written, answer=()), config, max_new_tokens=len(written.answer))
+            assert list(counts.tokens) == written.answer
+    ids, positions = torch.tensor([[first.answer[0], first.answer[1]]]), torch.tensor([[5, 7]])
+    follows = model(input_ids=ids, position_ids=positions).logits.argmax(dim=-1)
+    assert follows[0, 0] == first.answer[1]
+    assert follows[0, 1] == 1 + 7 * first.answer[1] % 4095
 
 
 def test_a_unit_that_fails_does_not_end_the_half_hour() -> None:
