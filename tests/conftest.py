@@ -21,11 +21,10 @@ from model_zoo import build
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_kernel_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Torch's own cache ignores `ATEN_CPU_CAPABILITY`, and would load kernels for other capabilities."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -363,13 +363,13 @@ def unpacked(sizes: NDArray, accepted: NDArray, tokens: NDArray, parents: NDArra
     ]
 
 
-def compare(names: Callable[[str], bool] = lambda name: True) -> Counter[str]:
-    """Play the scenarios selected by `names`, and print differences.
+def compare(names: Callable[[str], bool] = lambda name: True, sent: Arrays | None = None) -> Counter[str]:
+    """Play the scenarios selected by `names`, and print differences from `sent`, by default the record.
 
     Returns:
         Number of `equal` drafts, and number of `different` scenarios.
     """
-    recordings, sent = unpack(load(SAID)), load(SENT)
+    recordings, sent = unpack(load(SAID)), sent or load(SENT)
     counts: Counter[str] = Counter()
     for name, play in scenarios(recordings):
         if not names(name):

@@ -13,6 +13,7 @@ from compared.settings import Recorder
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, LookaheadWarning, UnsupportedModelError
 from model_zoo import build as zoo
 from tiny.families import build
+from tiny.images import cut_in_image, image_prompt
 from tiny.variant import Variant
 
 PLAIN = LookaheadConfig(fallback="plain")
@@ -103,18 +104,14 @@ def test_arguments_that_are_not_supported() -> None:
         lookahead.generate(model, ids(0), lookahead_config=PLAIN, max_new_tokens=9)
 
 
-def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the refusal comes after the first pass, as for some prompts with images."""
-    model, plain, ours = zoo("llama"), Recorder(), Recorder()
-
-    def refuse(*arguments: object) -> None:
-        raise UnsupportedModelError("model=Llama cannot be run on this prompt")
-
-    expected = model.generate(ids(), max_new_tokens=9, do_sample=False, streamer=plain)
-    monkeypatch.setattr("lookahead.serving.request.Steps.prefill", refuse)
-    with pytest.warns(LookaheadWarning, match="this prompt"):
+def test_streamers_get_every_value_once() -> None:
+    """Even if the refusal comes after the first pass, as for a prompt that ends inside of an image."""
+    model, plain, ours = build("qwen2_5_vl/multimodal", Variant(), "sdpa"), Recorder(), Recorder()
+    inputs = cut_in_image(image_prompt(model, [[5, 6, 7, 8]], 0))
+    expected = model.generate(**inputs, max_new_tokens=9, do_sample=False, streamer=plain)
+    with pytest.warns(LookaheadWarning, match="inside of an image"):
         output = lookahead.generate(
-            model, ids(), lookahead_config=PLAIN, max_new_tokens=9, do_sample=False, streamer=ours
+            model, **inputs, lookahead_config=PLAIN, max_new_tokens=9, do_sample=False, streamer=ours
         )
     assert torch.equal(output, expected)
     assert ours.values == plain.values

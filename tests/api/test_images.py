@@ -26,7 +26,7 @@ from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedMode
 from lookahead.backends.transformers.miniature import VOCABULARY
 from quick import quickly
 from tiny.families import build
-from tiny.images import IMAGE_TOKEN, image_prompt, images
+from tiny.images import IMAGE_TOKEN, cut_in_image, image_prompt, images
 from tiny.variant import Variant
 
 TREES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
@@ -221,12 +221,9 @@ def test_rows_of_layers_that_select_blocks_of_keys_are_refused() -> None:
 
 def test_a_prompt_that_ends_inside_of_an_image_is_refused() -> None:
     model = tiny("qwen2_5_vl/multimodal")
-    inputs = image_prompt(model, [TEXT], 0)
-    end = int((inputs["input_ids"][0] == IMAGE_TOKEN).nonzero()[-1]) + 1
-    shape = inputs["input_ids"].shape
-    cut = {name: value[:, :end] if value.shape == shape else value for name, value in inputs.items()}
+    inputs = cut_in_image(image_prompt(model, [TEXT], 0))
     with pytest.raises(UnsupportedModelError, match="inside of an image"):
-        lookahead.generate(model, **cut, max_new_tokens=4)
+        lookahead.generate(model, **inputs, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

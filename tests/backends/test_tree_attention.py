@@ -136,14 +136,14 @@ class Launches:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launches]:
-    """The attention kernels and the one that combines splits, not launched."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = {"_attention_kernel": kernel_module, "_by_position_kernel": kernel_module}
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
+    """The kernels of attention and the one that combines splits, not launched, by their names."""
     found = {}
-    for name, module in {**kernels, "combine_kernel": running_softmax}.items():
-        found[name] = Launches(getattr(module, name))
-        monkeypatch.setattr(module, name, found[name])
+    for module in (kernel_module, running_softmax):
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel"):
+                found[name.lstrip("_")] = Launches(kernel)
+                monkeypatch.setattr(module, name, found[name.lstrip("_")])
     return found
 
 
@@ -163,7 +163,7 @@ def compile_step(
     result = kernel_module.tree_attention(query, key, key, mask, size**-0.5, pages=pages)
     assert result.shape == (1, nodes, 32, size)
     used = 0
-    for launch in (launches["_attention_kernel"], launches["combine_kernel"]):
+    for launch in (launches["attention_kernel"], launches["combine_kernel"]):
         compiled = launch.compile(capability)
         assert f".target sm_{capability}" in compiled.asm["ptx"]
         assert len(compiled.asm["cubin"]) > 0
@@ -203,7 +203,7 @@ def test_kernel_compiles(
     launches: dict[str, Launches], capability: int, dtype: torch.dtype, size: int, nodes: int, room: tuple[int, int]
 ) -> None:
     compile_step(launches, capability, dtype, size, nodes, room)
-    assert stack_bytes(launches["_attention_kernel"].compile(capability).asm["cubin"]) == 0
+    assert stack_bytes(launches["attention_kernel"].compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton
@@ -231,7 +231,7 @@ def test_kernel_by_position_compiles(
     launches: dict[str, Launches], capability: int, dtype: torch.dtype, size: int, softcap: float | None
 ) -> None:
     """One kernel serves all steps of a model: it has no constants for the number of nodes or the capacity."""
-    own = launches["_by_position_kernel"]
+    own = launches["by_position_kernel"]
     fixed = []
     for nodes, keys in ((64, 4096), (8, 700)):
         query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -31,36 +31,38 @@ MODULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty user cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def environment(folder: Path) -> dict[str, str]:
+    """Return environment variables for a user cache in a folder."""
+    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def output(folder: Path) -> str:
+    """Return the output of a folder's `main.py`."""
+    return subprocess.check_output([sys.executable, str(folder / "main.py")], env=environment(folder), text=True)
 
 
 def run_in(folder: Path, step: int) -> tuple[int, bool, Path]:
     """Return the result of the loop with `step`, whether it was loaded instead of compiled, and its folder."""
     for name, text in MODULES.items():
         (folder / name).write_text(text.format(step=step))
-    command = [sys.executable, str(folder / "main.py")]
-    result, hits, loops = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    result, hits, loops = output(folder).split()
     return int(result), int(hits) > 0, Path(loops)
 
 
 @pytest.mark.slow_by_nature("compiles in processes of their own")
-def test_a_loop_follows_changes_of_functions_in_other_files(tmp_path: Path, user_cache: Path) -> None:
+def test_a_loop_follows_changes_of_functions_in_other_files(tmp_path: Path) -> None:
     result, was_kept, first = run_in(tmp_path, step=1)
     assert (result, was_kept) == (2, False)
     assert run_in(tmp_path, step=1) == (2, True, first)
     result, was_kept, second = run_in(tmp_path, step=10)
     assert (result, was_kept) == (11, False)
     assert run_in(tmp_path, step=1) == (2, True, first), "loops of other sources stay"
-    assert second.parent == first.parent == user_cache / "lookahead-decoding"
+    assert second.parent == first.parent == tmp_path / "cache" / "lookahead-decoding"
     assert not list(tmp_path.glob("__pycache__/*.nb*")), "nothing lies beside the sources"
 
 
-def test_loops_that_were_not_used_for_long_make_room(tmp_path: Path, user_cache: Path) -> None:
-    own = user_cache / "lookahead-decoding"
+def test_loops_that_were_not_used_for_long_make_room(tmp_path: Path) -> None:
+    own = tmp_path / "cache" / "lookahead-decoding"
     for age in range(1, 21):
         (own / f"loops-{age:02}").mkdir(parents=True)
         os.utime(own / f"loops-{age:02}", (1e9 - age, 1e9 - age))
@@ -73,12 +75,11 @@ def test_loops_that_were_not_used_for_long_make_room(tmp_path: Path, user_cache:
     }
 
 
-def test_without_a_folder_loops_run_and_leave_nothing(tmp_path: Path, user_cache: Path) -> None:
-    user_cache.write_text("no folder")
+def test_without_a_folder_loops_run_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text.format(step=1))
-    result = subprocess.run([sys.executable, str(tmp_path / "main.py")], check=True, capture_output=True, text=True)
-    assert result.stdout == "2 0 None\n"
+    assert output(tmp_path) == "2 0 None\n"
     assert not list(tmp_path.glob("**/*.nb*"))
 
 
@@ -102,7 +103,8 @@ ADDED = (
 def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start the program, and wait until it is ready for its input."""
     command = [sys.executable, str(folder / "main.py"), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(folder), **pipes)
     assert opened(process.stdout).readline() == "ready\n"
     return process
 
@@ -141,8 +143,7 @@ def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
         "@compiled\ndef run(x):\n    return x + int(MANY[x])\n"
     )
     (tmp_path / "main.py").write_text(HERE + "from loop import run\n\nprint(run(1))\n")
-    command = [sys.executable, str(tmp_path / "main.py")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "2\n"
+    assert output(tmp_path) == "2\n"
 
 
 def test_loops_run_as_plain_python_if_numba_is_disabled() -> None:

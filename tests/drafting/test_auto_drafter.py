@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,23 +299,33 @@ def test_texts_of_a_transformers_model_are_the_same(budget: int) -> None:
     assert max(sequence.tokens) < VOCAB_SIZE
 
 
-def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = pytest.importorskip("numba.core.registry")
+TREES = """
+from lookahead.core.results import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import AutoDrafter, DraftMemory
+import numpy as np
 
-    def trees() -> list[list[int]]:
-        chain = Chain(drafter_of(40), [1, 2, 3, 1, 2])
-        return [[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))]
+random = np.random.default_rng(0)
+drafter, text, trees = AutoDrafter(DraftMemory(3, 256, 4), 40), [1, 2, 3, 1, 2], []
+drafter.start(text)
+for _ in range(25):
+    tree = TokenTree(text[-1:])
+    drafter.propose(tree)
+    trees.append([*tree.tokens, *tree.parents])
+    ids = (np.array(tree.tokens)[:, None] * [3, 5, 7, 9] + [1, 2, 4, 8]) % 11
+    shares = -np.sort(-random.dirichlet(np.ones(4), len(tree)), axis=1).astype(np.float32)
+    drafter.observe(StepResult(tree, ids[:, 0], [], [int(ids[tree.root, 0])], ids, shares))
+    text.append(int(ids[tree.root, 0]))
+"""
 
-    compiled = trees()
-    loops = 0
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lookahead.drafting."):
-            for key, value in list(vars(module).items()):
-                if isinstance(value, registry.CPUDispatcher):
-                    monkeypatch.setattr(module, key, value.py_func)
-                    loops += 1
-    assert loops > 20
-    assert trees() == compiled
+
+def test_compiled_loops_give_the_same_trees() -> None:
+    names: dict[str, Any] = {}
+    exec(TREES, names)
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    program = [sys.executable, "-c", TREES + "print(trees)"]
+    assert names["trees"] == json.loads(subprocess.check_output(program, env=environment, text=True))
+    assert max(map(len, names["trees"])) > 40
 
 
 def test_without_a_memory_it_only_drafts_from_the_text() -> None:

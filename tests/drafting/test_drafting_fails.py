@@ -18,10 +18,11 @@ from lookahead.core.protocols import NoDrafter
 from lookahead.core.results import StepResult, StepResults, Walk, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
-from lookahead.core.step import observe, propose
+from lookahead.core.step import Batch, observe, propose, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy
+from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
 
 PROMPTS = ([5, 8, 2, 5, 8, 2, 5], [3, 14, 15, 9, 2, 6, 3], [7, 7, 1, 7, 7, 1, 7])
 TOKENS = 24
@@ -297,16 +298,20 @@ def test_a_trace_goes_on() -> None:
     assert text[0].tolist() == [*PROMPTS[0], *greedy(model, tuple(PROMPTS[0]), TOKENS)]
 
 
-def test_a_failure_of_all_drafts_ends_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", seed=0)
-    engine = Engine(model, DRAFTING)
+class NothingToShare:
+    """A pace that fails to share the nodes of a step."""
 
-    def fail(pending: int) -> None:
+    def share_out(self, pending: int) -> None:
         raise ArithmeticError("nothing to share")
 
-    monkeypatch.setattr(engine._model._shared, "share_out", fail)
-    handles = [engine.submit(prompt, max_new_tokens=TOKENS, do_sample=False) for prompt in PROMPTS]
+
+def test_a_failure_of_all_drafts_ends_no_row() -> None:
+    texts = [[5, 8, 2, 9, 4, 1], [3, 4, 5, 6, 7, 8]]
+    sequences = [played_sequence(text[:2], text[2:], TokenRecyclingDrafter(8)) for text in texts]
+    backend, batch = PlayedBackend([PlayedRow(TextScript(text)) for text in texts]), Batch(sequences)
+    batch.pace = cast(Any, NothingToShare())
     with pytest.warns(LookaheadWarning, match="nothing to share"):
-        engine.run()
-    for prompt, handle in zip(PROMPTS, handles, strict=True):
-        assert handle.result()[0].tolist() == [*prompt, *greedy(model, tuple(prompt), TOKENS)]
+        step(backend, batch)
+    while not batch.finished:
+        step(backend, batch)
+    assert [sequence.tokens for sequence in sequences] == texts

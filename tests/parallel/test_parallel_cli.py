@@ -15,7 +15,6 @@ import pytest
 import parallel_entries
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
-from lookahead.parallel import launcher
 from lookahead.parallel.launcher import run_ranks
 from parallel_signals import GENERATE, SIGNALS, complaints, reach, start
 
@@ -48,10 +47,9 @@ def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     [("rank_1_fails", 3, "failed: no room"), ("rank_1_is_killed", 137, "killed by SIGKILL")],
 )
 def test_a_rank_that_fails_stops_the_others(
-    entry: str, code: int, reason: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    entry: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The failure also stops ranks that would never end, and one line names the failed rank."""
-    monkeypatch.setattr(launcher, "GRACE", 0.5)
     assert run_ranks(2, f"parallel_entries:{entry}", []) == code
     error = capfd.readouterr().err
     assert "rank 1" in error

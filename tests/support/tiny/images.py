@@ -67,6 +67,13 @@ def image_prompt(model: PreTrainedModel, rows: list[list[int]], seed: int) -> di
     return {"input_ids": ids, "attention_mask": mask, **read}
 
 
+def cut_in_image(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt of one row that ends with its last image token."""
+    ids = inputs["input_ids"]
+    end = int((ids[0] == IMAGE_TOKEN).nonzero()[-1]) + 1
+    return {name: value[:, :end] if value.shape == ids.shape else value for name, value in inputs.items()}
+
+
 def with_images(model: PreTrainedModel, ids: Tensor, mask: Tensor, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return prompts with an image after the first token of each row, their mask, and further inputs of the model.
 
