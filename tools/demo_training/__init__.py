@@ -1,1 +1,1 @@
-"""Parts of `tools/train_demo_model.py`, one noun per file; read `trainer.py` first."""
+"""Parts of `tools/train_demo_model.py`: its settings, the tokens of the source files, and the training."""

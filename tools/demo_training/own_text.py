@@ -8,14 +8,11 @@ rows cost little. So a set of texts is generated at once and used in several ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from demo_training.settings import TrainingSettings
 from lookahead.bench.summary import repeated_cycles
 
 PROMPT_TOKENS = (16, 96)
@@ -24,13 +21,10 @@ PROMPT_TOKENS = (16, 96)
 LONGEST_PERIOD = 64
 
 
-def own_text_loss(
-    model: LlamaForCausalLM, text: torch.Tensor, prompt_length: int, settings: TrainingSettings
-) -> torch.Tensor:
+def own_text_loss(model: LlamaForCausalLM, text: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Return the sum of -log(1 - p) over own tokens in a cycle, divided by all own tokens; `text` is [R, P + N]."""
     inside = in_repeated_cycle(text)[:, prompt_length:]  # [R, N]
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-        logits = model(input_ids=text[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]  # [R, N, V]
+    logits = model(input_ids=text[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]  # [R, N, V]
     written = text[:, prompt_length:, None]
     probability = functional.softmax(logits.float(), dim=-1).gather(-1, written)[..., 0]  # [R, N]
     # A probability rounded to 1 would have an infinite loss.
@@ -40,10 +34,10 @@ def own_text_loss(
 
 @torch.no_grad()
 def own_text(
-    model: LlamaForCausalLM, windows: torch.Tensor, tokens: int, seed: Sequence[int]
+    model: LlamaForCausalLM, windows: torch.Tensor, tokens: int, random: np.random.Generator
 ) -> tuple[torch.Tensor, int]:
     """Return prompts with greedy continuations, [R, P + N], and P; prompts are random parts of `windows`, [R, S]."""
-    random, size = np.random.default_rng(seed), windows.shape[1]
+    size = windows.shape[1]
     length = min(int(random.integers(*PROMPT_TOKENS, endpoint=True)), size)
     begin = int(random.integers(0, size - length, endpoint=True))
     prompts = windows[:, begin : begin + length]

@@ -1,130 +1,35 @@
-"""The training loop."""
+"""The training: transformers' `Trainer` with Muon, and with a loss on the model's own loops."""
 
 from __future__ import annotations
 
-import math
-import os
 import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from rich.progress import Progress
+from numpy.typing import NDArray
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
-from demo_training.optimizers import build_optimizers, learning_rate_factor, set_learning_rates
-from demo_training.own_text import in_repeated_cycle, own_text, own_text_loss
+from demo_training.own_text import own_text, own_text_loss
 from demo_training.settings import TrainingError, TrainingSettings, flag
-from demo_training.token_data import TokenData
-from demo_training.tokenizer import END_OF_TEXT_ID
-
-RECENT_STEPS = 50
-"""Number of steps in the reported mean loss; the loss of a single batch is noisy."""
+from demo_training.tokens import END_OF_TEXT_ID, Tokens
 
 
-@dataclass
-class TrainingRun:
-    """The state of a training, which checkpoints store."""
-
-    model: LlamaForCausalLM
-    optimizers: list[torch.optim.Optimizer]
-    losses: list[float] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-    own_texts: tuple[torch.Tensor, int] | None = None
-    """The model's latest set of own texts, and the length of its prompts."""
-
-    @property
-    def step(self) -> int:
-        """Number of steps so far."""
-        return len(self.losses)
-
-    @property
-    def recent_loss(self) -> float:
-        """Mean loss of the last `RECENT_STEPS` steps."""
-        return sum(self.losses[-RECENT_STEPS:]) / len(self.losses[-RECENT_STEPS:])
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device `name`, and try it now, before the data is prepared."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise TrainingError(f"--device {name} cannot be used here ({reason}): try --device cpu") from error
-    return device
-
-
-class StopRequest:
-    """Delay Ctrl-C and SIGTERM to the end of a step, as half a step cannot be resumed exactly."""
-
-    def __init__(self) -> None:
-        self.made = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._make)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _make(self, number: int, frame: FrameType | None) -> None:
-        self.made = True
-        # Not print, as a handler may interrupt another write to the same stream.
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once, without a checkpoint\n")
-        # A second Ctrl-C ends the process at once.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def start_run(settings: TrainingSettings, device: torch.device) -> TrainingRun:
-    """Start with the weights of `start_from`, or with random ones."""
-    model = _loaded(settings) if settings.start_from else _drawn(settings)
-    model = model.float().to(device)
-    return TrainingRun(model=model, optimizers=build_optimizers(model, settings))
-
-
-def _loaded(settings: TrainingSettings) -> LlamaForCausalLM:
-    try:
-        model = LlamaForCausalLM.from_pretrained(settings.start_from, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"--start-from {settings.start_from} holds no model that can be loaded ({error}): give the folder "
-            "of a model that this tool has written"
-        ) from error
-    config = model.config
-    for name, there in (
-        ("vocab_size", config.vocab_size),
-        ("hidden_size", config.hidden_size),
-        ("intermediate_size", config.intermediate_size),
-        ("layers", config.num_hidden_layers),
-        ("heads", config.num_attention_heads),
-        ("max_positions", config.max_position_embeddings),
-    ):
-        # The record names these settings, so they must match the model.
-        if getattr(settings, name) != there:
-            raise TrainingError(
-                f"{flag(name)} {getattr(settings, name)} is not that of --start-from {settings.start_from}: "
-                f"give {flag(name)} {there}"
-            )
-    return model
-
-
-def _drawn(settings: TrainingSettings) -> LlamaForCausalLM:
-    # Drawn on the CPU, so that weights are equal for every device.
+def initial_model(settings: TrainingSettings) -> LlamaForCausalLM:
+    """Return the model that a training begins with: random, or that of `start_from`."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
@@ -139,110 +44,165 @@ def _drawn(settings: TrainingSettings) -> LlamaForCausalLM:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
     )
-    return LlamaForCausalLM(config)
+    if not settings.start_from:
+        return LlamaForCausalLM(config)
+    try:
+        model = LlamaForCausalLM.from_pretrained(settings.start_from, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--start-from {settings.start_from} cannot be loaded ({error})") from error
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "max_positions": "max_position_embeddings"}
+    for name in ("vocab_size", "hidden_size", "intermediate_size", *names):
+        field = names.get(name, name)
+        wanted, found = getattr(config, field), getattr(model.config, field)
+        if wanted != found:
+            raise TrainingError(
+                f"{flag(name)} {wanted} is not that of --start-from {settings.start_from}: give {flag(name)} {found}"
+            )
+    return model
 
 
-def train(
-    run: TrainingRun,
-    data: TokenData,
-    settings: TrainingSettings,
-    progress: Progress,
-    save: Callable[[], None],
-    save_seconds: float,
-) -> bool:
-    """Train until the last step or a stop request; return whether the run is finished.
+class Optimizers(Optimizer):
+    """Muon for the matrices inside of the layers, AdamW for the rest; with `adamw`, AdamW for everything.
 
-    `save` is called about every `save_seconds`, and before a stop.
+    The embedding is two-dimensional too, but a table of rows, not a map between spaces. Muon's orthogonal updates only
+    suit maps.
     """
-    # Ten validations per run, but fewer in a short one, so that training takes most of the time.
-    validate_every = max(settings.steps // 10, 4 * -(-settings.validation_tokens // settings.batch_tokens))
-    task = progress.add_task("training", total=settings.steps, completed=run.step, loss="…", rate="…")
-    last_save = time.monotonic()
-    with StopRequest() as stop:
-        while run.step < settings.steps:
-            began = time.monotonic()
-            loss = train_step(run, data, settings)
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss became {loss} in step {run.step + 1}: choose a lower --muon-lr (now "
-                    f"{settings.muon_lr}) or --adamw-lr (now {settings.adamw_lr})"
-                )
-            run.losses.append(loss)
-            rate = settings.batch_tokens / (time.monotonic() - began)
-            if run.step % validate_every == 0 or run.step == settings.steps:
-                _validate(run, data, settings, progress)
-            run.seconds += time.monotonic() - began
-            progress.update(task, completed=run.step, loss=f"{run.recent_loss:.3f}", rate=f"{rate:,.0f}")
-            if stop.made or time.monotonic() - last_save >= save_seconds:
-                save()
-                last_save = time.monotonic()
-            if stop.made:
-                break
-    return run.step == settings.steps
+
+    def __init__(self, model: LlamaForCausalLM, settings: TrainingSettings) -> None:
+        matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
+        self._parts: list[Optimizer] = []
+        if settings.optimizer == "muon":
+            if not hasattr(torch.optim, "Muon"):
+                raise TrainingError("--optimizer muon needs torch 2.9 or later: update torch, or give --optimizer adamw")
+            self._parts.append(torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=0.0))
+        inside = {id(one) for part in self._parts for group in part.param_groups for one in group["params"]}
+        rest = [one for one in model.parameters() if id(one) not in inside]
+        self._parts.append(AdamW(rest, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0))
+        super().__init__(rest, {})
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        """See `Optimizer`."""
+        for part in self._parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Optimizer`."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Optimizer`."""
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
 
 
-def train_step(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> float:
-    """Run one optimizer step; return the loss before it."""
-    set_learning_rates(run.optimizers, learning_rate_factor(run.step, settings))
-    loss = _loss(run.model, data.batch(run.step), settings)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if settings.own_text_weight:
-        weighted = settings.own_text_weight * own_text_loss(run.model, *_own_texts(run, data, settings), settings)
-        weighted.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
+    """Return the share of the full learning rate: 1, then a linear decay to 0 one step after the last."""
+    return min(1.0, (1 - step / settings.steps) / (1 - settings.decay_from))
 
 
-def _own_texts(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> tuple[torch.Tensor, int]:
-    """Return this step's part of the own texts, and the length of their prompts."""
-    number, turn = divmod(run.step, settings.own_text_steps)
-    if turn == 0 or run.own_texts is None:
-        windows = torch.from_numpy(data.own_text_windows(number)).to(run.model.device)
-        run.own_texts = own_text(run.model, windows, settings.own_text_tokens, (settings.seed, number))
-    text, prompt_length = run.own_texts
-    return text[turn :: settings.own_text_steps], prompt_length
+class CtrlC(TrainerCallback):  # type: ignore[misc]
+    """A context in which Ctrl-C saves a checkpoint, and stops the training after the step.
+
+    Args:
+        steps: Number of steps that share a set of own texts; checkpoints are saved between sets.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._pressed = False
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, *_: object) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop between two sets of own texts."""
+        if self._pressed and state.global_step % self._steps == 0:
+            control.should_save = control.should_training_stop = True
 
 
-@torch.no_grad()
-def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
-    """Return the mean loss per held-out token."""
-    total, windows = 0.0, 0
-    for batch in data.validation_batches():
-        total += _loss(model, batch, settings).item() * len(batch)
-        windows += len(batch)
-    return total / windows
+class DemoTrainer(Trainer):  # type: ignore[misc]
+    """Trainer of windows of tokens, with a loss on cycles in own text."""
+
+    def __init__(self, model: LlamaForCausalLM, tokens: Tokens, settings: TrainingSettings, **more: Any) -> None:
+        self._settings, self._windows = settings, tokens.training
+        self._own: tuple[torch.Tensor, int] | None = None
+        data = {"train_dataset": _rows(tokens.training), "eval_dataset": _rows(tokens.validation)}
+        optimizer = Optimizers(model, settings)
+        scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+        super().__init__(model, optimizers=(optimizer, scheduler), **data, **more)
+
+    def compute_loss(
+        self, model: LlamaForCausalLM, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any
+    ) -> Any:
+        """Return the mean loss of the windows, and in training that of own texts."""
+        ids = inputs["labels"]
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        if model.training and self._settings.own_text_weight:
+            loss = loss + self._settings.own_text_weight * own_text_loss(model, *self._own_texts(model))
+        return (loss, {}) if return_outputs else loss
+
+    def _own_texts(self, model: LlamaForCausalLM) -> tuple[torch.Tensor, int]:
+        """Return this step's part of the own texts, and the length of their prompts."""
+        settings = self._settings
+        number, turn = divmod(self.state.global_step, settings.own_text_steps)
+        if turn == 0 or self._own is None:
+            random = np.random.default_rng((settings.seed, number))
+            rows = random.integers(0, len(self._windows), settings.own_text_rows * settings.own_text_steps)
+            windows = torch.from_numpy(self._windows[rows, :-1].astype(np.int64)).to(model.device)
+            self._own = own_text(model, windows, settings.own_text_tokens, random)
+        text, prompt_length = self._own
+        return text[turn :: settings.own_text_steps], prompt_length
 
 
-def own_text_cycle_share(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
-    """Return the share of repeated cycles in the model's own text after held-out prompts."""
-    batch = next(data.validation_batches())
-    windows = torch.from_numpy(batch[:, :-1]).to(model.device)
-    text, prompt_length = own_text(model, windows, settings.own_text_tokens, (settings.seed,))
-    return in_repeated_cycle(text)[:, prompt_length:].float().mean().item()
+def _rows(windows: NDArray[Any]) -> Any:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(windows)
+
+        def __getitem__(self, row: int) -> dict[str, NDArray[np.int64]]:
+            return {"labels": windows[row].astype(np.int64)}
+
+    return Rows()
 
 
-def _loss(model: LlamaForCausalLM, batch: npt.NDArray[np.int64], settings: TrainingSettings) -> torch.Tensor:
-    device = model.device
-    tokens = torch.from_numpy(batch).to(device)  # [B, S + 1]
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [B, S, V]
-    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def _validate(run: TrainingRun, data: TokenData, settings: TrainingSettings, progress: Progress) -> None:
-    held_out = validation_loss(run.model, data, settings)
-    entry: dict[str, Any] = {
-        "step": run.step,
-        "tokens": run.step * settings.batch_tokens,
-        "train_loss": round(run.recent_loss, 4),
-        "validation_loss": round(held_out, 4),
-    }
-    line = f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
-    if settings.own_text_weight:
-        entry["own_text_cycle_share"] = round(own_text_cycle_share(run.model, data, settings), 4)
-        line += f", {entry['own_text_cycle_share']:.0%} of its own text in cycles"
-    run.validations.append(entry)
-    progress.console.print(line)
+def run_trainer(
+    model: LlamaForCausalLM, tokens: Tokens, settings: TrainingSettings, folder: Path, checkpoint_steps: int
+) -> DemoTrainer:
+    """Train until the last step or Ctrl-C; continue the last checkpoint in `folder`, if any."""
+    between = settings.own_text_steps if settings.own_text_weight else 1
+    size = settings.batch_tokens // settings.sequence_length
+    every = max(settings.steps // 10, 1)
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=size,
+        per_device_eval_batch_size=size,
+        max_grad_norm=1.0,
+        bf16=settings.dtype == "bfloat16",
+        use_cpu=settings.device == "cpu",
+        seed=settings.seed,
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        save_steps=between * max(1, checkpoint_steps // between),
+        save_total_limit=2,
+        report_to="none",
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+    )
+    with CtrlC(between) as ctrl_c:
+        trainer = DemoTrainer(model, tokens, settings, args=arguments, callbacks=[ctrl_c])
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    return trainer
