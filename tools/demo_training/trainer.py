@@ -73,7 +73,7 @@ class Optimizers(Optimizer):
         self._parts: list[Optimizer] = []
         if settings.optimizer == "muon":
             if not hasattr(torch.optim, "Muon"):
-                raise TrainingError("--optimizer muon needs torch 2.9 or later: update torch, or give --optimizer adamw")
+                raise TrainingError("--optimizer muon needs torch 2.9 or later: update it, or give --optimizer adamw")
             self._parts.append(torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=0.0))
         inside = {id(one) for part in self._parts for group in part.param_groups for one in group["params"]}
         rest = [one for one in model.parameters() if id(one) not in inside]
