@@ -150,16 +150,18 @@ build/vllm: constraints-vllm.txt pyproject.toml
 test-vllm: build/vllm  ## The tests that need vLLM: its texts with our drafts and without, and what we rely on
 	$</bin/python -m pytest --noconftest tests/integrations/test_vllm_engine.py
 
-# Each pair in a new environment below build/versions.
-TRANSFORMERS ?= oldest newest latest
-PYTHONS ?= all
-test-versions:  ## Imports, the README's snippets and 40 random cases with the oldest and newest transformers of the declared range, the newest release, and each Python that is here (five minutes each); TRANSFORMERS="5.17 5.20" and PYTHONS="3.10 3.14" (or none) choose, RECORD=1 adds rows to the repository
+# In a folder of its own, like torchao. tox makes the environments below build/versions.
+build/tox: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ tox
+	touch $@
+
+ENVIRONMENTS ?= ALL
+test-versions: build/tox  ## Imports, the README's snippets and 40 random cases in each environment of tox.ini: the oldest and newest transformers of the declared range, the newest release, and each Python that is here (five minutes each); ENVIRONMENTS="oldest py310" chooses, RECORD=1 adds rows to the repository
 	mkdir -p $(OUT)/benchmarks/results
-	$(PYTHON) tools/versions.py --transformers $(TRANSFORMERS) --pythons $(PYTHONS) \
+	PYTHONPATH=build/tox $(BIN)/python -m tox run --recreate -e $(shell echo $(ENVIRONMENTS) | tr ' ' ,) -- \
 		--output $(OUT)/benchmarks/results/versions.jsonl
 
-test-newest: TRANSFORMERS = newest
-test-newest: PYTHONS = none
+test-newest: ENVIRONMENTS = newest
 test-newest: test-versions  ## The same with the newest transformers that pyproject.toml allows alone
 
 # docker, or a program with its commands that needs no daemon: ENGINE='podman --runtime runc' RUN='--network host'

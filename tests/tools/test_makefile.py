@@ -17,7 +17,7 @@ WRITERS = (
     *("bench", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
     *("standard", "tables", "test-page", "test-versions", "trl"),
 )
-INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
+INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/tox", "build/vllm")
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 

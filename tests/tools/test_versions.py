@@ -1,9 +1,8 @@
-"""Declared versions, the versions that `tools/versions.py` tries, and warnings about untried ones."""
+"""Declared versions, the versions of tox.ini, and warnings about untried ones."""
 
 from __future__ import annotations
 
 import json
-import platform
 import re
 import runpy
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 import transformers
 
 import lookahead.backends.transformers
-import versions
-from versions import LATEST, NEWEST, OLDEST, Project, interpreter, keep
+from versions import keep
 
 ROOT = Path(__file__).parents[2]
 _WITHOUT_NUMBA = """
@@ -32,19 +30,21 @@ def _python(code: str, argument: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True)
 
 
-def test_the_declared_pythons_are_3_10_to_3_14_and_the_ranges_are_read() -> None:
-    project = Project.read()
-    assert project.pythons == ("3.10", "3.11", "3.12", "3.13", "3.14")
-    oldest = re.fullmatch(r"transformers==(5\.\d+)\.\*", project.requirement(OLDEST))
-    assert oldest is not None
-    assert project.requirement(NEWEST).startswith(f"transformers>={oldest[1]},<5.")
-    assert project.requirement(LATEST) == "transformers"
-    assert project.requirement("5.20") == "transformers==5.20.*"
+def requirement() -> str:
+    """Return the range of transformers in pyproject.toml."""
+    return re.findall(r'"(transformers>=[^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
+
+
+def test_the_environments_are_those_of_the_declared_versions() -> None:
+    names = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    assert "py3{" + ",".join(names) + "}" in text
+    (oldest,) = re.findall(r"oldest: .* transformers==(5\.\d+)\.\*", text)
+    assert requirement().startswith(f"transformers>={oldest},<5.")
 
 
 def test_versions_outside_of_the_declared_range_are_warned_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    major, end = re.findall(r",<(\d+)\.(\d+)", Project.read().transformers)[0]
-    beginning = Project.read().requirement(OLDEST).removeprefix("transformers==").removesuffix(".*")
+    beginning, major, end = re.findall(r">=([\d.]+),<(\d+)\.(\d+)", requirement())[0]
     newest = f"{major}.{int(end) - 1}"
     all_said = {}
     for version in (f"{newest}.0", f"{beginning}.3", f"{major}.{end}.0.dev0", "5.16.1"):
@@ -71,20 +71,6 @@ def test_a_free_threaded_python_without_numba_is_refused_in_one_sentence() -> No
     assert _python(_WITHOUT_NUMBA, "").returncode == 0
 
 
-def test_the_python_that_runs_this_is_found_or_none_is(tmp_path: Path) -> None:
-    name = ".".join(platform.python_version_tuple()[:2])
-    shim = tmp_path / f"python{name}"  # belongs to another version
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
-    environment = dict.fromkeys(("PATH", "PYENV_ROOT"), str(tmp_path))
-    assert interpreter(name, environment) is None
-    (tmp_path / "versions" / f"{name}.1" / "bin").mkdir(parents=True)
-    own = tmp_path / "versions" / f"{name}.1" / "bin" / "python"
-    own.symlink_to(sys.executable)
-    assert interpreter(name, environment) == str(own)
-    assert interpreter("3.99", environment) is None
-
-
 def _row(python: str, release: str, passed: bool = True) -> dict[str, object]:
     counts = {"modules": 3, "snippets": 5, "equal": 40, "wrong": 0, "tokens": 1}
     versions_ = {"python": python, "transformers": release, "torch": "2", "numba": "0"}
@@ -98,36 +84,3 @@ def test_rows_are_replaced_and_sorted_by_their_versions(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     order = [(row["python"], row["transformers"]) for row in rows]
     assert order == [("3.9.1", "5.24.0"), ("3.10.1", "5.9.0"), ("3.10.4", "5.17.2")]
-
-
-def newest_is(release: str, monkeypatch: pytest.MonkeyPatch, passed: bool = True) -> None:
-    """Let the newest release be that one, and whatever is tried pass or fail."""
-    tried = {
-        "_release": lambda _, version, project: release if version == LATEST else "5.24.0",
-        "try_version": lambda *arguments: _row("3.11.1", release, passed),
-    }
-    for name, function in tried.items():
-        monkeypatch.setattr(versions, name, function)
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_a_release_outside_of_the_range_is_tried_and_fails_nothing(
-    passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    newest_is("5.99.0", monkeypatch, passed)
-    output = tmp_path / "rows.jsonl"
-    assert versions.main(["--transformers", LATEST, "--pythons", "none", "--output", str(output)]) == 0
-    summary = capsys.readouterr().out.splitlines()[-1]
-    assert summary.startswith(
-        "transformers 5.99.0 works: the range" if passed else "transformers 5.99.0 does not work yet"
-    )
-    assert not output.exists()
-    assert versions.main(["--transformers", NEWEST, "--pythons", "none"]) == (0 if passed else 1)
-
-
-def test_a_newest_release_inside_of_the_range_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newest_is("5.24.0", monkeypatch)
-    assert versions.main(["--transformers", LATEST, "--pythons", "none"]) == 0
-    assert capsys.readouterr().out == "transformers: the newest release is in the declared range\n"
