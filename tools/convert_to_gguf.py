@@ -39,23 +39,6 @@ TYPES = {
 BY_LLAMA_CPP = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M}
 """Mixtures of types, which llama.cpp chooses tensor by tensor."""
 
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 class ConversionError(ValueError):
     """A checkpoint that this tool does not know how to write."""
@@ -189,6 +172,7 @@ _GPT2_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 def _weights(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Names and weights as llama.cpp has them, in float32."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118, it is no dictionary
             weight = file.get_tensor(name).to(torch.float32).numpy()
@@ -196,14 +180,7 @@ def _weights(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, NDArray[
                 weight = _interleaved(weight, config["num_attention_heads"])
             elif "k_proj" in name:
                 weight = _interleaved(weight, config["num_key_value_heads"])
-            yield _name(name), np.ascontiguousarray(weight)
-
-
-def _name(name: str) -> str:
-    if name in _NAMES:
-        return _NAMES[name]
-    _, _, layer, *rest = name.removesuffix(".weight").split(".")
-    return f"blk.{layer}.{_LAYER_NAMES['.'.join(rest)]}.weight"
+            yield names.get_name(name, [".weight"]), np.ascontiguousarray(weight)
 
 
 def _interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

@@ -19,6 +19,7 @@ import argparse
 import ast
 import difflib
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -42,17 +43,17 @@ FOLDER = ROOT / "build" / "mutants"
 COPIED = ("src", "tests", "tools", "benchmarks", "examples", "hub", "docs", "pyproject.toml", "README.md", "Makefile")
 
 _BACKEND = "backends/transformers"
-_ROWS = ("backends/test_packed_rows.py", "backends/test_engine.py", "backends/test_engine_model.py")
+_ROWS = ("backends/test_engine.py", "backends/test_packed_rows.py", "backends/test_engine_model.py")
 _STATIC = ("backends/test_static_engine.py", "backends/test_simulated_cuda.py")
 _SERVING = ("serving/test_serving_engine.py", "backends/test_engine_model.py")
 TARGETS = {
     "core/walk.py": ("core/test_walk.py", "core/test_step.py"),
     "core/forest.py": ("core/test_token_tree.py", "core/test_walk.py", "backends/test_packed_rows.py"),
     "core/token_tree.py": ("core/test_token_tree.py", "core/test_walk.py", "core/test_step.py"),
-    "core/packed_masks.py": ("backends/test_tree_attention.py", "core/test_token_tree.py"),
+    "core/packed_masks.py": ("core/test_token_tree.py", *_ROWS[:2], "backends/test_tree_attention.py"),
     "core/sequence.py": ("core/test_walk.py", "core/test_step.py", "drafting/test_drafting_fails.py"),
     f"{_BACKEND}/layouts.py": _ROWS,
-    f"{_BACKEND}/masks.py": ("backends/test_sliding_layers.py", "backends/test_tree_cache.py", *_ROWS),
+    f"{_BACKEND}/masks.py": ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS),
     f"{_BACKEND}/tree_cache.py": ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS),
     f"{_BACKEND}/rows.py": (*_ROWS, *_STATIC),
     f"{_BACKEND}/pooled_rows.py": ("backends/test_engine_model.py", *_STATIC),
@@ -60,7 +61,7 @@ TARGETS = {
     f"{_BACKEND}/sampler.py": ("backends/test_noise.py", "api/test_sampling_exactness.py", "api/test_processors.py"),
     f"{_BACKEND}/chain_cache.py": (
         *("backends/test_chains.py", "backends/test_model_check.py"),
-        *("api/test_running_states.py", "api/test_encoder_decoders.py"),
+        *("api/test_encoder_decoders.py", "api/test_running_states.py"),
     ),
     f"{_BACKEND}/snapshots.py": ("backends/test_model_check.py", "api/test_changed_models.py"),
     "serving/selecting.py": ("api/test_processors.py", "api/test_compatibility.py", *_SERVING),
@@ -267,7 +268,7 @@ def try_mutants(mutants: Sequence[Mutant], checkout: Checkout, output: Path, bro
         begin = time.monotonic()
         text = mutated(mutant)
         assert text is not None
-        tests, seconds = (BROAD, 900) if broad else (TARGETS[mutant.file], 120)
+        tests, seconds = (BROAD, 900) if broad else (TARGETS[mutant.file], 240)
         result, test = checkout.test(mutant.file, text, tests, seconds)
         lines = difflib.unified_diff(original(mutant.file).splitlines(), text.splitlines(), n=0, lineterm="")
         diff = [line for line in lines if line[:3] not in ("---", "+++", "@@ ")]
@@ -276,6 +277,19 @@ def try_mutants(mutants: Sequence[Mutant], checkout: Checkout, output: Path, bro
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{result:9} {mutant.file}:{mutant.line} {mutant.operator} {test}", flush=True)
+
+
+def import_libraries(tests: Sequence[str]) -> None:
+    """Import the modules that tests need, those of this checkout left out: it takes longer than many tests."""
+    code = "import pytest, sys; pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', *sys.argv[1:]]); "
+    code += "print(*[name for name, one in sys.modules.items() if getattr(one, '__file__', None) and "
+    code += "'{root}' not in one.__file__ and '__' not in name], file=sys.stderr)"
+    call = [sys.executable, "-c", code.format(root=ROOT), *(f"tests/{test}" for test in tests)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    found = subprocess.run(call, env=environment, capture_output=True, text=True, cwd=ROOT)
+    for name in found.stderr.splitlines()[-1].split():
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 def compiled_stamp() -> str:
@@ -331,9 +345,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.table:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork
-        import torch  # noqa: F401
-        from transformers.models.llama import modeling_llama  # noqa: F401
-
+        import_libraries(sorted({test for tests in TARGETS.values() for test in tests}))
         checkout = Checkout(options.number, compiled_stamp())
         mutants = sample(options.only, options.count, options.seed)[options.number :: options.of]
         for broad in (False,) if options.first else (False, True):

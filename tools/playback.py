@@ -185,8 +185,9 @@ class RecordedTokens:
         """Do nothing, as no random numbers are recorded."""
 
     @classmethod
-    def look_ahead_rows(cls, *arguments: Any) -> None:
-        """See `Sampler`."""
+    def look_ahead_rows(cls, *arguments: Any) -> Sequence[Any]:
+        """Select nothing in advance."""
+        return ()
 
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
         """Nothing: nobody waits for recorded tokens."""
