@@ -189,8 +189,8 @@ class RecordedTokens:
         """Select nothing in advance."""
         return ()
 
-    def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
-        """Nothing: nobody waits for recorded tokens."""
+    def advance(self, tokens: int) -> None:
+        """Do nothing, as no tokens are selected before a walk."""
 
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
         """See `Sampler`."""

@@ -8,9 +8,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def sent(budget: FixedBudget, likely: list[float]) -> int:
-    counts: list[int] = []
-    budget.offer(np.array(likely), counts.append)
-    return counts[0]
+    return budget.choose(np.array(likely))
 
 
 def test_all_candidates_are_sent_up_to_a_number_of_nodes() -> None:

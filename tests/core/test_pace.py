@@ -58,7 +58,7 @@ class Text:
             sent, accepted, longer = [0], 0, 1.0
             row.begin()
             if not row.backs_off:
-                row.offer(np.full(row.max_candidates, likely), sent.append)
+                sent.append(row.choose(np.full(row.max_candidates, likely)))
             rests = row.backs_off
             if not rests:
                 accepted, longer = next(drafts)
@@ -203,7 +203,7 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
             ease, sent = generator.choice([0.1, 0.6, 0.97]), [0 if nodes is None else nodes - 1]
             row.begin()
             if nodes is None and not row.backs_off:
-                row.offer(ease ** np.arange(1, row.max_candidates + 1), sent.append)
+                sent.append(row.choose(ease ** np.arange(1, row.max_candidates + 1)))
             is_plain = nodes is None and row.backs_off
             accepted = 0
             while accepted < sent[-1] and generator.random() < ease:
@@ -372,7 +372,7 @@ def test_nodes_are_worth_more_early_in_a_text_but_for_chains_and_where_they_teac
         counts = []
         for _ in range(100):
             row.begin(teaches)
-            row.offer(likely, counts.append)
+            counts.append(row.choose(likely))
         return counts
 
     first, second = sent(PacedRow(Pace(costs))), sent(PacedRow(Pace(costs)))
@@ -409,7 +409,7 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
             row.begin()
             if not row.backs_off:
                 steps_with_search.append(step)
-                row.offer(np.zeros(0), lambda chosen: None)
+                row.choose(np.zeros(0))
             pace.book(StepTime(1, 100, 1.0, 1, 1, False))
         return steps_with_search
 
@@ -434,7 +434,7 @@ def test_searches_without_drafts_stay_within_the_allowed_loss() -> None:
     for _ in range(2000):
         row.begin()
         if not row.backs_off:
-            row.offer(np.zeros(0), lambda chosen: None)
+            row.choose(np.zeros(0))
         searched += pace.searches
         pace.book(StepTime(1, 100, 1.05 if pace.searches else 1.0, 1, 1, pace.searches))
     assert 0 < searched * 0.05 <= LOSS * 2000 + FIXED_LOSS

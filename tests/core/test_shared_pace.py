@@ -23,13 +23,10 @@ def shared_of(slope: float = 0.01, nodes: int | None = None) -> SharedPace:
 
 def send(shared: SharedPace, offers: list[list[float]], teaching: int | None = None) -> list[int]:
     """Return the number of candidates sent for each row."""
-    sent = [0] * len(offers)
     for place in range(len(offers)):
         shared.begin(teaching is None or place < teaching)
-    for place, likely in enumerate(offers):
-        shared.offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
-    shared.share_out(len(offers))
-    return sent
+    likely = np.array([probability for offer in offers for probability in offer])
+    return shared.share(likely, np.array([*map(len, offers)]), len(offers)).tolist()
 
 
 @pytest.mark.parametrize("seed", range(10))

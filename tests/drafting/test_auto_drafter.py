@@ -201,6 +201,7 @@ class Stingy:
     """A budget that accepts two nodes, and records its offers."""
 
     backs_off = False
+    is_shared = False
     min_probability = 0.0
     max_candidates = 24
 
@@ -211,9 +212,9 @@ class Stingy:
     def begin(self, teaches: bool = True) -> None:
         self.taught.append(teaches)
 
-    def offer(self, likely: NDArray[np.float64], send: Callable[[int], None], pending: int = 1) -> None:
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
         self.offers.append(likely.tolist())
-        send(2)
+        return 2
 
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:

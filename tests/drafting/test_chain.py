@@ -106,13 +106,13 @@ def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
     row = PacedRow(pace, resends=True)
     for pending in (3, 12):
         row.begin()
-        row.offer(sure, sent.append, pending)
+        sent.append(row.choose(sure, pending))
     for nodes in (8, 16):
         pace.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
         for _ in range(PLAIN_STEPS):
             pace.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
         row.begin()
-        row.offer(sure, sent.append, 3)
+        sent.append(row.choose(sure, 3))
     assert sent == [5, 0, 13, 29]
 
 
@@ -127,10 +127,15 @@ def test_a_budget_shared_with_others_cuts_chains() -> None:
     drafters = [AutoDrafter(None, shared, sources=[source], chains=True) for source in sure]
     shared.begin_step(2)
     trees = [TokenTree([5]), TokenTree([6])]
+    offers = []
     for drafter, tree in zip(drafters, trees, strict=True):
         drafter.start([tree.tokens[0]])
-        drafter.propose(tree)
-    shared.share_out(len(trees))
+        likely = drafter.find(tree)
+        assert likely is not None
+        offers.append(likely)
+    counts = shared.share(np.concatenate(offers), np.array([*map(len, offers)]), len(trees))
+    for drafter, tree, count in zip(drafters, trees, counts.tolist(), strict=True):
+        drafter.send(tree, count)
     assert [tree.tokens for tree in trees] == [[5, 1, 2, 3], [6]]
 
 

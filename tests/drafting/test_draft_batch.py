@@ -144,7 +144,9 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
             for drafter, tree in zip(together, trees, strict=True):
                 drafter.propose(tree)
         else:
-            together[0].together.propose_rows(together, Roots(trees), range(3))
+            batch, roots = together[0].together, Roots(trees)
+            _, counts = batch.find_rows(together, roots, range(3))
+            batch.send_rows(together, roots, range(3), counts)
         for drafter, tree in zip(apart, alone, strict=True):
             drafter.propose(tree)
         if step == 0:  # later, each text also uses the other texts' lessons

@@ -7,18 +7,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
 from lookahead.backends.forward_result import pass_result
+from lookahead.core.drafts import observe, propose
 from lookahead.core.forest import Forest
+from lookahead.core.pace import Pace
 from lookahead.core.protocols import NoDrafter
 from lookahead.core.results import StepResult, StepResults, Walk, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
-from lookahead.core.step import Batch, observe, propose, step
+from lookahead.core.shared_pace import SharedPace
+from lookahead.core.step import Batch, step
+from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy
@@ -234,9 +239,13 @@ def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any,
 class Together:
     """A group that drafts for all rows in one call, and fails if one row fails."""
 
-    def propose_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> None:
-        for drafter, row in zip(drafters, rows, strict=True):
-            drafter.propose(roots.tree(row))
+    def find_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> tuple[Any, Any]:
+        found = [drafter.find(roots.tree(row)) for drafter, row in zip(drafters, rows, strict=True)]
+        return np.concatenate(found), np.ones(len(found), dtype=np.int64)
+
+    def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: Any) -> None:
+        for drafter, row, count in zip(drafters, rows, counts.tolist(), strict=True):
+            drafter.send(roots.tree(row), count)
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
         for drafter, row in zip(drafters, rows, strict=True):
@@ -247,6 +256,7 @@ class InGroup:
     """A drafter of one token that may fail in one of its methods."""
 
     top_k = 0
+    shares = True
 
     def __init__(self, together: Together, fails: str) -> None:
         self.together, self._fails = together, fails
@@ -254,10 +264,13 @@ class InGroup:
     def start(self, prompt: Sequence[int]) -> None:
         """Nothing to begin."""
 
-    def propose(self, tree: TokenTree) -> None:
-        tree.add_candidates([4])
-        if self._fails == "propose":
-            raise KeyError("propose")
+    def find(self, tree: TokenTree) -> Any:
+        if self._fails == "find":
+            raise KeyError("find")
+        return np.array([0.9])
+
+    def send(self, tree: TokenTree, count: int) -> None:
+        tree.add_candidates([4] * count)
 
     def observe(self, result: StepResult) -> None:
         if self._fails == "observe":
@@ -267,10 +280,8 @@ class InGroup:
         return {}
 
 
-@pytest.mark.parametrize("member", ["propose", "observe"])
-def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(
-    member: Literal["propose", "observe"],
-) -> None:
+@pytest.mark.parametrize("member", ["find", "observe"])
+def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(member: Literal["find", "observe"]) -> None:
     together = Together()
     sequences = [
         SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")
@@ -280,11 +291,13 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(
     results = StepResults(forest, pass_result(forest, torch.eye(3, 5), 0), Walks(forest))
     for row in range(3):
         results.walks.set(row, Walk([], [4], False))
-    ask = partial(propose, sequences, Roots(trees)) if member == "propose" else partial(observe, sequences, results)
+    pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes=64)
+    pace.begin_step(3)
+    ask = partial(observe, results=results) if member == "observe" else partial(propose, roots=Roots(trees), pace=pace)
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
-        ask(range(3))
+        ask(sequences, rows=range(3))
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
-    if member == "propose":
+    if member == "find":
         assert [len(tree) for tree in trees[::2]] == [2, 2]
 
 
@@ -301,7 +314,9 @@ def test_a_trace_goes_on() -> None:
 class NothingToShare:
     """A pace that fails to share the nodes of a step."""
 
-    def share_out(self, pending: int) -> None:
+    is_shared = True
+
+    def share(self, *arguments: object) -> None:
         raise ArithmeticError("nothing to share")
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.compiled import FIRST, compiled
-from lookahead.core.protocols import Send
 from lookahead.core.step_costs import PLAIN, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 
@@ -154,7 +153,6 @@ class Pace:
         return pace
 
     is_shared = False
-    """Whether candidates of all rows compete for the nodes of a step."""
 
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of `rows` rows (`StepPace.begin_step`)."""
@@ -164,8 +162,9 @@ class Pace:
         """Return the budget of one text; arguments as for `PacedRow`."""
         return PacedRow(self, resends, max_nodes)
 
-    def share_out(self, pending: int) -> None:
-        """Do nothing, as each row chooses by itself (`StepPace.share_out`)."""
+    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
+        """Return 0 for each row: the budgets of rows choose (`StepPace.share`)."""
+        return np.zeros_like(counts)
 
     @property
     def is_new(self) -> bool:
@@ -315,6 +314,7 @@ class PacedRow:
         max_nodes: Maximum number of nodes of a step, the root included.
     """
 
+    is_shared = False
     min_probability = 0.0
 
     def __init__(self, pace: Pace, resends: bool = False, max_nodes: int = MOST_CHOSEN_NODES) -> None:
@@ -339,8 +339,8 @@ class PacedRow:
             self.max_candidates = min(self._pace.max_nodes(taught), self._max_nodes) - 1
             self._taught = taught * (1 + 3 * math.exp(-self._searched / EARLY))
 
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """Choose among the candidates of a step (`StepBudget.offer`)."""
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+        """Return the number of candidates to send (`StepBudget.choose`)."""
         count = min(self.max_candidates, max(self._pace.room - pending, 0)) if self._resends else self.max_candidates
         chosen = self._pace.choose(likely[:count], pending, self._resends, taught=self._taught)
         self.backs_off = self._pace.in_rest  # the search was only a probe
@@ -348,7 +348,7 @@ class PacedRow:
             self._empty_probes = min(self._empty_probes + 1, 2)
             self._pace.credit.until_probe = REST << self._empty_probes
         self._pace.searches &= not self.backs_off
-        send(chosen)
+        return chosen
 
 
 @compiled

@@ -7,7 +7,7 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,19 +122,44 @@ class RowsDrafter(Protocol):
     def top_k_of(self, drafters: Sequence[Any]) -> int:
         """The largest `top_k` of several drafters."""
 
-    def propose_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> None:
-        """`propose` of several drafters, for these rows of a step, ascending."""
+    def find_rows(
+        self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """`SharingDrafter.find` of several drafters, for these rows of a step, ascending.
+
+        Returns:
+            Probability that each candidate is accepted, row after row; and the candidates of each row, `[rows]`.
+            `None` without a search.
+        """
+
+    def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]) -> None:
+        """`SharingDrafter.send` of several drafters, with the number of candidates of each row, `[rows]`."""
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
         """`observe` of several drafters, for these rows of a step."""
 
 
-Send = Callable[[int], None]
-"""Sends this number of candidates, the likeliest ones."""
+class SharingDrafter(Drafter, Protocol):
+    """A drafter whose candidates may compete with those of other rows."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether they compete, so that `find` and `send` are called instead of `propose`."""
+
+    def find(self, tree: TokenTree) -> NDArray[np.float64] | None:
+        """Return the probability that each candidate for `tree` is accepted, in the order of sending; `None` without a
+        search."""
+
+    def send(self, tree: TokenTree, count: int) -> None:
+        """Add the first `count` candidates to the tree."""
 
 
 class StepBudget(Protocol):
     """Decides how many candidates a step sends for one row."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether candidates compete with those of other rows, so that `StepPace.share` chooses."""
 
     @property
     def backs_off(self) -> bool:
@@ -155,33 +180,20 @@ class StepBudget(Protocol):
             teaches: Whether the drafter learns the predictions after its nodes; for several rows, in how many.
         """
 
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """Choose among the candidates of a step.
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+        """Return the number of candidates to send, the first ones; for budgets that are not shared.
 
         Args:
             likely: Probability that each is accepted, in the order of sending: about falling, `[candidates]`.
-            send: Called with how many are sent: at once, or when other rows have offered theirs.
             pending: Nodes of the row without them.
-        """
-
-
-class RowsBudget(StepBudget, Protocol):
-    """A budget that chooses among the candidates of several rows."""
-
-    def offer_rows(
-        self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]
-    ) -> None:
-        """Choose among the candidates of several rows.
-
-        Args:
-            likely: Probability that each is accepted, row after row, `[candidates]`.
-            counts: Candidates of each row, `[rows]`.
-            send: Called with the number of candidates that are sent of each row, when other rows have offered theirs.
         """
 
 
 class StepPace(Protocol):
     """Chooses the number of nodes of steps by the time that they take."""
+
+    is_shared: bool
+    """Whether candidates of all rows compete for the nodes of a step."""
 
     @property
     def searches(self) -> bool:
@@ -195,10 +207,12 @@ class StepPace(Protocol):
             temperature: Mean temperature of their sampling, 0 for greedy decoding.
         """
 
-    def share_out(self, pending: int) -> None:
-        """Choose among the candidates of all rows, after all drafters have proposed.
+    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
+        """Return the number of candidates of each row to send, `[rows]`.
 
         Args:
+            likely: Probability that each candidate is accepted, row after row in the order of sending, `[candidates]`.
+            counts: Candidates of each row, `[rows]`.
             pending: Nodes of the step besides the candidates.
         """
 
@@ -221,7 +235,7 @@ class FixedBudget:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    backs_off = False
+    backs_off = is_shared = False
 
     def __init__(self, nodes: int, min_probability: float = 0.0, *, least: float | None = None) -> None:
         if least is not None:
@@ -235,9 +249,9 @@ class FixedBudget:
     def begin(self, teaches: int = True) -> None:
         """See `StepBudget`."""
 
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
         """See `StepBudget`."""
-        send(min(len(likely), self.max_candidates))
+        return min(len(likely), self.max_candidates)
 
 
 class NoDrafter:

@@ -10,11 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.pace import TAUGHT, Pace
-from lookahead.core.protocols import Send
 from lookahead.core.step_time import StepTime
-
-_NO_CANDIDATES = np.zeros(0)
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class SharedPace:
@@ -37,14 +33,13 @@ class SharedPace:
     is_shared = True
 
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
-        self.backs_off = False
+        self.backs_off = True
         self.min_probability = 0.0
         self.rows = 0
         self._first = first
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
         self._pace: Pace | None = None
-        self._offers: list[tuple[NDArray[np.float64], NDArray[np.int64], Callable[[NDArray[np.int64]], None]]] = []
         self._teaching = 0  # rows of the step that learn from the predictions after their nodes
 
     def budget_of_text(self, resends: bool, max_nodes: int) -> SharedPace:
@@ -53,7 +48,6 @@ class SharedPace:
 
     def begin_step(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of `rows` rows with this mean sampling temperature."""
-        self._offers.clear()
         self.rows = rows
         self._teaching = 0
         if self._nodes is not None:
@@ -95,44 +89,12 @@ class SharedPace:
         """
         self._teaching += teaches
 
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """Offer a row's candidates; `send` is called once all rows have offered theirs."""
-        offered = likely[: self.max_candidates]
-        self.offer_rows(offered, np.array([len(offered)]), lambda counts: send(int(counts[0])))
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+        """Return 0: `share` chooses for all rows (`StepBudget.choose`)."""
+        return 0
 
-    def offer_rows(
-        self, likely: NDArray[np.float64], counts: NDArray[np.int64], send: Callable[[NDArray[np.int64]], None]
-    ) -> None:
-        """Offer the candidates of several rows (`RowsBudget.offer_rows`)."""
-        self._offers.append((likely, counts, send))
-
-    def share_out(self, pending: int) -> None:
-        """Choose among all offered candidates, and call each offer's `send`.
-
-        Args:
-            pending: Nodes of the step besides the candidates.
-        """
-        likely = np.concatenate([*(offered for offered, _, _ in self._offers), _NO_CANDIDATES])
-        counts = np.concatenate([*(counts for _, counts, _ in self._offers), _NO_ROWS])
-        sent = self.share(likely, counts, pending, self._teaching)
-        end = 0
-        for _, of_rows, send in self._offers:
-            begin = end
-            end = end + len(of_rows)
-            send(sent[begin:end])
-        self._offers.clear()
-
-    def share(
-        self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int, teaching: int
-    ) -> NDArray[np.int64]:
-        """Return the number of candidates of each row to send, `[rows]`.
-
-        Args:
-            likely: Probability that each candidate is accepted, row after row in the order of sending, `[candidates]`.
-            counts: Candidates of each row, `[rows]`.
-            pending: Nodes of the step besides the candidates.
-            teaching: Rows that learn from the predictions after their nodes.
-        """
+    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
+        """Return the number of candidates of each row to send (`StepPace.share`)."""
         if self.backs_off:
             return np.zeros_like(counts)
         order = np.argsort(-likely, kind="stable")  # stable: candidates of one row keep their order
@@ -140,7 +102,9 @@ class SharedPace:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
         else:
             room = max(self._pace.room - self.rows, self.rows)
-            sent = self._pace.choose(likely[order[:room]], pending, shared=True, taught=TAUGHT * teaching / self.rows)
+            sent = self._pace.choose(
+                likely[order[:room]], pending, shared=True, taught=TAUGHT * self._teaching / self.rows
+            )
             self.backs_off = self._pace.in_rest  # the search was only a probe
         owners = np.repeat(np.arange(len(counts)), counts)
         return np.bincount(owners[order[:sent]], minlength=len(counts))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from lookahead.core.drafts import draft, observe
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, Sampler, StepPace
+from lookahead.core.protocols import Backend, Sampler, StepPace
 from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
-from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
@@ -58,7 +58,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
     roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
-    top_k = _draft(backend, batch, roots)
+    top_k = draft(backend, sequences, roots, batch.pace)
     forest = roots.forest()
     mark("draft")
 
@@ -95,100 +95,6 @@ def step(backend: Backend, batch: Batch) -> StepResults:
         if sequences[row].listeners or row in explanations:
             _notify(sequences[row], results, row, explanations.get(row), seconds)
     return results
-
-
-def _draft(backend: Backend, batch: Batch, roots: Roots) -> int:
-    """Add drafts to the trees, and return the largest `top_k` of the drafters."""
-    sequences = batch.sequences
-    if all(type(sequence.drafter) is NoDrafter for sequence in sequences):
-        return 0
-    left = [sequence.most_tokens - len(sequence.tokens) for sequence in sequences]
-    rows = [
-        row
-        for row, (sequence, tree) in enumerate(zip(sequences, roots.trees, strict=True))
-        if left[row] > 1
-        and type(sequence.drafter) is not NoDrafter
-        and not sequence.finished
-        and (tree is None or backend.wants_draft(tree))
-    ]
-    roots.limit(rows, [left[row] - 1 for row in rows])
-    for row in rows:
-        if sequences[row].sampler.samples:
-            roots.foresee[row] = sequences[row].sampler.foresee
-    propose(sequences, roots, rows)
-    if batch.pace is not None:
-        try:
-            batch.pace.share_out(roots.pending)
-        except Exception as error:  # it is no matter of one row
-            for sequence in sequences:
-                sequence.stop_drafting(error)
-    stopped = [row for row in rows if isinstance(sequences[row].drafter, NoDrafter)]
-    if stopped:
-        roots.remove_drafts(stopped)
-    groups, single = _grouped(sequences, range(len(sequences)))
-    asked = [sequences[row].ask_drafter(_top_k, 0) for row in single]
-    listed = [group.top_k_of([sequences[row].drafter for row in members]) for group, members in groups.items()]
-    return max([*asked, *listed], default=0)
-
-
-def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> None:
-    """Have the drafters of some rows add to their trees, drafters of one group in one call. If a drafter raises, its
-    sequence goes on without drafts."""
-    groups, single = _grouped(sequences, rows)
-    for row in single:
-        sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
-    for group, members in groups.items():
-        try:
-            group.propose_rows([sequences[row].drafter for row in members], roots, members)
-        except Exception:  # one by one, so that an error stops only its own sequence's drafts
-            roots.remove_drafts(members)
-            for row in members:
-                sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
-
-
-def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequence[int]) -> None:
-    """Have the drafters of rows that went on learn from a step, as `propose`."""
-    groups, single = _grouped(sequences, rows)
-    for row in single:
-        sequences[row].ask_drafter(partial(_observe, results, row), None)
-    for group, members in groups.items():
-        try:
-            group.observe_rows([sequences[row].drafter for row in members], members, results)
-        except Exception:
-            for row in members:
-                sequences[row].ask_drafter(partial(_observe, results, row), None)
-
-
-def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[dict[RowsDrafter, list[int]], list[int]]:
-    """The rows of each group of several drafters, and the other rows that have a drafter."""
-    groups = dict[RowsDrafter, list[int]]()
-    single = list[int]()
-    for row in rows:
-        drafter = sequences[row].drafter
-        if type(drafter) is NoDrafter:
-            continue
-        together = getattr(drafter, "together", None)
-        if together is None:
-            single.append(row)
-        else:
-            groups.setdefault(together, []).append(row)
-    alone = [group for group, members in groups.items() if len(members) == 1]
-    single += [groups.pop(group)[0] for group in alone]
-    return groups, sorted(single)
-
-
-def _top_k(drafter: Drafter) -> int:
-    return drafter.top_k
-
-
-def _propose(tree: TokenTree, drafter: Drafter) -> None:
-    drafter.propose(tree)
-
-
-def _observe(results: StepResults, row: int, drafter: Drafter) -> None:
-    result = results.of(row)
-    if result is not None:
-        drafter.observe(result)
 
 
 def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: ForestOutputs) -> list[EarlyTokens]:

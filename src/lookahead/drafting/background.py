@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import LOOPS, are_kept, loops_folder
-from lookahead.core.protocols import Send, StepBudget
+from lookahead.core.protocols import StepBudget
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.warm_up import compile_loops
 
@@ -138,8 +138,10 @@ class WaitingBudget:
     """Budget (`StepBudget`) that backs off while compilation is awaited.
 
     Args:
-        budget: The budget that decides afterwards.
+        budget: The budget of one row that decides afterwards.
     """
+
+    is_shared = False
 
     def __init__(self, budget: StepBudget) -> None:
         self._budget = budget
@@ -166,15 +168,16 @@ class WaitingBudget:
         if not self._waits:
             self._budget.begin(teaches)
 
-    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
-        """Choose among the candidates of a step (`StepBudget.offer`)."""
-        self._budget.offer(likely, send, pending)
+    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+        """Return the number of candidates to send (`StepBudget.choose`)."""
+        return self._budget.choose(likely, pending)
 
 
 def once_compiled(drafter: AutoDrafter) -> AutoDrafter:
     """Return the drafter, set to start drafting once its loops are compiled."""
     if LOOPS.awaited:
-        drafter.budget = WaitingBudget(drafter.budget)
+        if not drafter.shares:  # a shared pace is not asked meanwhile
+            drafter.budget = WaitingBudget(drafter.budget)
     else:
         compile_loops()  # now, because compilation would distort the measured time of a step
     return drafter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -198,17 +197,15 @@ class DraftBatch:
         trusted: NDArray[np.bool_] = (self.state.heard["share"][places] >= UNTRUSTED) & (places >= 0)
         return trusted
 
-    def propose_rows(self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]) -> None:
-        """Draft for several texts (`RowsDrafter.propose_rows`)."""
-        budget: Any = drafters[0].budget
-        if not hasattr(budget, "offer_rows") or {id(drafter.budget) for drafter in drafters} != {id(budget)}:
-            for drafter, row in zip(drafters, rows, strict=True):
-                drafter.propose(roots.tree(row))
-            return
+    def find_rows(
+        self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
+        budget = drafters[0].budget
         if budget.backs_off:
             places = _places(drafters)
             self.sent[places[places >= 0]] = 0
-            return
+            return None
         for drafter in drafters:
             if drafter.place < 0:
                 drafter.join(self)
@@ -231,14 +228,17 @@ class DraftBatch:
         if len(drafts) and int(drafts["token"].max()) >= roots.vocabulary:  # learned from a model with more tokens
             offered = np.minimum(offered, [self._known(place, roots.vocabulary) for place in places])
         likely = drafts["offered"].copy() if (offered == found).all() else drafts["offered"][ranks < offered[of_rows]]
+        return likely, offered
 
-        def send(counts: NDArray[np.int64]) -> None:
-            of_rows, ranks = _spread(counts)
-            drafts = self.state.trees[places[of_rows], ranks + 1]
-            self.sent[places] = counts
-            roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
-
-        budget.offer_rows(likely, offered, send)
+    def send_rows(
+        self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]
+    ) -> None:
+        """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
+        places = _places(drafters)
+        of_rows, ranks = _spread(counts)
+        drafts = self.state.trees[places[of_rows], ranks + 1]
+        self.sent[places] = counts
+        roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
 
     def _search_rows(
         self, wanted: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
@@ -261,24 +261,23 @@ class DraftBatch:
         unknown = np.flatnonzero(tokens >= vocabulary)
         return int(unknown[0]) if len(unknown) else len(tokens)
 
-    def draft(self, drafter: Member, tree: TokenTree) -> None:
-        """Search a draft for one text, and let its budget choose the nodes that are added to the tree."""
+    def draft(self, drafter: Member, tree: TokenTree) -> NDArray[np.float64]:
+        """Search a draft for one text; see `SharingDrafter.find`."""
         with self.memory.lock:
             self.search(drafter, tree, np.array([drafter.wanted(self, tree)], dtype=WANTED))
             drafter.forbid(self, tree)
             place = drafter.place
             count = min(int(self.state.counts[place]), drafter.max_candidates)
-            offered = self.state.trees["offered"][place, 1 : count + 1].copy()
+            offered: NDArray[np.float64] = self.state.trees["offered"][place, 1 : count + 1].copy()
             if count and int(self.state.trees["token"][place, 1 : count + 1].max()) >= tree.vocabulary:
                 offered = offered[: self._known(place, tree.vocabulary)]
-        drafter.budget.offer(offered, partial(self._send, drafter, tree), drafter.pending(tree))
+        return offered
 
-    def _send(self, drafter: Member, tree: TokenTree, count: int) -> None:
+    def send(self, drafter: Member, tree: TokenTree, count: int) -> None:
         """Add the first `count` nodes of a text's draft to its tree."""
         self.sent[drafter.place] = count
-        if count:
-            sent = self.state.trees[drafter.place, 1 : count + 1]
-            tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
+        sent = self.state.trees[drafter.place, 1 : count + 1]
+        tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
 
     def search(self, drafter: Member, tree: TokenTree, wanted: NDArray[Any]) -> None:
         """Search a draft for one text, with its sampling noise if that is known."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.protocols import FixedBudget, StepBudget
@@ -69,7 +70,7 @@ class AutoDrafter:
     ) -> None:
         is_memory = memory is None or isinstance(memory, DraftMemory)
         require(is_memory, "memory", memory, "must be a DraftMemory, or None to remember nothing")
-        if not callable(getattr(budget, "offer", None)):
+        if not callable(getattr(budget, "choose", None)):
             max_nodes = whole_number("budget", budget, 1, MAX_NODES_PER_STEP, "nodes of a step, or what chooses them")
             budget = FixedBudget(max_nodes)
         max_nodes = whole_number("max_nodes", max_nodes, 1)
@@ -122,8 +123,23 @@ class AutoDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
-        if self._begin_step(tree):
-            self._join().draft(self, tree)
+        likely = self.find(tree)
+        if likely is not None:
+            self.send(tree, self.budget.choose(likely, self.pending(tree)))
+
+    @property
+    def shares(self) -> bool:
+        """Whether candidates compete with those of other rows (`SharingDrafter.shares`)."""
+        return self.budget.is_shared
+
+    def find(self, tree: TokenTree) -> NDArray[np.float64] | None:
+        """Add the certain tokens, and return the probabilities of candidates after them (`SharingDrafter.find`)."""
+        return self._join().draft(self, tree) if self._begin_step(tree) else None
+
+    def send(self, tree: TokenTree, count: int) -> None:
+        """Add the first candidates to the tree (`SharingDrafter.send`)."""
+        if self._batch is not None and count:
+            self._batch.send(self, tree, count)
 
     def _begin_step(self, tree: TokenTree) -> bool:
         """Begin a step, and add the certain tokens; return whether drafts are to be searched after them."""

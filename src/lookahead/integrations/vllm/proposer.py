@@ -311,9 +311,8 @@ class LookaheadProposer:
         if pace is not None and not self._rests:
             slots = rows.places[drafting]
             offers = [batch.trees["probability"][slot, 1 : 1 + batch.counts[slot]] for slot in slots]
-            learned = 0 if self._target is None else len(slots)
-            counts = batch.counts[slots]
-            batch.counts[slots] = pace.share(np.concatenate(offers), counts, len(slots), learned)
+            pace.begin(0 if self._target is None else len(slots))
+            batch.counts[slots] = pace.share(np.concatenate(offers), batch.counts[slots], len(slots))
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
         return places
