@@ -83,7 +83,7 @@ def test_sequence_ids_are_returned(model: Any) -> None:
 
 def tokens_in_cells(engine: Engine) -> int:
     """Return the number of tokens in llama.cpp's cells; shared cells count once per sequence."""
-    context: Any = engine._model.runner.llama_context
+    context: Any = engine._loop.runner.llama_context
     last = binding().llama_memory_seq_pos_max
     return sum(last(context._memory, sequence) + 1 for sequence in range(context.sequences))
 

@@ -132,7 +132,7 @@ def timed() -> Iterator[tuple[Engine, Any]]:
         .get_input_embeddings()
         .register_forward_pre_hook(lambda _, inputs: sent.append(inputs[0].numel()))
     )
-    clock = engine._scheduler._turns._clock = lambda: float(sum(sent))
+    clock = engine._loop.scheduler._turns._clock = lambda: float(sum(sent))
     yield engine, clock
     hook.remove()
 
@@ -170,7 +170,7 @@ def test_prompts_of_several_requests_share_a_step(timed: tuple[Engine, Any]) -> 
     handles = [engine.submit([first, *PROMPT * 8], max_new_tokens=1, do_sample=False) for first in (1, 2)]
     for _ in range(7):
         engine.step()
-    assert [request.cached for request in engine._scheduler.running] == [56, 56]
+    assert [request.cached for request in engine._loop.scheduler.running] == [56, 56]
     endless = [engine.submit(SHORT * 3, max_new_tokens=400, do_sample=False, seed=1) for _ in range(2)]
     while not all(handle.done for handle in handles):
         engine.submit(SHORT[::-1] * 3, max_new_tokens=1, do_sample=False)

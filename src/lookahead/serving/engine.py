@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from threading import Condition, RLock, Thread
 from typing import Any
@@ -16,15 +15,15 @@ from lookahead.backends.transformers.invariant.modules import min_rows
 from lookahead.backends.transformers.noise import TextNoise
 from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
-from lookahead.core.statistics import OnStep, Statistics
-from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
-from lookahead.serving.arguments import Arguments, prepare_call, unknown_token
+from lookahead.core.statistics import OnStep
+from lookahead.errors import InvalidArgumentError
+from lookahead.serving.arguments import Arguments, prepare_call
 from lookahead.serving.drafting import predicted_texts
-from lookahead.serving.engine_model import EngineModel, ModelMoved
-from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
+from lookahead.serving.handle import EngineLoad, RequestHandle
+from lookahead.serving.loop import EngineLoop, check_engine_config
 from lookahead.serving.refusals import ON_STEP, read_prompt
 from lookahead.serving.request import Request
-from lookahead.serving.scheduler import PATIENCE, Scheduler
+from lookahead.serving.scheduler import PATIENCE
 from lookahead.values import check_callable, whole_number, yes_or_no
 
 _MAX_SIZE = 2**63 - 1
@@ -80,11 +79,9 @@ class Engine:
         kv_bytes = None if kv_bytes is None else whole_number("kv_bytes", kv_bytes, 1, _MAX_SIZE)
         prefix_bytes = None if prefix_bytes is None else whole_number("prefix_bytes", prefix_bytes, 1, _MAX_SIZE)
         yes_or_no("prefix_cache", prefix_cache)
-        self._model = EngineModel(model, config, max_rows, kv_bytes, prefix_cache, prefix_bytes)
-        self._model.drafting(self._model.config).release()  # fails early if the memory file is invalid
-        self._memory = self._model.memory
-        self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
-        self._scheduler = Scheduler(max_rows, self._memory, prompt_tokens, self.statistics)
+        self._loop = EngineLoop(model, config, max_rows, kv_bytes, prompt_tokens, prefix_cache, prefix_bytes)
+        self._loop.drafting(self._loop.config).release()  # fails early if the memory file is invalid
+        self.statistics = self._loop.statistics
         self._arrivals: deque[Request] = deque()
         self._numbers = count()  # of requests, in order of arrival
         self._changed = Condition()  # protects `_arrivals`, and announces them
@@ -137,15 +134,16 @@ class Engine:
         seed = None if seed is None else whole_number("seed", seed, *_SEEDS)
         if on_step is not None:
             check_callable("on_step", on_step, 1, ON_STEP)
-        config = self._model.config_of(lookahead_config)
-        model, runner = self._model.model, self._model.runner
+        model, runner = self._loop.model, self._loop.runner
+        config = self._loop.config if lookahead_config is None else lookahead_config
+        check_engine_config(config, runner.most_nodes)
         ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
         arguments: Arguments = prepare_call(
             shell, ids.to(model.device), kwargs, lambda prepared: prepared, checked=True
         )
-        self._model.check(arguments, config)
-        drafting = self._model.drafting(config)
+        self._loop.check(arguments, config)
+        drafting = self._loop.drafting(config)
         predicted = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         noise = TextNoise(torch.Generator(model.device).manual_seed(seed))
@@ -173,12 +171,10 @@ class Engine:
         """
         self.check_process()
         with self._stepping, torch.no_grad():
-            self._update()
-            requests = self._scheduler.plan()
-            self._read_inputs(requests)
-            if requests:
-                self._run(requests)
-            self._scheduler.end_step()
+            with self._changed:
+                arrivals = list(self._arrivals)
+                self._arrivals.clear()
+            self._loop.step(arrivals)
             return self._unfinished
 
     def run(self) -> None:
@@ -217,7 +213,7 @@ class Engine:
             self._changed.notify_all()
         if cancel:
             with self._stepping:
-                for request in [*self._arrivals, *self._scheduler.requests]:
+                for request in [*self._arrivals, *self._loop.scheduler.requests]:
                     request.handle.cancel()
         if thread is not None:
             thread.join()
@@ -241,17 +237,17 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """Current load."""
-        running = list(self._scheduler.running)
-        waiting = len(self._arrivals) + len(self._scheduler.waiting)
-        memory = self._memory
+        running = list(self._loop.scheduler.running)
+        waiting = len(self._arrivals) + len(self._loop.scheduler.waiting)
+        memory = self._loop.memory
         used = sum(request.row.capacity for request in running) * memory.token_bytes
         return EngineLoad(waiting, len(running), used, memory.prefix_tokens * memory.token_bytes, memory.limit_bytes)
 
     @property
     def longest_text(self) -> int | None:
         """Largest number of tokens of a text that fits beside the engine's largest draft; unlimited if `None`."""
-        tokens, block = self._memory.tokens, self._memory.block
-        return None if tokens is None else max(tokens // block * block - self._model.config.max_nodes, 0)
+        tokens, block = self._loop.memory.tokens, self._loop.memory.block
+        return None if tokens is None else max(tokens // block * block - self._loop.config.max_nodes, 0)
 
     def check_process(self) -> None:
         """Refuse to run in a forked process, which lacks the engine's thread.
@@ -272,7 +268,7 @@ class Engine:
 
     @property
     def _unfinished(self) -> int:
-        return len(self._arrivals) + len(self._scheduler.requests)
+        return len(self._arrivals) + self._loop.unfinished
 
     def _serve(self) -> None:
         while True:
@@ -285,86 +281,3 @@ class Engine:
                 self.step()
             except Exception:  # the requests of the step have it
                 continue
-
-    def _update(self) -> None:
-        """Queue new requests, remove cancelled ones, and reopen the model if it has changed."""
-        with self._changed:
-            while self._arrivals:
-                request = self._arrivals.popleft()
-                request.row = self._memory.new_row()  # of the current runner
-                self._scheduler.add(request)
-        for request in self._scheduler.requests:
-            if request.handle.cancelled:
-                self._leave(request)
-        idle = not self._scheduler.running  # a thorough check would delay running requests
-        if self._scheduler.requests and (
-            self._model.has_changed(thorough=True) if idle else self._model.changed_before_pass()
-        ):
-            self._reopen_model()
-
-    def _run(self, requests: list[Request]) -> None:
-        """Run one step, and clear the list of its requests, which the traceback of an error would keep alive."""
-        try:
-            counts = Statistics()
-            self._model.steps.run(requests, counts)
-            self.statistics.steps += 1
-            self.statistics.rows += len(requests)
-            self.statistics.nodes += sum(counts.nodes_per_step)
-            self.statistics.tokens += counts.tokens
-        except ModelMoved:
-            self._reopen_model()
-        except BaseException as error:
-            if isinstance(error, Exception) and self._model.has_changed():  # which is why it could not run
-                self._reopen_model()
-                return
-            self._leave_all(requests, error)
-            raise
-        else:
-            self._leave_all([one for one in requests if one.sequence.finished])
-        finally:
-            requests.clear()
-
-    def _read_inputs(self, requests: list[Request]) -> None:
-        """Let the model read prompts with images. An error ends only its own request."""
-        for request in [one for one in requests if one.reads_inputs and not one.cached]:
-            try:
-                self._model.read_inputs(request)
-            except Exception as error:
-                requests.remove(request)
-                self._leave(request, error)
-
-    def _reopen_model(self) -> None:
-        """Reopen the changed model, and forget all keys and values.
-
-        Raises:
-            LookaheadError: The model is not supported any more; all requests have ended with it.
-        """
-        for request in self._scheduler.requests:
-            if request.sequence.steps:
-                error = ModelChangedError(
-                    f"the model changed after {len(request.handle.tokens)} tokens of the text; submit the request again"
-                )
-                self._leave(request, error)
-        self._memory.forget()
-        try:
-            self._model.reopen()
-        except LookaheadError as error:
-            self._leave_all(self._scheduler.requests, error)
-            raise
-        self.statistics.graphs = self._model.runner.recorded
-        for request in self._scheduler.requests:
-            self._memory.drop(request)
-            if (largest := max(request.sequence.tokens)) >= self._model.runner.vocabulary:
-                self._leave(request, unknown_token(largest, self._model.runner.vocabulary))
-                continue
-            request.arguments = replace(request.arguments, model=shell_of(self._model.model))
-
-    def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
-        for request in requests:
-            self._leave(request, error)
-
-    def _leave(self, request: Request, error: BaseException | None = None) -> None:
-        self._scheduler.remove(request)
-        if error is None:
-            self._memory.keep(request, self._scheduler.running)
-        request.end(error)

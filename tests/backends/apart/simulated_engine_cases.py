@@ -42,7 +42,7 @@ def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = Non
 
 def runner_of(engine: Engine) -> PooledRunner:
     """The runner of an engine that has a pool."""
-    runner = engine._model.runner
+    runner = engine._loop.runner
     assert isinstance(runner, PooledRunner)
     return runner
 

@@ -8,7 +8,7 @@ CPU they are selected after the roots of several texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ from lookahead.backends.transformers.noise import MAX_BYTES
 from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.results import EarlyTokens
 
-if TYPE_CHECKING:
-    from lookahead.backends.transformers.sampler import TextSampler
-
-Members = list[tuple["TextSampler", int]]
-"""Samplers with equal processors, and their rows in the forest, ascending."""
+Members = list[tuple[Any, int]]
+"""Samplers (`TextSampler`) with equal processors, and their rows in the forest, ascending."""
 
 
 class Foreseen(NamedTuple):

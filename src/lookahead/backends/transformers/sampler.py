@@ -103,8 +103,7 @@ class TextSampler:
         samples: Whether tokens are sampled.
         needs_logits: Whether selection needs more than the likeliest token of the raw logits.
         records: Whether something is recorded with each token, so that `select` must be called for it.
-        ignores_text: Whether no processor uses the text.
-        alike: Key of the processors if they ignore the text; texts with equal keys are sampled together.
+        alike: Key of the processors if they ignore the text; texts with equal keys are sampled together. Else empty.
         foreseen: Tokens that were selected before the walk.
         like: A row of probabilities, `[1, vocabulary]`; `None` before the first sampled token.
     """
@@ -118,8 +117,8 @@ class TextSampler:
         keep_scores: bool = False,
     ) -> None:
         self._processors = _listed(processor)
-        self.ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
-        self.alike = repr(_setting(self._processors)) if self.ignores_text else ""
+        ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
+        self.alike = repr(_setting(self._processors)) if ignores_text else ""
         warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise = noise
@@ -131,6 +130,11 @@ class TextSampler:
         self.samples = noise is not None
         self.records = keep_logits or keep_scores
         self.needs_logits = bool(self._processors) or self.samples or self.records
+
+    @property
+    def ignores_text(self) -> bool:
+        """Whether no processor uses the text."""
+        return bool(self.alike)
 
     def foresee(self, tokens: int) -> Noise | None:
         """Return the noise of the next `tokens` tokens, if it is on the host."""
