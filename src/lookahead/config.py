@@ -102,9 +102,9 @@ def _choice(default: Any, check: _Check, **about: Any) -> Any:
     return field(default=default, metadata={"check": check, "presets": PRESETS, "most": None} | about)
 
 
-def _size(least: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> Any:
+def _size(minimum: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> Any:
     """Declare a size of the method of one preset."""
-    about = {"most": MAX_NODES_PER_STEP, "chosen": chosen, "least": least, "meaning": meaning} | about
+    about = {"most": MAX_NODES_PER_STEP, "chosen": chosen, "least": minimum, "meaning": meaning} | about
     return _choice(None, _whole_number, presets=(preset,), **about)
 
 

@@ -127,9 +127,9 @@ class TextBuilder:
             self.stopped = True
 
     def _decode(self, tokens: list[int]) -> str:
-        kept = [token for token in tokens if token not in (self._dropped or ())]
+        visible = [token for token in tokens if token not in (self._dropped or ())]
         skips = self._dropped is None
-        return self._tokenizer.decode(kept, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(visible, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ _LONGEST = 100
 """Most characters of a value in a message; a longer value is replaced by its type."""
 
 
-def shown(value: object) -> str:
+def display(value: object) -> str:
     """Format a value on one short line, for a message."""
     try:
         text = " ".join(repr(value).split())
@@ -36,24 +36,26 @@ def require(holds: bool, name: str, value: object, requirement: str) -> None:
         InvalidArgumentError: `holds` is false.
     """
     if not holds:
-        raise InvalidArgumentError(f"{name}={shown(value)} {requirement}")
+        raise InvalidArgumentError(f"{name}={display(value)} {requirement}")
 
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
-def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None, meaning: str = "") -> int:
+def whole_number(
+    name: str, value: Any, minimum: int | None = None, maximum: int | None = None, meaning: str = ""
+) -> int:
     """Convert a whole number of Python, numpy or torch to `int`; a bool is refused.
 
     Args:
         name: Name of the argument.
         value: Its value.
-        least, most: Bounds, both included; `None` for none.
+        minimum, maximum: Bounds, both included; `None` for none.
         meaning: Description of the argument, for messages.
 
     Raises:
-        InvalidArgumentError: `value` is no whole number, below `least`, or above `most`.
+        InvalidArgumentError: `value` is no whole number, below `minimum`, or above `maximum`.
     """
     meaning = f" ({meaning})" if meaning else ""
     try:
@@ -61,11 +63,11 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
-        raise InvalidArgumentError(f"{name}={shown(value)} must be a whole number{meaning}")
-    lower = None if least is None else f"at least {least}"
-    upper = None if most is None else f"at most {most}"
-    too_large = most is not None and number > most
-    if too_large or (least is not None and number < least):
+        raise InvalidArgumentError(f"{name}={display(value)} must be a whole number{meaning}")
+    lower = None if minimum is None else f"at least {minimum}"
+    upper = None if maximum is None else f"at most {maximum}"
+    too_large = maximum is not None and number > maximum
+    if too_large or (minimum is not None and number < minimum):
         allowed = " and ".join(bound for bound in (lower, upper) if bound is not None)
         advice = ": choose a smaller one" if too_large else ""
         raise InvalidArgumentError(f"{name}={number} is out of range; it must be {allowed}{meaning}{advice}")
@@ -108,7 +110,7 @@ def check_callable(name: str, value: object, arguments: int, requirement: str) -
     except ValueError:  # a callable without a signature, as in some extensions
         return
     except TypeError as error:
-        raise InvalidArgumentError(f"{name}={shown(value)} {requirement}: {error}") from error
+        raise InvalidArgumentError(f"{name}={display(value)} {requirement}: {error}") from error
 
 
 def check_path(name: str, value: object, requirement: str) -> None:

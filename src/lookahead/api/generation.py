@@ -246,8 +246,8 @@ def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[
     method = "generate"
     if prompt and _is_prepared(arguments):
         method = GENERATION_MODES_MAPPING[arguments["generation_config"].get_generation_mode()]
-    given = own_generate(model) if method == "generate" else None
-    output = given(*prompt, **arguments) if given else getattr(type(model), method)(model, *prompt, **arguments)
+    own = own_generate(model) if method == "generate" else None
+    output = own(*prompt, **arguments) if own else getattr(type(model), method)(model, *prompt, **arguments)
     if type(output) is not GenerateDecoderOnlyOutput:
         return output
     prompts = arguments.get("inputs") if input_ids is None else input_ids

@@ -167,15 +167,15 @@ class Runner(Backend):
         A tree of `TextRow.most_pending` tokens, if there are more, reads nothing. With running states no draft fits
         below a prompt or many pending tokens: after a rejection their states would have to be computed again.
         """
-        kept = self.rows[row]
-        pending = self._pending(kept, text)
-        if kept.most_pending is not None and len(pending) > kept.most_pending:
-            part = TokenTree(pending[: kept.most_pending])
+        state = self.rows[row]
+        pending = self._pending(state, text)
+        if state.most_pending is not None and len(pending) > state.most_pending:
+            part = TokenTree(pending[: state.most_pending])
             part.needs_logits[part.root] = False
             return part
-        length = kept.before + len(text) - len(pending)
-        deepest = self._deepest(kept.before + len(text) - 1 + kept.shift, kept.shift)
-        tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - length)
+        length = state.before + len(text) - len(pending)
+        deepest = self._deepest(state.before + len(text) - 1 + state.shift, state.shift)
+        tree = TokenTree(pending, None if deepest is None else deepest - state.shift - length)
         tree.vocabulary = self.vocabulary
         if self.chains and not (length > 0 and len(pending) <= _MOST_PENDING):
             tree.limit(0)

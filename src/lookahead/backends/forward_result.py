@@ -159,8 +159,8 @@ class PassResult(Sequence["TreeResult"]):
     @cached_property
     def predictions(self) -> NDArray[np.int64]:
         """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
-        found = self._listed.predictions  # a sampled step of plain decoding may not ask
-        return _spread(argmax(self.logits), self.logit_rows, -1) if found is None else found
+        predictions = self._listed.predictions  # a sampled step of plain decoding may not ask
+        return _spread(argmax(self.logits), self.logit_rows, -1) if predictions is None else predictions
 
 
 class TreeResult:
@@ -274,9 +274,9 @@ def _spread(values: NDArray[Any], rows: NDArray[np.int64], unread: int) -> NDArr
         return values
     if not len(values):
         return np.full((len(rows), *values.shape[1:]), unread, dtype=values.dtype)
-    found = values.take(rows, axis=0)  # of row -1 the last one
-    found[rows < 0] = unread
-    return found
+    of_nodes = values.take(rows, axis=0)  # of row -1 the last one
+    of_nodes[rows < 0] = unread
+    return of_nodes
 
 
 def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -292,10 +292,10 @@ def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
     """The `top_k` likeliest tokens of what `pack_likeliest` packed, of each row."""
-    most = (packed.shape[1] - 1) // 2
-    top_k = min(top_k, most)
+    listed = (packed.shape[1] - 1) // 2
+    top_k = min(top_k, listed)
     ids = packed[:, 1 : 1 + top_k].astype(np.int64)
-    probabilities = packed[:, 1 + most : 1 + most + top_k].copy()
+    probabilities = packed[:, 1 + listed : 1 + listed + top_k].copy()
     return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 

@@ -124,11 +124,11 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
         on_host[end - size : end - size + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     # Pinned memory is not given to others until the copy is done.
     there = staged.to(device, non_blocking=True)
-    found = []
+    tensors = []
     for array, end, size in zip(arrays, ends, sizes, strict=True):
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        found.append(there[end - size : end - size + array.nbytes].view(dtype).view(array.shape))
-    return found
+        tensors.append(there[end - size : end - size + array.nbytes].view(dtype).view(array.shape))
+    return tensors
 
 
 class Staged:
@@ -169,13 +169,13 @@ class Downloads:
         """Add a tensor of int32, which must not change before the copy; return a function that reads it."""
         if tensor.device.type == "cpu":
             return tensor.numpy
-        found: dict[str, NDArray[np.int32]] = {}
-        self._waiting.append((tensor, found))
+        copy: dict[str, NDArray[np.int32]] = {}
+        self._waiting.append((tensor, copy))
 
         def read() -> NDArray[np.int32]:
-            if not found:
+            if not copy:
                 self._bring()
-            return found["values"]
+            return copy["values"]
 
         return read
 
@@ -185,6 +185,6 @@ class Downloads:
         parts = [tensor.reshape(-1) for tensor, _ in waiting]
         values = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
         start = 0
-        for tensor, found in waiting:
-            found["values"] = values[start : start + tensor.numel()].reshape(tensor.shape)
+        for tensor, copy in waiting:
+            copy["values"] = values[start : start + tensor.numel()].reshape(tensor.shape)
             start += tensor.numel()

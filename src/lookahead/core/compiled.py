@@ -156,7 +156,7 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
 
 _PACKAGE = Path(__file__).parents[1]
 
-_KEPT = 16
+_MAX_FOLDERS = 16
 """Number of states of the sources with cached loops, 1.3 MB each."""
 
 
@@ -174,8 +174,7 @@ def _stamp() -> str:
 def loops_folder() -> Path | None:
     """Return the cache folder of the current loops; `None` if it is neither complete nor writable.
 
-    Several environments or checkouts may be in use at once, so the `_KEPT` most recently used folders are kept, and
-    others are removed.
+    Several environments or checkouts may be in use at once, so the `_MAX_FOLDERS` most recently used folders stay.
     """
     begin = f"loops-{sys.implementation.cache_tag}-numba-{numba.__version__}-"
     folder = user_cache() / OWN_FOLDER / f"{begin}{_stamp()}"
@@ -187,7 +186,7 @@ def loops_folder() -> Path | None:
         return folder if _is_complete(folder) else None
     with suppress(OSError):  # another process removes folders as well
         by_use = sorted(folder.parent.glob("loops-*"), key=lambda other: other.stat().st_mtime)
-        for other in by_use[:-_KEPT]:
+        for other in by_use[:-_MAX_FOLDERS]:
             shutil.rmtree(other)
     return folder
 
@@ -308,10 +307,10 @@ def _save(files: Any, name: str, content: tuple[Any, Any]) -> None:
 def _load(files: Any, name: str, key: Any) -> Any:
     """Read a loop from its file; return `None` if there is none."""
     try:
-        kept, data = files._load_data(name)
+        index, data = files._load_data(name)
     except Exception:  # missing or cut short: pickle raises many kinds of errors
         return None
-    if kept != key:
+    if index != key:
         return None
     _held.add(name)
     return data

@@ -42,9 +42,9 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots, pa
     if stopped:
         roots.remove_drafts(stopped)
     groups, single = _grouped(sequences, range(len(sequences)))
-    asked = [sequences[row].ask_drafter(_top_k, 0) for row in single]
+    singly = [sequences[row].ask_drafter(_top_k, 0) for row in single]
     listed = [group.top_k_of([sequences[row].drafter for row in members]) for group, members in groups.items()]
-    return max([*asked, *listed], default=0)
+    return max([*singly, *listed], default=0)
 
 
 def propose(
@@ -105,9 +105,9 @@ def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int])
     offers = _find_each(sequences, roots, single)
     for group, members in groups.items():
         try:
-            found = group.find_rows([sequences[row].drafter for row in members], roots, members)
-            if found is not None:
-                offers.append(_Offer(group, members, *found))
+            offer = group.find_rows([sequences[row].drafter for row in members], roots, members)
+            if offer is not None:
+                offers.append(_Offer(group, members, *offer))
         except Exception:  # one by one, so that an error stops only its own sequence's drafts
             offers += _find_each(sequences, roots, members)
     return offers

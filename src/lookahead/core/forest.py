@@ -52,8 +52,8 @@ class Layout(NamedTuple):
         """Slots that each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
         mask = np.zeros((1, len(self.order), len(self.order)), dtype=np.bool_)
         _see_ancestors(np.array([0, len(self.order)]), self.parent_slots, mask)
-        found: NDArray[np.bool_] = mask[0]
-        return found
+        ancestors: NDArray[np.bool_] = mask[0]
+        return ancestors
 
 
 _NONE, _ZERO, _ONE, _BOTH, _BEFORE = (np.array(values, dtype=np.int64) for values in ([], [0], [1], [0, 1], [-1]))
@@ -197,10 +197,10 @@ class Forest(Sequence[TokenTree]):
 
     def _lay_out(self) -> None:
         """Order the nodes depth first."""
-        found = np.empty((6, len(self.tokens)), dtype=np.int64)
+        outputs = np.empty((6, len(self.tokens)), dtype=np.int64)
         loop = at_once(_write_order) if LOOPS.awaited else _depth_first
-        loop(self.firsts, self.roots, self.parents, self.in_window, found)
-        self.order, self.slots, self.parent_slots, self.depths, *_ = found
+        loop(self.firsts, self.roots, self.parents, self.in_window, outputs)
+        self.order, self.slots, self.parent_slots, self.depths, *_ = outputs
 
     @cached_property
     def rows_of_slots(self) -> Integers:
@@ -296,16 +296,18 @@ def see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.boo
 
 @compiled
 def _write_order(
-    firsts: Integers, roots: Integers, parents: Integers, in_window: NDArray[np.bool_], found: Integers
+    firsts: Integers, roots: Integers, parents: Integers, in_window: NDArray[np.bool_], outputs: Integers
 ) -> None:
-    """Write `order`, `slots`, `parent_slots` and `depths` of a `Forest`. The last two rows of `found` are scratch: the
-    first child of each node, and its next sibling, -1 where there is none."""
-    order = found[0]
-    slots = found[1]
-    parent_slots = found[2]
-    depths = found[3]
-    child = found[4]
-    sibling = found[5]
+    """Write `order`, `slots`, `parent_slots` and `depths` of a `Forest`.
+
+    The last two rows of `outputs` are scratch: first child and next sibling of each node, -1 for none.
+    """
+    order = outputs[0]
+    slots = outputs[1]
+    parent_slots = outputs[2]
+    depths = outputs[3]
+    child = outputs[4]
+    sibling = outputs[5]
     for row in range(len(firsts) - 1):
         begin = firsts[row]
         root = roots[row]

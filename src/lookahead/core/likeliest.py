@@ -118,12 +118,12 @@ def _list_row(
     for block in range(len(maxima)):
         if maxima[block] > top - _NEGLIGIBLE:
             total += _sum_of_block(row[block * BLOCK : (block + 1) * BLOCK], top)
-    least = values[len(values) - 1]  # smallest listed block maximum: a lower bound for the listed tokens
+    bound = values[len(values) - 1]  # smallest listed block maximum: a lower bound for the listed tokens
     count = FIRST
     for rank in range(len(blocks)):
         begin = blocks[rank] * BLOCK
         for index in range(begin, begin + BLOCK):
-            if row[index] >= least:
+            if row[index] >= bound:
                 count = _insert(index, row[index], count, ids, probabilities)
     for index in range(whole, len(row)):
         count = _insert(index, row[index], count, ids, probabilities)

@@ -200,12 +200,12 @@ class Pace:
         while nodes < MOST_CHOSEN_NODES:
             fewer = 1
             more = nodes
-            least = plain
+            base = plain
             if costs.was_timed(2 * nodes * rows):
                 fewer = nodes
                 more = 2 * nodes
-                least = costs.seconds(nodes * rows)
-            if costs.seconds(more * rows) - least >= plain * taught * (more - fewer):
+                base = costs.seconds(nodes * rows)
+            if costs.seconds(more * rows) - base >= plain * taught * (more - fewer):
                 break
             nodes *= 2
         return max(min(costs.padded(nodes * rows), self.room) // rows, 1)
@@ -263,9 +263,9 @@ class Pace:
         self.searches = False
         if not step.tells:
             return
-        kept = step.tokens - step.certain_tokens - step.rows
+        accepted = step.tokens - step.certain_tokens - step.rows
         faded = self._doubt if promised else self._doubt ** (1 - DOUBTED / 5)
-        doubt = faded * math.exp(DOUBTED * (promised - kept) / (promised + step.rows))
+        doubt = faded * math.exp(DOUBTED * (promised - accepted) / (promised + step.rows))
         self._doubt = min(max(doubt, 1.0), MOST_DOUBT)
         if step.drafted:
             self._book_draft(step)

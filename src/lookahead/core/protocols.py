@@ -55,8 +55,8 @@ class Backend(Protocol):
             top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
         """
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep `kept`, for each sequence a path of nodes from its tree's first one downwards; forget the others."""
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep `paths`, for each sequence a path of nodes from its tree's first one downwards; forget the others."""
 
 
 class Sampler(Protocol):

@@ -185,8 +185,8 @@ class Walks(Sequence["Walk | None"]):
         if self._walks is not None and (walk := self._walks[row]) is not None:
             return walk.tokens
         begin = self._forest.firsts[row]
-        found: list[int] = self.tokens[begin : begin + self.counts[row]].tolist()
-        return found
+        tokens: list[int] = self.tokens[begin : begin + self.counts[row]].tolist()
+        return tokens
 
     def set(self, row: int, walk: Walk) -> None:
         """Set the walk of a row."""
@@ -205,7 +205,7 @@ class Walks(Sequence["Walk | None"]):
         paths = [(tree, walk.path) for tree, walk in rows if walk is not None and tree.certain]
         return sum(node <= tree.root + tree.certain for tree, path in paths for node in path)
 
-    def kept(self, going: Sequence[bool]) -> Sequence[Sequence[int]]:
+    def committed(self, going: Sequence[bool]) -> Sequence[Sequence[int]]:
         """The nodes to keep in the cache: pending tokens and accepted paths. The next step sends the last selected
         token of a text as its root.
 
@@ -222,10 +222,10 @@ class Walks(Sequence["Walk | None"]):
         if not self.counts.all():
             idle = ~(self.counts > 0)
             counts[idle] = np.where(going, forest.counts, 0)[idle]
-        return Kept(forest, counts, self.paths)
+        return CommittedNodes(forest, counts, self.paths)
 
 
-class Kept(Sequence[Sequence[int]]):
+class CommittedNodes(Sequence[Sequence[int]]):
     """Nodes to keep of each tree: the first ones up to the root, and a path below it. As a sequence, lists of nodes.
 
     Args:
@@ -260,13 +260,13 @@ class Kept(Sequence[Sequence[int]]):
         return len(self.counts)
 
     @classmethod
-    def of(cls, forest: Forest, kept: Sequence[Sequence[int]]) -> Kept:
-        """Lists of nodes, which may be a `Kept` already."""
-        if isinstance(kept, cls):
-            return kept
-        counts = np.array(list(map(len, kept)), dtype=np.int64)
+    def of(cls, forest: Forest, nodes_to_keep: Sequence[Sequence[int]]) -> CommittedNodes:
+        """Lists of nodes, which may be a `CommittedNodes` already."""
+        if isinstance(nodes_to_keep, cls):
+            return nodes_to_keep
+        counts = np.array(list(map(len, nodes_to_keep)), dtype=np.int64)
         paths = np.empty(len(forest.tokens), dtype=np.int64)
-        for nodes, begin, root in zip(kept, forest.firsts, forest.roots, strict=False):
+        for nodes, begin, root in zip(nodes_to_keep, forest.firsts, forest.roots, strict=False):
             below = nodes[root + 1 :]
             paths[begin : begin + len(below)] = below
         return cls(forest, counts, paths)

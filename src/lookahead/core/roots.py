@@ -53,10 +53,10 @@ class Roots:
 
     def limit(self, rows: Sequence[int], levels: Sequence[int]) -> None:
         """Limit the trees of some rows to this many levels below the root."""
-        for row, most in zip(rows, levels, strict=True):
+        for row, level in zip(rows, levels, strict=True):
             tree = self.trees[row]
             if tree is not None:
-                tree.limit(most)
+                tree.limit(level)
         if len(self.rooms):
             self.rooms[rows] = np.minimum(self.rooms[rows], levels)
 

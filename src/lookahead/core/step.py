@@ -70,7 +70,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     results = StepResults(forest, outputs, walk(sequences, forest, outputs, early))
     mark("verify")
 
-    backend.commit(results.walks.kept([not sequence.finished for sequence in sequences]))
+    backend.commit(results.walks.committed([not sequence.finished for sequence in sequences]))
     batch.statistics.steps += 1
     mark("commit")
 

@@ -294,6 +294,6 @@ def _evaluate_curve(plain_place: int, filter_state: FilterState) -> None:
             curve[size] = curve[size + 1]
         else:
             variance = covariance[size, size]
-    least = math.exp(state[PLAIN]) * expected[plain_place]
+    floor = math.exp(state[PLAIN]) * expected[plain_place]
     for size in range(plain_place, PLAIN):
-        curve[size] = least = max(curve[size], least)
+        curve[size] = floor = max(curve[size], floor)

@@ -168,7 +168,7 @@ def _walk(
     end_tokens: Integers,
     trees: tuple[Integers, Integers, Integers, Integers, NDArray[np.bool_]],
     tokens_after: Integers,
-    found: tuple[Integers, Integers],
+    walked: tuple[Integers, Integers],
     counts: Integers,
     stops: NDArray[np.bool_],
 ) -> None:
@@ -182,7 +182,7 @@ def _walk(
         found, counts, stops: `tokens` and `paths`, `counts` and `stopped` of a `Walks`, to be written.
     """
     firsts, roots, tokens, parents, in_window = trees
-    selected, paths = found
+    selected, paths = walked
     for row in range(len(plan)):
         begin = firsts[plan[row, 0]]
         remaining = plan[row, 1]

@@ -85,10 +85,10 @@ class LockStep(Backend):
             tree.add_certain([self._pad_token or 0] * min(_PADDING, self._runner.most_nodes - 1))
         return tree
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the nodes in `kept`, and the padding of ended rows."""
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the nodes in `paths`, and the padding of ended rows."""
         padded = {row: [*range(tree.root + 1), *self._paths[row]] for row, tree in self._padded.items()}
-        self._runner.commit([padded.get(row, nodes) for row, nodes in enumerate(kept)])
+        self._runner.commit([padded.get(row, nodes) for row, nodes in enumerate(paths)])
 
     def walk(
         self, sequences: Sequence[TextSequence], forest: Forest, outputs: Sequence[Any], early: Sequence[Any] = ()

@@ -19,7 +19,7 @@ from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.values import require, shown, whole_number
+from lookahead.values import display, require, whole_number
 
 _CONSUMED = (
     *("attention_mask", "position_ids", "cache", "past_key_values", "cache_params", "use_cache", "logits_to_keep"),
@@ -107,7 +107,7 @@ def read_prompt(input_ids: object) -> torch.Tensor:
         ids = torch.as_tensor(input_ids)
     except Exception as error:  # user objects may raise any error
         raise InvalidArgumentError(
-            f"input_ids={shown(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
+            f"input_ids={display(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
             "tokenizer(text).input_ids makes one"
         ) from error
     ids = ids[None] if ids.dim() == 1 else ids
@@ -140,8 +140,8 @@ def _check_names(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         methods = (model.forward, model.prepare_inputs_for_generation)
         if not any(name in inspect.signature(method).parameters for method in methods):
             raise InvalidArgumentError(
-                f"{name}={shown(kwargs[name])} is not an argument of generate; pass "
-                f"lookahead_config=lookahead.LookaheadConfig({name}={shown(kwargs[name])})"
+                f"{name}={display(kwargs[name])} is not an argument of generate; pass "
+                f"lookahead_config=lookahead.LookaheadConfig({name}={display(kwargs[name])})"
             )
 
 

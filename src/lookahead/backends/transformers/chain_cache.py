@@ -214,15 +214,15 @@ class ChainRow(TextRow):
         self._saved = SavedState(self.content)
         self.copied_bytes += self._saved.copied_bytes
 
-    def settle(self, sent: int, kept: int) -> None:
-        """Keep the states after a pass over `sent` tokens if all are `kept`; otherwise restore the saved cache.
+    def settle(self, sent: int, accepted: int) -> None:
+        """Keep the states after a pass over `sent` tokens if all are `accepted`; otherwise restore the saved cache.
 
         Raises:
             UnsupportedModelError: See `SavedState.restore`.
         """
         saved = self._saved
         self._saved = None
-        if kept == sent:
+        if accepted == sent:
             self.length += sent
             if self._whole is not None:
                 self._whole = self._input

@@ -159,13 +159,13 @@ def check_model(model: PreTrainedModel) -> None:
     once(model, ("trees", *model_setting(model)), lambda: _try_trees(model))
     kind = equivalence(model)
     if not kind.holds("trees"):
-        found = _found(
+        reason = _refusal_of(
             kind,
             "a small copy of it, run past every window and context of its configuration, differs from plain decoding",
         )
         raise UnsupportedModelError(
             f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} may compute "
-            f"other logits on token trees than token by token: {found}. Use model.generate"
+            f"other logits on token trees than token by token: {reason}. Use model.generate"
         )
 
 
@@ -222,9 +222,9 @@ def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
         _check_outside(model)
         kind = equivalence(model)
         if not kind.holds("plain"):
-            found = _found(kind, "passes over one token of a small copy of it differ from generate")
+            reason = _refusal_of(kind, "passes over one token of a small copy of it differ from generate")
             raise UnsupportedModelError(
-                f"{refusal}. Nor can it be run without drafts (fallback='plain') here: {found}"
+                f"{refusal}. Nor can it be run without drafts (fallback='plain') here: {reason}"
             ) from refusal
         warn_of_plain(refusal, stacklevel=4)
         return True, False
@@ -263,13 +263,13 @@ def _try_trees(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"{name} computes logits that are not finite, in {model.dtype}; {advice}")
         if are_close([drafted], [plain], model.dtype):
             return
-        found = difference([drafted], [plain])
+        deviation = difference([drafted], [plain])
         allowed = tolerance([plain], model.dtype)
-        if not found <= allowed:
+        if not deviation <= allowed:
             break
     raise UnsupportedModelError(
         f"{name} does not honour explicit positions or tree masks: the logits along a token tree differ by "
-        f"{found:.2g} from those token by token, which is more than rounding; {advice}"
+        f"{deviation:.2g} from those token by token, which is more than rounding; {advice}"
     )
 
 
@@ -280,14 +280,14 @@ def _check_chains(model: PreTrainedModel) -> None:
     state = "keeps a running state (Mamba-style or linear attention)"
     what = f"{name} {'is an encoder-decoder' if is_encoder_decoder(model) else state}"
     if not kind.holds("chains"):
-        found = _found(
+        reason = _refusal_of(
             kind, "a small copy of it that goes on from its state over several tokens differs from plain decoding"
         )
-        raise UnsupportedModelError(f"{what}, and {found}. Use model.generate")
+        raise UnsupportedModelError(f"{what}, and {reason}. Use model.generate")
     once(model, ("chains", *model_setting(model)), lambda: _try_chains(model, what))
 
 
-def _found(kind: Equivalence, differs: str) -> str:
+def _refusal_of(kind: Equivalence, differs: str) -> str:
     """Return the reason of a failed trial of a kind."""
     return differs if kind.has_miniature else f"no small copy of it could be tried ({kind.obstacle})"
 

@@ -178,18 +178,18 @@ def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) ->
     draws = torch.Generator().manual_seed(1)
     text, other = torch.randint(len(vocabulary), (2, _BITS_TEXT + 1), generator=draws).tolist()
 
-    def along(texts: Sequence[list[int]], size: int, decoys: int, prompt: int = 1) -> torch.Tensor:
+    def logits_along(texts: Sequence[list[int]], size: int, decoys: int, prompt: int = 1) -> torch.Tensor:
         """Return the logits along `text` in passes of `size` tokens, with decoys."""
         return follow(make(len(texts)), texts, prompt, among_decoys(size, decoys, vocabulary))[texts.index(text)]
 
     ways = [
-        along([text], 1, 0),
-        along([text], _BITS_TEXT, 0),
-        along([text], 5, 3),
-        along([other, text], 3, 1),
-        along([other[:6], text, other], 3, 0),
+        logits_along([text], 1, 0),
+        logits_along([text], _BITS_TEXT, 0),
+        logits_along([text], 5, 3),
+        logits_along([other, text], 3, 1),
+        logits_along([other[:6], text, other], 3, 0),
     ]
     if fixed is not None:
-        ways.append(along([text], _BITS_TEXT, 6))  # several passes for a tree, with accepted nodes in each
-    prompted = along([text], 2, 1, _BITS_PROMPT)
+        ways.append(logits_along([text], _BITS_TEXT, 6))  # several passes for a tree, with accepted nodes in each
+    prompted = logits_along([text], 2, 1, _BITS_PROMPT)
     return torch.equal(prompted, ways[0][_BITS_PROMPT - 1 :]) and all(torch.equal(*pair) for pair in pairwise(ways))

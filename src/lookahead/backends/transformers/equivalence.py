@@ -153,8 +153,8 @@ class _Comparison:
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
         padded, plain = (cache.layers[0].keys[0] for cache in (runner.rows[0].cache, output[CACHE]))
-        kept = plain[:, padding : padding + _PROMPT]
-        return difference([padded[:, :_PROMPT]], [kept]) <= self._tolerance
+        prompts = plain[:, padding : padding + _PROMPT]
+        return difference([padded[:, :_PROMPT]], [prompts]) <= self._tolerance
 
     def _runner(self, rows: int = 1, padding: int = 0) -> ModelRunner:
         runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self.positions_end)

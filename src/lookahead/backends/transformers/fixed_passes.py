@@ -181,13 +181,13 @@ class StaticInputs:
         tokens: `[batch, nodes]` int32.
         positions: `[batch, nodes]` int32.
         columns: Columns of the nodes in the cache, `[nodes]` int32.
-        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(most / 32)]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(max_nodes / 32)]` int32.
     """
 
     def __init__(
-        self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device, most: int | None = None
+        self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device, max_nodes: int | None = None
     ) -> None:
-        passes = -(-(most or nodes) // nodes)
+        passes = -(-(max_nodes or nodes) // nodes)
         width = packed_width(passes * nodes)
         shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
         self._staged = Staged(device, shapes)
@@ -211,7 +211,7 @@ class StaticInputs:
         """Upload the inputs of a pass.
 
         Args:
-            plan: Trees of at most `nodes` nodes, or `most`. Missing rows are padded.
+            plan: Trees of at most `nodes` nodes, or `max_nodes`. Missing rows are padded.
             part: Number of the part of `nodes` slots.
         """
         rows = len(self._tokens)
@@ -236,7 +236,7 @@ class StaticSteps:
         shapes: Shape of each layer's keys and values.
         batch: Number of texts.
         capacity: Initial capacity for tokens of each text and nodes of a step.
-        sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `most`.
+        sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `max_nodes`.
         most: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The number of
             rows is then a divisor of `FIXED_ROWS`.
 
@@ -257,13 +257,13 @@ class StaticSteps:
         batch: int,
         capacity: int,
         sizes: Sequence[int],
-        most: int | None = None,
+        max_nodes: int | None = None,
     ) -> None:
-        rows = batch if most is None else padded_batch(batch)
+        rows = batch if max_nodes is None else padded_batch(batch)
         self.cache = StaticTreeCache(shapes, batch, capacity, model.device, rows)
         self.sizes = tuple(sizes)
-        self.chunk = None if most is None else self.sizes[-1]
-        self._most = most
+        self.chunk = None if max_nodes is None else self.sizes[-1]
+        self._max_nodes = max_nodes
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
@@ -294,9 +294,9 @@ class StaticSteps:
         self.make_room(self.cache.longest + (nodes if size is None else parts * size))
         if size is None:
             return None
-        if parts > 1 and self._most is not None:
-            self._most = max(self._most, nodes)
-        self._passes.serve((self.cache.capacity, self._most))
+        if parts > 1 and self._max_nodes is not None:
+            self._max_nodes = max(self._max_nodes, nodes)
+        self._passes.serve((self.cache.capacity, self._max_nodes))
         left = PAYS_FROM if self.last is None else self.last - self.cache.longest
         if left < PAYS_FROM and not self._passes.has(size, top_k):
             return None
@@ -318,7 +318,7 @@ class StaticSteps:
         return logits, listed
 
     def _new_inputs(self, size: int) -> StaticInputs:
-        return StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
+        return StaticInputs(self._masks, self.cache.rows, size, self._device, self._max_nodes)
 
 
 def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:

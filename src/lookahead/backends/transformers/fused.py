@@ -183,6 +183,6 @@ def _rotate_kernel(
     cosine = tl.load(cos + row * PART + place, mask=turns, other=0.0).to(tl.float32)
     sine = tl.load(sin + row * PART + place, mask=turns, other=0.0).to(tl.float32)
     # Each product is rounded, as in the separate operations.
-    along = (states.to(tl.float32) * cosine).to(states.dtype).to(tl.float32)
+    cosines = (states.to(tl.float32) * cosine).to(states.dtype).to(tl.float32)
     across = (tl.where(is_first, -others, others) * sine).to(states.dtype).to(tl.float32)
-    tl.store(target + start + place, tl.where(turns, (along + across).to(states.dtype), states), mask=place < SIZE)
+    tl.store(target + start + place, tl.where(turns, (cosines + across).to(states.dtype), states), mask=place < SIZE)

@@ -385,16 +385,16 @@ def is_doubled(fields: Mapping[str, Any]) -> bool:
     return fields.get("attention_hidden_size") == 2 * (fields.get("hidden_size") or 0) != 0
 
 
-def _layers(fields: dict[str, Any], depth: int | None, least: int) -> list[int]:
-    """Select the layers of a miniature: one of each kind, and at least `least`."""
+def _layers(fields: dict[str, Any], depth: int | None, min_layers: int) -> list[int]:
+    """Select the layers of a miniature: one of each kind, and at least `min_layers`."""
     if depth is None:
-        return list(range(least))
+        return list(range(min_layers))
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
     kinds: dict[str, int] = {}
     for layer in range(depth):
         kinds.setdefault(repr([values[layer] for values in lists]), layer)
     first = list(kinds.values())
-    return sorted([*first, *(layer for layer in range(depth) if layer not in first)][: max(least, len(first))])
+    return sorted([*first, *(layer for layer in range(depth) if layer not in first)][: max(min_layers, len(first))])
 
 
 def _rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def fastest_packing(model: PreTrainedModel) -> int:
     layers = _layers_by_shape(model)
     if not layers:
         return 1
-    counts = sorted([*shape, len(found)] for shape, found in layers.items())
+    counts = sorted([*shape, len(group)] for shape, group in layers.items())
     about = {"kind": "rows of packed products", "dtype": str(model.dtype), "layers": counts}
     min_rows = recall(about)
     if min_rows not in (0, *_TIMED_ROWS):

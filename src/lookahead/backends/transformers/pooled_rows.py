@@ -23,7 +23,7 @@ from lookahead.backends.transformers.tree_cache import Integers, Row, whole_bloc
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
 from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
-from lookahead.core.results import Kept
+from lookahead.core.results import CommittedNodes
 
 MOST_RECORDED = 256
 """Nodes of the largest recorded pass. In larger ones products hide the time of launches."""
@@ -309,28 +309,28 @@ class PooledRunner(ModelRunner):
         """Run an unrecorded pass, and return float32 logits after the nodes to read."""
         inputs = self._new_inputs(len(plan.forest.tokens))
         inputs.stage(self._pool, self._numbers, plan)
-        (kept,) = upload(self._device, plan.forest.read_slots)
-        arguments = {"logits_to_keep": kept} if self._keeps_logits else {}
+        (slots,) = upload(self._device, plan.forest.read_slots)
+        arguments = {"logits_to_keep": slots} if self._keeps_logits else {}
         with self._pool.written_at(inputs.columns.long()):
             arguments |= inputs.arguments(self.model, self._pool)
-            given = self.model(**arguments, **{self._cache_name: self._pool}, use_cache=True, return_dict=True)
-        logits: torch.Tensor = given.logits[0] if "logits_to_keep" in arguments else given.logits[0, kept]
+            outputs = self.model(**arguments, **{self._cache_name: self._pool}, use_cache=True, return_dict=True)
+        logits: torch.Tensor = outputs.logits[0] if "logits_to_keep" in arguments else outputs.logits[0, slots]
         return logits.float()
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         pool = self._pool
         numbers = self._numbers
-        kept = Kept.of(self._forest, kept)
-        rows, sources, targets = kept.misplaced()
+        paths = CommittedNodes.of(self._forest, paths)
+        rows, sources, targets = paths.misplaced()
         if len(rows):
             texts = numbers[rows]
             lengths = pool.text_lengths[texts]
             columns = pool.columns_of(texts, lengths + sources), pool.columns_of(texts, lengths + targets)
             pool.move(np.zeros_like(rows), *columns)
-        pool.text_lengths[numbers] += kept.counts
+        pool.text_lengths[numbers] += paths.counts
 
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """See `Runner`."""
-        found: list[int] = self._pool.text_lengths[[row.number for row in rows]].tolist()
-        return found
+        lengths: list[int] = self._pool.text_lengths[[row.number for row in rows]].tolist()
+        return lengths

@@ -87,7 +87,7 @@ class PromptPass(Backend):
         rows = [(row + 1) * width + places for row, places in enumerate(columns)]
         return pass_result(forest, logits.flatten(0, 1), top_k, np.concatenate(rows))
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Do nothing: the prefill kept the whole prompt."""
 
     def read(self) -> None:

@@ -82,7 +82,7 @@ class StaticTreeCache(TreeCache):
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of `capacity` columns. References to the old buffers become stale."""
-        kept = self.longest
+        columns = self.longest
         sizes: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for layer, shape in zip(self.layers, self._shapes, strict=True):
             if shape is not None:
@@ -95,8 +95,8 @@ class StaticTreeCache(TreeCache):
                 # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
                 buffer = torch.zeros((len(owners), self.rows, heads, capacity, size), dtype=dtype, device=self._device)
                 for states, (layer, name) in zip(buffer, owners, strict=True):
-                    if kept:
-                        states[:, :, :kept] = getattr(layer, name)[:, :, :kept]
+                    if columns:
+                        states[:, :, :columns] = getattr(layer, name)[:, :, :columns]
                     setattr(layer, name, states)
                 self.buffers.append(buffer)
         self.capacity = capacity
@@ -214,8 +214,8 @@ class PaddedCache(RowsCache):
         """Write the keys `[rows, nodes, size]` of a layer's indexer, and return the keys of all tokens."""
         padded = self._padded(indexer_key_states[:, None])
         for place, (row, count) in enumerate(self._rows):
-            found = row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)
-            self._fill((padded,), place, (found[:, None],))
+            keys = row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)
+            self._fill((padded,), place, (keys[:, None],))
         return padded[:, 0]
 
     def _padded(self, new: torch.Tensor) -> torch.Tensor:
@@ -224,11 +224,11 @@ class PaddedCache(RowsCache):
         padded.narrow(2, self._longest, new.shape[2]).copy_(new)
         return padded
 
-    def _fill(self, padded: Sequence[torch.Tensor], place: int, found: Sequence[torch.Tensor]) -> None:
+    def _fill(self, padded: Sequence[torch.Tensor], place: int, sources: Sequence[torch.Tensor]) -> None:
         """Copy the states of a row's text."""
         row, _ = self._rows[place]
         if row.length:
-            for padded_states, states in zip(padded, found, strict=True):
+            for padded_states, states in zip(padded, sources, strict=True):
                 padded_states.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -36,7 +36,7 @@ from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.forest import Forest
-from lookahead.core.results import JoinedOutputs, Kept
+from lookahead.core.results import CommittedNodes, JoinedOutputs
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import TokenTree
 
@@ -99,10 +99,10 @@ class TransformersRunner(Runner):
         groups = self._groups(forest)
         if len(groups) == 1:
             return self._pass(groups[0], forest, top_k)
-        found: dict[int, TreeResult] = {}
+        results: dict[int, TreeResult] = {}
         for places in groups:
-            found.update(zip(places, self._pass(places, forest.take(places), top_k), strict=True))
-        return JoinedOutputs([found[place] for place in range(forest.rows)])
+            results.update(zip(places, self._pass(places, forest.take(places), top_k), strict=True))
+        return JoinedOutputs([results[place] for place in range(forest.rows)])
 
     def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
         """Run one pass over the trees of some rows."""
@@ -120,14 +120,14 @@ class TransformersRunner(Runner):
         with sdpa_kernel(WITHOUT_PLANS) if is_dense and self._device.type == "cuda" else nullcontext():
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
-    def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    def _slots_of(self, paths: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the slots of the nodes of each path. Pending tokens have the first slots, in order."""
         if self._forest.is_plain:
-            return list(kept)
+            return list(paths)
         roots = self._forest.roots.tolist()
         firsts = self._forest.firsts.tolist()
         slots = self._forest.slots
-        rows = zip(kept, roots, firsts, strict=False)
+        rows = zip(paths, roots, firsts, strict=False)
         return [nodes if len(nodes) < root + 2 else slots[begin:].take(nodes).tolist() for nodes, root, begin in rows]
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
@@ -196,7 +196,7 @@ class TransformersRunner(Runner):
     def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
         """Run chains of tokens, and keep them for the rows in `keep`."""
         self.forward(trees)
-        self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
+        self.commit([range(len(tree) if stays else 0) for tree, stays in zip(trees, keep, strict=True)])
 
 
 class ModelRunner(TransformersRunner):
@@ -360,16 +360,16 @@ class ModelRunner(TransformersRunner):
             return PackedCache(rows, plan.counts.tolist())
         return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.counts.tolist())
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         if self._shares:
-            self.rows[0].cache.commit(self._slots_of(kept))
+            self.rows[0].cache.commit(self._slots_of(paths))
             return
-        kept = Kept.of(self._forest, kept)
-        rows, slots, targets = kept.misplaced()
+        paths = CommittedNodes.of(self._forest, paths)
+        rows, slots, targets = paths.misplaced()
         for row in set(rows.tolist()):
             self.rows[row].cache.move_nodes(slots[rows == row], targets[rows == row])
-        for row, count in zip(self.rows, kept.counts.tolist(), strict=True):
+        for row, count in zip(self.rows, paths.counts.tolist(), strict=True):
             row.cache.extend(count)
 
     def _prefill_size(self, texts: int) -> int | None:
@@ -494,9 +494,9 @@ class ChainRunner(TransformersRunner):
             Inputs(inputs.tokens[:, start:end], inputs.positions[:, start:end], inputs.keep) for start, end in bounds
         ]
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the states of rows with only `kept` nodes, and restore the others."""
-        for row, count, nodes in zip(self.rows, self._forest.counts.tolist(), kept, strict=True):
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the states of rows whose nodes are all in `paths`, and restore the others."""
+        for row, count, nodes in zip(self.rows, self._forest.counts.tolist(), paths, strict=True):
             row.settle(count, len(nodes))
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -52,19 +52,19 @@ def acquire_steps(
     if isinstance(shapes, str):
         return shapes
     sizes = pass_sizes(config.max_nodes)
-    most = None
+    max_nodes = None
     if config.invariant:
         sizes = fixed_sizes(batch)
-        most = sizes[0] + config.max_nodes  # a chunk of a prompt, and a draft
+        max_nodes = sizes[0] + config.max_nodes  # a chunk of a prompt, and a draft
     patient = config.engine == "auto" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
-    capacity = rounded(text + (most or 0) + sizes[-1])
+    capacity = rounded(text + (max_nodes or 0) + sizes[-1])
     limits = limits_of(model)
     if limits.picks_after is not None and longest > limits.picks_after:
         return f"it does not attend to all keys of a text of more than {limits.picks_after} tokens"
-    if limits.columns_after is not None and rounded(longest + (most or 0) + sizes[-1]) > limits.columns_after:
+    if limits.columns_after is not None and rounded(longest + (max_nodes or 0) + sizes[-1]) > limits.columns_after:
         return f"its memory would exceed {limits.columns_after} columns"
-    made_for = (_wiring(model), batch, sizes, most)
+    made_for = (_wiring(model), batch, sizes, max_nodes)
     state = state_of(model)
     steps: StaticSteps | None
     with state.lock:
@@ -72,7 +72,7 @@ def acquire_steps(
         state.trials.static_steps = None
     if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # frees memory first
-        steps = StaticSteps(model, shapes, batch, capacity, sizes, most)
+        steps = StaticSteps(model, shapes, batch, capacity, sizes, max_nodes)
         steps.made_for = made_for
     steps.last = longest if patient else None
     return steps
@@ -103,7 +103,7 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
         raise UnsupportedModelError(shapes)
     sizes = fixed_sizes(batch)
     capacity = 2 * FIXED_ROWS + CHECK_LENGTH
-    steps = StaticSteps(model, shapes, batch, capacity, sizes, most=2 * sizes[0])
+    steps = StaticSteps(model, shapes, batch, capacity, sizes, max_nodes=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
 
 
@@ -179,13 +179,13 @@ def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
     expected = check_logits(dynamic)
     shapes = layer_shapes(dynamic.rows[0].cache)
     sizes = pass_sizes(SMALLEST_TREE)
-    most = None
+    max_nodes = None
     capacity = CHECK_LENGTH
     if dynamic.is_invariant:
         sizes = fixed_sizes(1)
-        most = FIXED_ROWS
+        max_nodes = FIXED_ROWS
         capacity = CHECK_LENGTH + FIXED_ROWS
-    steps = StaticSteps(model, shapes, 1, capacity, sizes, most)
+    steps = StaticSteps(model, shapes, 1, capacity, sizes, max_nodes)
     return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 
 

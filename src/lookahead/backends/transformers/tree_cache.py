@@ -132,8 +132,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             states[:, :, : max(lengths)] = 0
         for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
             if layer.is_initialized:
-                for held, given in zip(_states(self), _states(layer), strict=True):
-                    held[place, :, layer.dropped : length] = given[row, :, : length - layer.dropped]
+                for held, source in zip(_states(self), _states(layer), strict=True):
+                    held[place, :, layer.dropped : length] = source[row, :, : length - layer.dropped]
         if filled[0].indexer is not None:
             self.indexer = TreeLayer(block=self.block)
             self.indexer.adopt([(layer.indexer or TreeLayer(), row) for layer, row in texts], lengths)
@@ -145,8 +145,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         unseen = self.length - self.window - self.dropped
         if unseen <= self.window // _SLACK:
             return
-        kept = self.length - self.dropped - unseen
-        self._move(kept + _SCRATCH, unseen, kept)
+        columns = self.length - self.dropped - unseen
+        self._move(columns + _SCRATCH, unseen, columns)
         self.dropped += unseen
 
     def get_seq_length(self) -> int:
@@ -172,23 +172,23 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             and not torch.is_inference_mode_enabled()  # its tensors could not be written later
         )
 
-    def _grow(self, needed: int, kept: int) -> None:
-        """Grow to at least `needed` columns, and keep the first `kept` ones."""
+    def _grow(self, needed: int, columns: int) -> None:
+        """Grow to at least `needed` columns, and keep the first `columns` ones."""
         if self.block is None:
             step = _FIRST_CAPACITY if self.window is None else _SCRATCH
             capacity = needed + max(step, needed // _GROWTH)
         else:
             capacity = whole_blocks(needed, self.block)
-        self._move(capacity, 0, kept)
+        self._move(capacity, 0, columns)
 
-    def _move(self, capacity: int, first: int, kept: int) -> None:
-        """Move `kept` columns from `first` on to new tensors of `capacity` columns."""
+    def _move(self, capacity: int, first: int, columns: int) -> None:
+        """Move `columns` columns from `first` on to new tensors of `capacity` columns."""
         for name in ("keys", "values"):
             states = getattr(self, name)
             with torch.inference_mode(False):  # an inference tensor could not be written later
                 size = (*states.shape[:2], capacity, states.shape[3])
                 moved = torch.empty(size, dtype=states.dtype, device=states.device)
-            moved[:, :, :kept] = states[:, :, first : first + kept]
+            moved[:, :, :columns] = states[:, :, first : first + columns]
             setattr(self, name, moved)
 
 
@@ -278,14 +278,14 @@ class TreeCache(Cache):  # type: ignore[misc]
         scratch = self.longest
         misplaced = [
             (text, scratch + slot, target)
-            for text, kept in enumerate(slots)
-            for target, slot in enumerate(kept, start=self.lengths[text])
+            for text, path in enumerate(slots)
+            for target, slot in enumerate(path, start=self.lengths[text])
             if scratch + slot != target
         ]
         if misplaced:
             self.move(*np.array(misplaced).T)
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self._set_lengths([length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)])
+        self._set_lengths([length + len(path) for length, path in zip(self.lengths, slots, strict=True)])
 
     def move_nodes(self, slots: Integers, targets: Integers) -> None:
         """Copy the states of nodes of the only text from some slots of the scratch to others."""
@@ -490,15 +490,15 @@ def _laid_out(row: Row, index: int, columns: torch.Tensor, window: int | None) -
     """Return keys, values and indexer keys of a text in a layer, with hidden columns, and cut to the window."""
     layer = row.cache.layers[index]
     parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
-    found = []
+    laid_out = []
     for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):
-        kept = states[row.place : row.place + 1, :, : row.length - dropped]
+        text = states[row.place : row.place + 1, :, : row.length - dropped]
         if int(columns[-1]) >= row.length or (dropped and window is None):
             whole = states.new_full((1, states.shape[1], int(columns[-1]) + 1, states.shape[3]), _BLANK)
-            whole[:, :, columns[dropped:].to(states.device)] = kept
-            kept = whole
-        found.append(kept if window is None else kept[:, :, max(kept.shape[2] - window + 1, 0) :])
-    return found
+            whole[:, :, columns[dropped:].to(states.device)] = text
+            text = whole
+        laid_out.append(text if window is None else text[:, :, max(text.shape[2] - window + 1, 0) :])
+    return laid_out
 
 
 def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:

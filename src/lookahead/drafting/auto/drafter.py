@@ -70,7 +70,7 @@ class AutoDrafter:
     ) -> None:
         is_memory = memory is None or isinstance(memory, DraftMemory)
         require(is_memory, "memory", memory, "must be a DraftMemory, or None to remember nothing")
-        if not callable(getattr(budget, "choose", None)):
+        if not hasattr(budget, "backs_off"):
             max_nodes = whole_number("budget", budget, 1, MAX_NODES_PER_STEP, "nodes of a step, or what chooses them")
             budget = FixedBudget(max_nodes)
         max_nodes = whole_number("max_nodes", max_nodes, 1)
