@@ -17,7 +17,7 @@ from compared.settings import NEED_AN_END, with_tokens
 from compared.tables import FOR_ROWS, OF_THE_TEXT, batch_case
 from compared.tables import ZOO as ALL
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
-from quick import quickly
+from quick import diagonal, quickly
 
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "llama4_chunked", "gpt_oss")
 """Architectures of the random cases; `run_cases.py --batches` runs all."""
@@ -90,8 +90,7 @@ def ends(*tokens: int) -> dict[str, Any]:
     return {"eos": tokens} if tokens else {}
 
 
-@pytest.mark.parametrize("eos", [(), STOPS])
-@pytest.mark.parametrize("kept", [{}, KEPT])
+@pytest.mark.parametrize(("eos", "kept"), diagonal([(), STOPS], [{}, KEPT]))
 def test_streamed_columns_equal_transformers(eos: tuple[int, ...], kept: dict[str, Any]) -> None:
     check(ragged(**ends(*eos), **kept, streamer=True))
     check(ragged(**ends(*eos), streamer=True, return_dict_in_generate=False))
@@ -188,16 +187,17 @@ def test_several_sampled_texts_differ_and_are_repeated_under_the_same_seed() -> 
     assert len({tuple(text) for text in texts[0].tolist()}) == 5
 
 
-@pytest.mark.parametrize("name", quickly(["gpt2", "gpt_bigcode", "opt"]))
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("name", "uneven"), diagonal(["gpt2", "gpt_bigcode", "opt"], [False, True]))
 def test_rows_to_the_last_learned_position(name: str, uneven: bool) -> None:
     # An ended row must not keep the others from their remaining positions.
     prompts = PROMPTS if uneven else ((5, 6, 7) * 4, (9,) * 12, PROMPTS[0])
     check(ragged(name, prompts, max_new_tokens=MAX_POSITIONS + 1 - len(PROMPTS[0])))
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "rope_parameters" in ARCHITECTURES[name].overrides])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    ("name", "uneven"),
+    diagonal([name for name in ARCHITECTURES if "rope_parameters" in ARCHITECTURES[name].overrides], [False, True]),
+)
 def test_where_positions_depend_on_the_longest_row_texts_are_exact_or_refused(name: str, uneven: bool) -> None:
     # The longest row sets the frequencies of a forward pass for all rows, and these rows differ in length.
     random = Random(name)

@@ -23,6 +23,7 @@ import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadError
 from lookahead.backends.transformers.cache_names import CACHE
 from model_zoo import build
+from quick import diagonal
 from tiny.families import build as build_family
 from tiny.variant import Variant
 
@@ -224,8 +225,7 @@ def check(result: list[int] | str, model: PreTrainedModel, door: Callable[[PreTr
         assert result == plainly(model)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("name", "door"), diagonal(CHANGES, DOORS))
 def test_a_changed_model_is_tried_anew(name: str, door: str) -> None:
     model, call = fresh(), DOORS[door]
     assert outcome(lambda: call(model)) == plainly(model)

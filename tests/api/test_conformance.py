@@ -42,6 +42,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, LookaheadOutput
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build
+from quick import diagonal
 
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 PLAIN_STEPS = LookaheadConfig(preset="autoregressive")
@@ -432,16 +433,12 @@ def test_past_key_values_format(llama: PreTrainedModel) -> None:
         torch.testing.assert_close(visible(mine, layer), visible(theirs, layer), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CACHE_MODELS)
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
-    ("first", "second"), [(ours, ours), (ours, plainly), (plainly, ours)], ids=["ours", "ours-plain", "plain-ours"]
+    ("name", "maker", "calls"), diagonal(CACHE_MODELS, MAKERS, [(ours, ours), (ours, plainly), (plainly, ours)])
 )
-def test_generate_continue_from_past_key_values(
-    name: str, maker: str, first: Callable[..., Any], second: Callable[..., Any]
-) -> None:
+def test_generate_continue_from_past_key_values(name: str, maker: str, calls: tuple[Callable[..., Any], ...]) -> None:
     """Two calls equal one call, for every decoder and every origin of the cache."""
-    model = build(name)
+    (first, second), model = calls, build(name)
     expected = plainly(model, PROMPT, **CACHED)
     cache = MAKERS[maker](model)
     started = first(model, PROMPT, past_key_values=cache, **{**CACHED, "max_new_tokens": 3})
@@ -490,8 +487,7 @@ def sharing_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
+@pytest.mark.parametrize(("name", "maker"), diagonal(["llama", "mistral_sliding"], MAKERS))
 def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str) -> None:
     model = build(name)
     cache, text = MAKERS[maker](model), PROMPT

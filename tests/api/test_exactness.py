@@ -25,7 +25,7 @@ from model_zoo import (
     build,
     position_limit,
 )
-from quick import REPRESENTATIVES, quickly
+from quick import REPRESENTATIVES, diagonal, quickly
 
 NEAR_TIE = 1e-4
 """Largest gap between two logits that rounding may decide; logits of the zoo differ by up to about 2e-5."""
@@ -88,8 +88,7 @@ def test_text_growing_across_the_sliding_window(name: str) -> None:
         check(zoo_case(name, range(length), drafting=FROM_OUTPUT, max_new_tokens=2 * SLIDING_WINDOW))
 
 
-@pytest.mark.parametrize("name", quickly(LEARNED_POSITIONS))
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize(("name", "beyond"), diagonal(LEARNED_POSITIONS, [-1, 0, 1]))
 def test_text_to_the_last_learned_position(name: str, beyond: int) -> None:
     # The last token is never read, so a text may be one token longer than the table of positions.
     for prompt in ((7,), (3, 1, 4) * 8, tuple(range(40)), (5, 6) * (MAX_POSITIONS // 2 - 1)):
@@ -110,8 +109,9 @@ def test_padded_text_growing_into_scaled_positions(name: str) -> None:
         check(zoo_case(name, range(length), padding=2, drafting=FROM_PROMPT, max_new_tokens=50))
 
 
-@pytest.mark.parametrize("preset", ["paper", "jacobi", "autoregressive"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "preset"), diagonal(["llama", "gemma3", "gpt2"], ["paper", "jacobi", "autoregressive"])
+)
 def test_texts_of_one_to_three_tokens_are_exact(name: str, preset: str) -> None:
     drafting = FROM_PROMPT if preset == "paper" else {"preset": preset}
     for prompt in ((9,), (9, 9, 9, 9, 9, 9)):
@@ -120,14 +120,16 @@ def test_texts_of_one_to_three_tokens_are_exact(name: str, preset: str) -> None:
             assert outcome.answer.new_tokens == tokens
 
 
-@pytest.mark.parametrize("name", quickly(["llama", "mistral_sliding", "gpt2", "opt", "mixtral"], ["llama", "gpt2"]))
 @pytest.mark.parametrize(
-    ("window_size", "ngram_size", "guess_set_size"),
-    [(1, 2, 1), (1, 8, 1), (16, 2, 16), (60, 3, 1), (1, 5, 60), (40, 6, 20)],
+    ("name", "sizes"),
+    diagonal(
+        ["llama", "mistral_sliding", "gpt2", "opt", "mixtral"],
+        [(1, 2, 1), (1, 8, 1), (16, 2, 16), (60, 3, 1), (1, 5, 60), (40, 6, 20)],
+    ),
 )
-def test_texts_are_exact_with_extreme_sizes(name: str, window_size: int, ngram_size: int, guess_set_size: int) -> None:
-    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    check(zoo_case(name, (1, 2, 3, 1, 2, 3, 1), drafting=FROM_OUTPUT | sizes))
+def test_texts_are_exact_with_extreme_sizes(name: str, sizes: tuple[int, int, int]) -> None:
+    drafting = FROM_OUTPUT | dict(zip(("window_size", "ngram_size", "guess_set_size"), sizes, strict=True))
+    check(zoo_case(name, (1, 2, 3, 1, 2, 3, 1), drafting=drafting))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def _with_long_run(name: str) -> tuple[Outcome, int]:
 # --- the zoo is fit for the purpose -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", quickly(NAMES))
+@pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[1::3]))
 def test_zoo_text_is_varied_and_depends_on_distant_tokens(name: str) -> None:
     model = build(name, 0, ARCHITECTURES[name].attention[0])
     random = Random(name)

@@ -15,6 +15,7 @@ from compared.settings import Recorder
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
 from lookahead.parallel import ParallelGroup
 from model_zoo import MAX_POSITIONS, build, greedy
+from quick import diagonal
 from tiny.families import build as family
 from tiny.images import image_prompt
 from tiny.variant import Variant
@@ -166,8 +167,7 @@ def compared(
     return ours
 
 
-@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "sampling"), diagonal(MEMBERS, SAMPLING))
 def test_rows_of_a_batch(name: str, sampling: dict[str, Any]) -> None:
     model = build("llama")
     inputs = {"input_ids": IDS, "attention_mask": MASK}

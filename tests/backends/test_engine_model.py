@@ -18,7 +18,7 @@ from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build
-from quick import quickly
+from quick import REPRESENTATIVES, diagonal, quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -69,8 +69,7 @@ def test_the_model_itself_is_not_touched(pack_weights: bool) -> None:
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("text_length", [1, 5, 300])
-@pytest.mark.parametrize("pack_weights", [False, True])
+@pytest.mark.parametrize(("pack_weights", "text_length"), diagonal([False, True], [1, 5, 300]))
 def test_bfloat16_numbers_are_the_same_bits(pack_weights: bool, text_length: int) -> None:
     model = grouped_llama()
     text = torch.randint(400, (text_length + 1,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -87,7 +86,7 @@ def test_bfloat16_numbers_are_the_same_bits(pack_weights: bool, text_length: int
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", quickly(ARCHITECTURES))
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES, REPRESENTATIVES[1::2]))
 def test_packed_weights_give_the_same_text(name: str) -> None:
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     expected = model.generate(PROMPT, **GREEDY)

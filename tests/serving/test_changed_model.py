@@ -14,7 +14,7 @@ import lookahead
 from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedModelError
 from lookahead.server.errors import as_api_error
 from model_zoo import build
-from quick import quickly
+from quick import diagonal, quickly
 
 PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5, 8, 1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -99,20 +99,19 @@ CHANGES = [
     rotary_buffer,
     rotary_setting,
 ]
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"prefix_cache": False},
-    {"config": LookaheadConfig(pack_weights=True)},
-    {"config": LookaheadConfig(pack_weights=True), "prefix_cache": False},
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no prefixes": {"prefix_cache": False},
+    "packed": {"config": LookaheadConfig(pack_weights=True)},
+    "packed, no prefixes": {"config": LookaheadConfig(pack_weights=True), "prefix_cache": False},
+}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["default", "no prefixes", "packed", "packed, no prefixes"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "settings"), diagonal(CHANGES, SETTINGS))
 def test_the_next_request_is_of_the_changed_model(
-    model: PreTrainedModel, change: Callable[[PreTrainedModel], None], settings: dict[str, Any]
+    model: PreTrainedModel, change: Callable[[PreTrainedModel], None], settings: str
 ) -> None:
-    engine = Engine(model, **settings)
+    engine = Engine(model, **SETTINGS[settings])
     before = plain(model)
     assert served(engine) == before
     change(model)

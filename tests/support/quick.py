@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,3 +18,16 @@ REPRESENTATIVES = (
 def quickly(values: Iterable[Any], quick: Collection[Any] = REPRESENTATIVES) -> list[Any]:
     """Return the values as parameters; values outside `quick` run with `make test-exact`."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.exact) for value in values]
+
+
+def diagonal(*axes: Collection[Any]) -> list[Any]:
+    """Return all combinations of the axes' values as parameters.
+
+    `make test` runs as few of them as have every value of each axis, `make test-exact` all others.
+    """
+    quick = {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))}
+    places = product(*(range(len(axis)) for axis in axes))
+    return [
+        pytest.param(*values, marks=() if place in quick else pytest.mark.exact)
+        for place, values in zip(places, product(*axes), strict=True)
+    ]
