@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,7 @@ class Asked:
 def answered(model: Any, prompt: list[int], new: int, sampling: Sampling | None = None) -> Recording:
     """Generate a text with a model; the recording asks the model for further predictions."""
     ids = torch.tensor([prompt])
-    more: dict[str, Any] = {"do_sample": False}
-    if sampling is not None:
-        more = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        }
+    more = {"do_sample": sampling is not None, **(asdict(sampling) if sampling else {})}
     torch.manual_seed(0)
     with torch.inference_mode():
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **more)[0].tolist()

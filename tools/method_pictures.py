@@ -15,11 +15,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure  # not pyplot, which keeps global state and may look for a screen
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead.backends.transformers.runner import ModelRunner
@@ -30,7 +32,7 @@ from lookahead.core.step import step as decode_step
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
-from lookahead.errors import InvalidArgumentError, extra_hint
+from lookahead.errors import InvalidArgumentError
 
 WINDOW_SIZE, NGRAM_SIZE, GUESS_SET_SIZE = 5, 4, 3
 """W, N and G of the pictures; W and N are the same as in the paper's Fig. 2."""
@@ -170,9 +172,6 @@ class Canvas:
     """Figure with tokens as boxes."""
 
     def __init__(self, width: float, height: float, name: Callable[[int], str], token_size: float = 8.5) -> None:
-        # Not pyplot, which keeps global state and may look for a screen.
-        from matplotlib.figure import Figure
-
         self._figure = Figure(figsize=(width, height), layout="constrained")
         self.axes = self._figure.add_subplot()
         self.axes.set_axis_off()
@@ -181,8 +180,6 @@ class Canvas:
 
     def box(self, x: float, y: float, token: int, colour: str, *, edge: str = "#777777", bold: bool = False) -> None:
         """Draw a token, with its centre at (x, y)."""
-        from matplotlib.patches import FancyBboxPatch
-
         style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": colour, "edgecolor": edge}
         style |= {"linestyle": "--" if colour == ROWS[-1] else "-"}
         style |= {"linewidth": 2.2, "zorder": 3} if bold else {"linewidth": 0.8, "zorder": 2}
@@ -209,8 +206,6 @@ class Canvas:
 
 def patches(*more: tuple[str, str]) -> list[Any]:
     """Entries of a legend that explains the colours."""
-    from matplotlib.patches import Patch
-
     entries = [(ROOT, "root: last decided token"), (CANDIDATE, "candidate, from the pool")]
     entries += [(colour, f"window, row {row}") for row, colour in enumerate(ROWS[:-1])]
     edges = {"(green)": {"edgecolor": ACCEPTED, "linewidth": 2}, "(black)": {"edgecolor": "black", "linewidth": 2}}
@@ -279,8 +274,6 @@ def draw_tree(path: Path, step: Step, name: Callable[[int], str]) -> None:
 
 def draw_mask(path: Path, step: Step, name: Callable[[int], str]) -> None:
     """Draw the attention mask of the same step, with its nodes in the order of sending."""
-    from matplotlib.patches import Rectangle
-
     tree, colours, layout = step.tree, colours_of(step), lay_out(step.tree)
     nodes = [int(node) for node in layout.order[tree.root :]]
     mask = layout.ancestor_mask()[tree.root :, tree.root :]
@@ -360,19 +353,14 @@ def draw(folder: Path, model: Path, prompt: str, length: int) -> None:
     """Decode a text of `length` new tokens, and draw into a folder.
 
     Raises:
-        InvalidArgumentError: The text has no suitable step, or matplotlib is not installed.
+        InvalidArgumentError: The text has no suitable step.
     """
-    if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(f"drawing needs matplotlib; {extra_hint('plot')}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     steps = watch(loaded, tokenizer(prompt).input_ids, length)
     folder.mkdir(parents=True, exist_ok=True)
     step, life = choose_step(steps), choose_life(steps)
-
-    def name(token: int) -> str:
-        return label(tokenizer, token)
-
+    name = partial(label, tokenizer)
     draw_tree(folder / "method-tree.png", step, name)
     draw_mask(folder / "method-mask.png", step, name)
     draw_window(folder / "method-window.png", steps, life, name)

@@ -262,21 +262,17 @@ class Checkout:
         return status
 
 
-def try_mutants(mutants: Sequence[Mutant], checkout: Checkout, output: Path, broad: bool) -> None:
-    """Try the changes, and append a row for each; with `broad`, run the tests of `BROAD` instead of the file's."""
-    for mutant in mutants:
-        begin = time.monotonic()
-        text = mutated(mutant)
-        assert text is not None
-        tests, seconds = (BROAD, 900) if broad else (TARGETS[mutant.file], 240)
-        result, test = checkout.test(mutant.file, text, tests, seconds)
-        lines = difflib.unified_diff(original(mutant.file).splitlines(), text.splitlines(), n=0, lineterm="")
-        diff = [line for line in lines if line[:3] not in ("---", "+++", "@@ ")]
-        row = asdict(mutant) | {"result": result, "broad": broad, "by": test, "diff": diff}
-        row["seconds"] = round(time.monotonic() - begin, 1)
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{result:9} {mutant.file}:{mutant.line} {mutant.operator} {test}", flush=True)
+def try_mutant(mutant: Mutant, checkout: Checkout, broad: bool) -> dict[str, Any]:
+    """Run the tests of a changed file, with `broad` also those of `BROAD`, up to the first failure; return a row."""
+    begin, text = time.monotonic(), mutated(mutant)
+    assert text is not None
+    result, test = checkout.test(mutant.file, text, TARGETS[mutant.file], 240)
+    if broad and result == SURVIVED:
+        result, test = checkout.test(mutant.file, text, BROAD, 900)
+    lines = difflib.unified_diff(original(mutant.file).splitlines(), text.splitlines(), n=0, lineterm="")
+    diff = [line for line in lines if line[:3] not in ("---", "+++", "@@ ")]
+    seconds = round(time.monotonic() - begin, 1)
+    return asdict(mutant) | {"result": result, "broad": broad, "by": test, "diff": diff, "seconds": seconds}
 
 
 def import_libraries(tests: Sequence[str]) -> None:
@@ -311,11 +307,6 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["file"], row["operator"], row["occurrence"], row["source"]
 
 
-def _is_due(row: dict[str, Any] | None, broad: bool) -> bool:
-    """Return whether a change with that row is to be tried; the first time, or with further tests."""
-    return row is not None and row["result"] == SURVIVED and not row["broad"] if broad else row is None
-
-
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table of results, and the survivors."""
     yield "| file | changes | noticed | survivors |"
@@ -348,11 +339,14 @@ def main() -> None:
         import_libraries(sorted({test for tests in TARGETS.values() for test in tests}))
         checkout = Checkout(options.number, compiled_stamp())
         mutants = sample(options.only, options.count, options.seed)[options.number :: options.of]
-        for broad in (False,) if options.first else (False, True):
-            rows = {_key(row): row for row in rows_of(options.output)}
-            left = [one for one in mutants if _is_due(rows.get(_key(asdict(one))), broad)]
-            print(f"{len(left)} changes to try with {'further' if broad else 'the first'} tests", flush=True)
-            try_mutants(left, checkout, options.output, broad)
+        rows = {_key(row): row for row in rows_of(options.output)}
+        for mutant in mutants:
+            row = rows.get(_key(asdict(mutant)))
+            if row is None or (row["result"] == SURVIVED and not row["broad"] and not options.first):
+                row = try_mutant(mutant, checkout, broad=not options.first)
+                with options.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['result']:9} {row['file']}:{row['line']} {row['operator']} {row['by']}", flush=True)
     print("\n".join(table(rows_of(options.output))))
 
 

@@ -19,7 +19,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,38 +52,21 @@ IMAGE = "+image"
 """Suffix of a family's name: its prompt has an image."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Result of a family.
-
-    Attributes:
-        family: Model type, plus `IMAGE` for a prompt with an image.
-        kind: `TREES`, `CHAINS`, `REFUSED`, `NOT_TRIED` or `WRONG`.
-        reason: Reason why lookahead does not run it; empty if it does.
-    """
-
-    family: str
-    kind: str
-    reason: str = ""
-
-    @property
-    def image(self) -> bool:
-        """Whether the prompt has an image."""
-        return self.family.endswith(IMAGE)
-
-    def as_json(self) -> str:
-        """Row as a line of the file."""
-        names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if self.image else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        family = self.family.removesuffix(IMAGE)
-        row = {"kind": "family", "family": family, "image": self.image, "class": names.get(family, "")}
-        return json.dumps({**row, "runs_on": self.kind, "reason": self.reason}, ensure_ascii=False)
+Row = dict[str, Any]
 
 
 def read_rows(path: Path = ROWS) -> dict[str, Row]:
     """Read the rows of a file, by family."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    names = [row["family"] + IMAGE * row["image"] for row in found[1:]]
-    return {name: Row(name, row["runs_on"], row["reason"]) for name, row in zip(names, found[1:], strict=True)}
+    lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
+    return {row["family"] + IMAGE * row["image"]: row for row in map(json.loads, lines)}
+
+
+def row_of(name: str, kind: str, reason: str = "") -> Row:
+    """Return the row of a family; `reason` says why lookahead does not run it."""
+    family, image = name.removesuffix(IMAGE), name.endswith(IMAGE)
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if image else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    facts = {"kind": "family", "family": family, "image": image, "class": names.get(family, "")}
+    return {**facts, "runs_on": kind, "reason": reason}
 
 
 def try_family(family: str) -> Row:
@@ -96,20 +78,20 @@ def try_family(family: str) -> Row:
         model = build(name, Variant(window=64), "sdpa")
         prompt = {"input_ids": ids} if kind == family else image_prompt(model, ids.tolist(), 0)
     except CannotBuild as error:
-        return Row(family, NOT_TRIED, _in_words(str(error)))
+        return row_of(family, NOT_TRIED, _in_words(str(error)))
     try:
         tried = model.generate(**prompt, max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
         if not all(bool(torch.isfinite(logits).all()) for logits in tried.logits):
             raise ArithmeticError("its logits are not finite")
     except Exception as error:
-        return Row(family, NOT_TRIED, _in_words(f"its own generate fails: {type(error).__name__}: {error}"))
+        return row_of(family, NOT_TRIED, _in_words(f"its own generate fails: {type(error).__name__}: {error}"))
     try:
         way = CHAINS if runs_on_chains(model) else TREES
         ours = _texts(model, lookahead.generate, prompt)
     except LookaheadError as error:
-        return Row(family, REFUSED, _in_words(str(error)))
+        return row_of(family, REFUSED, _in_words(str(error)))
     same = all(map(torch.equal, ours, _texts(model, type(model).generate, prompt)))
-    return Row(family, way if same else WRONG)
+    return row_of(family, way if same else WRONG)
 
 
 def _texts(model: PreTrainedModel, generate: Callable[..., Any], prompt: dict[str, Any]) -> list[torch.Tensor]:
@@ -125,7 +107,8 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
     """Write a header with the versions, and the rows."""
     versions = {"python": platform.python_version(), "torch": torch.__version__.partition("+")[0]}
     header = {"kind": "header", "versions": {**versions, "transformers": transformers.__version__}}
-    path.write_text("\n".join([json.dumps(header), *(row.as_json() for row in rows), ""]), encoding="utf-8")
+    lines = [json.dumps(row, ensure_ascii=False) for row in [header, *rows]]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def _in_words(error: str) -> str:
@@ -151,9 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     images = [name.partition("/")[0] + IMAGE for name in image_families()]
     for family in given.families or [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *images]:
         rows[family] = try_family(family)
-        print(rows[family].as_json(), flush=True)
+        print(json.dumps(rows[family], ensure_ascii=False), flush=True)
     write_rows((rows[family] for family in sorted(rows)), given.output)
-    return 1 if any(row.kind == WRONG for row in rows.values()) else 0
+    return 1 if any(row["runs_on"] == WRONG for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

@@ -115,14 +115,11 @@ def test_rows_that_are_set_alike_are_sampled_together(
     engine.run()
     assert sum(event.kind == WAIT for event in events) == 4
     assert sum(event.kind == OPERATION for event in events) <= 4 * most_operations
-    alone = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=1)
-    for row, (ids, handle) in enumerate(zip(prompts, handles, strict=True)):
-        again = alone.submit(ids.to("cuda"), seed=row, **options)
-        alone.run()
-        assert handle.tokens == again.tokens
+    for row in (0, 3, 7):
+        assert handles[row].tokens == new_tokens(demo_model, prompts[row], row, **options)
 
 
-@pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES, []))
 @pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     """Rows join and leave, at most three at a time, without captures after the start."""
