@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from lookahead.api.generation import attach, detach, forget, generate
     from lookahead.backends.llama_cpp.model import load_gguf
+    from lookahead.backends.mlx.model import load_mlx
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
     from lookahead.drafting import NGramPool
@@ -61,6 +62,7 @@ __all__ = [
     "forget",
     "generate",
     "load_gguf",
+    "load_mlx",
 ]
 
 _HOMES = {
@@ -72,6 +74,7 @@ _HOMES = {
     "NGramPool": "drafting",
     "Trace": "trace",
     "load_gguf": "backends.llama_cpp.model",
+    "load_mlx": "backends.mlx.model",
     "__version__": "version",
 }
 """Module of each public name; names of errors are missing and come from `errors`."""

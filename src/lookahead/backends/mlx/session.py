@@ -1,0 +1,64 @@
+"""Resources of models of mlx-lm for calls of `generate` and for engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter, process_time
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from transformers import GenerationConfig
+
+from lookahead.backends.base import Call, Prompts, Session
+from lookahead.backends.mlx.caches import Caches
+from lookahead.backends.mlx.checks import check_settings
+from lookahead.backends.mlx.model import MLXModel, refuse_cache
+from lookahead.backends.mlx.runner import MLXRunner
+from lookahead.config import LookaheadConfig
+
+
+class MLXSession(Session):
+    """Session of a model of mlx-lm. The model was checked when it was loaded."""
+
+    refuses_inputs = "a model of MLX reads token ids only; leave it out"
+
+    def __init__(self, model: MLXModel) -> None:
+        self._model = model
+        self.number_type = model.findings.number_type
+        # MLX computes in threads of its own.
+        self.clock = process_time if mx.default_device() == mx.cpu else perf_counter
+
+    def runner(self, rows: int) -> MLXRunner:
+        """Return a runner of this number of empty rows."""
+        return self.runner_of([make_prompt_cache(self._model.mlx) for _ in range(rows)])
+
+    def runner_of(self, caches: Sequence[Caches]) -> MLXRunner:
+        """Return a runner of texts that begin with the content of mlx-lm's caches."""
+        model = self._model
+        return MLXRunner(model.mlx, caches, model, model.findings.way, model.findings.vocabulary)
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> MLXCall:
+        """Check a call, and make the caches of its rows."""
+        check_settings(config)
+        refuse_cache(prompts.cache)
+        return MLXCall(self, prompts)
+
+    def open_rows(
+        self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+    ) -> tuple[MLXRunner, int | None, int]:
+        """Return a runner of rows that join and leave, and the given limits."""
+        check_settings(config)
+        return self.runner(0), kv_bytes, prefix_bytes
+
+    def sharing_weights(self) -> MLXModel:
+        """Return another object of the same loaded model."""
+        model = self._model
+        return MLXModel(model.mlx, model.mlx_tokenizer, model.description)
+
+
+class MLXCall(Call):
+    """Caches and runner of a call of a model of mlx-lm."""
+
+    def __init__(self, session: MLXSession, prompts: Prompts) -> None:
+        self.clock = session.clock
+        self.runner = session.runner(prompts.rows)
