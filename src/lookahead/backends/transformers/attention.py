@@ -174,8 +174,8 @@ def packed_rows_attention(
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row = invariant_attention
     outputs = []
-    for (start, end), (keys, values), mask in zip(packed_rows.bounds, states, masks, strict=True):
-        nodes = query.narrow(2, start, end - start)
+    queries = query.split(packed_rows.counts, 2)
+    for nodes, (keys, values), mask in zip(queries, states, masks, strict=True):
         outputs.append(of_row(module, nodes, keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 

@@ -183,14 +183,12 @@ class Packed:
         """Return the inputs of a pass; the attention function splits rows by the cache."""
         forest = plan.forest
         keep = plan.forest.read_slots
-        firsts = forest.firsts.tolist()
         tensors = upload(self._device, forest.slot_tokens[None], plan.positions[None], keep)
         inputs = Inputs(tensors[0], tensors[1], keep)
         masks = {kind: self._masks_of(kind, plan) for kind in self._masks.kinds}
-        bounds = [*pairwise(firsts)]
-        inputs.arguments["packed_rows"] = PackedRows(bounds, masks, self._masks.layers, cache)
+        inputs.arguments["packed_rows"] = PackedRows(forest.counts.tolist(), masks, self._masks.layers, cache)
         if self._keeps_logits:
-            alone = len(keep) == 1 == firsts[-1]  # a number keeps it without a copy
+            alone = len(keep) == 1 == len(forest.tokens)  # a number keeps it without a copy
             inputs.arguments["logits_to_keep"] = 1 if alone else tensors[2]
         return inputs
 

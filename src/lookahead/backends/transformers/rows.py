@@ -161,6 +161,7 @@ class PackedCache(RowsCache):
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         super().__init__(rows, counts)
+        self._counts = list(counts)
         self._states: dict[int, tuple[torch.Tensor, States]] = {}
 
     def update(
@@ -168,17 +169,12 @@ class PackedCache(RowsCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
         states = []
-        start = 0
-        for row, count in self._rows:
-            keys = key_states
-            values = value_states
-            if len(self._rows) > 1:  # `narrow` is three times as fast as a slice
-                keys = keys.narrow(2, start, count)
-                values = values.narrow(2, start, count)
+        keys = key_states.split(self._counts, 2)
+        values = value_states.split(self._counts, 2)
+        for (row, _), of_keys, of_values in zip(self._rows, keys, values, strict=True):
             layers = row.cache.layers
             layer = layers[layer_idx] if layer_idx < len(layers) else row.cache.layer(layer_idx)
-            states.append(layer.update(keys, values))
-            start += count
+            states.append(layer.update(of_keys, of_values))
         # Stored with their key tensor, so that its id stays unique.
         self._states[id(key_states)] = (key_states, states)
         return key_states, value_states
@@ -245,15 +241,15 @@ class PackedRows:
     """Rows of a pass for the attention function; models pass it on as the argument `packed_rows`.
 
     Attributes:
-        bounds: First and end index of the nodes of each row.
+        counts: Number of nodes of each row.
         masks: For each kind of layer the mask added to the scores of each row, `[1, 1, nodes, keys]`, or `None` if
             each node sees all tokens before it. Packed masks in invariant passes.
         kinds: The kind of each layer; a single kind means all layers.
         cache: The cache of the step.
-        pages: Pages of rows in one shared memory. Then there is one packed mask, and `bounds` is empty.
+        pages: Pages of rows in one shared memory. Then there is one packed mask, and `counts` is empty.
     """
 
-    bounds: Sequence[tuple[int, int]]
+    counts: list[int]
     masks: Mapping[str, Any]
     kinds: Sequence[str]
     cache: PackedCache | StaticTreeCache
