@@ -174,7 +174,7 @@ def packed_rows_attention(
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row = invariant_attention
     outputs = []
-    queries = query.split(packed_rows.counts, 2)
+    queries = torch.split(query, packed_rows.counts, 2)
     for nodes, (keys, values), mask in zip(queries, states, masks, strict=True):
         outputs.append(of_row(module, nodes, keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None

@@ -169,8 +169,8 @@ class PackedCache(RowsCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
         states = []
-        keys = key_states.split(self._counts, 2)
-        values = value_states.split(self._counts, 2)
+        keys = torch.split(key_states, self._counts, 2)
+        values = torch.split(value_states, self._counts, 2)
         for (row, _), of_keys, of_values in zip(self._rows, keys, values, strict=True):
             layers = row.cache.layers
             layer = layers[layer_idx] if layer_idx < len(layers) else row.cache.layer(layer_idx)
