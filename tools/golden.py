@@ -13,16 +13,15 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from golden_record import Arrays, NotRecordedError, Recording, load, pack, save, unpack
+from golden_record import NotRecordedError, Recording, load, pack, save, unpack
 from lookahead import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
@@ -34,12 +33,13 @@ from lookahead.drafting import AutoDrafter, DraftMemory, PredictedText, TokenPat
 from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, played_sequence, vllm_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
-SAID, SENT = FOLDER / "said.npz.xz", FOLDER / "sent.npz.xz"
+SAID, SENT = FOLDER / "said.json.xz", FOLDER / "sent.json.xz"
 
 PRICES = {"cheap": (1.0, 0.002), "dear": (1.0, 0.12)}
 """Seconds of a plain step, and of each further node."""
 
 Recordings = Mapping[str, Recording]
+Drafts = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -302,27 +302,7 @@ def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     yield ("replay edit, predicted", partial(run, texts[:1], partial(_of_texts, 16, predicted=PredictedText(expected))))
 
 
-def packed(drafts: Sequence[Sent]) -> Arrays:
-    """Drafts as arrays."""
-    return {
-        "sizes": np.array([len(one.tokens) for one in drafts], dtype=np.uint8),
-        "accepted": np.array([one.accepted for one in drafts], dtype=np.uint8),
-        "tokens": np.array([token for one in drafts for token in one.tokens], dtype=np.int16),
-        "parents": np.array([parent for one in drafts for parent in one.parents], dtype=np.int16),
-    }
-
-
-def unpacked(sizes: NDArray, accepted: NDArray, tokens: NDArray, parents: NDArray) -> list[Sent]:
-    """Undo `packed`."""
-    ends = list(accumulate(sizes.tolist(), initial=0))
-    parts = zip(ends, ends[1:], accepted.tolist(), strict=False)
-    return [
-        Sent(tuple(tokens[begin:end].tolist()), tuple(parents[begin:end].tolist()), count)
-        for begin, end, count in parts
-    ]
-
-
-def compare(names: Callable[[str], bool] = lambda name: True, sent: Arrays | None = None) -> Counter[str]:
+def compare(names: Callable[[str], bool] = lambda name: True, sent: Drafts | None = None) -> Counter[str]:
     """Play the scenarios selected by `names`, and print differences from `sent`, by default the record.
 
     Returns:
@@ -333,8 +313,7 @@ def compare(names: Callable[[str], bool] = lambda name: True, sent: Arrays | Non
     for name, play in scenarios(recordings):
         if not names(name):
             continue
-        parts = {part: sent.get(f"{name}/{part}") for part in ("sizes", "accepted", "tokens", "parents")}
-        if any(values is None for values in parts.values()):
+        if name not in sent:
             print(f"{name}: was not recorded")
             counts["different"] += 1
             continue
@@ -343,7 +322,10 @@ def compare(names: Callable[[str], bool] = lambda name: True, sent: Arrays | Non
             play(notes)
         except NotRecordedError as error:  # another draft led to a text that was not recorded
             missing = str(error)
-        if found := difference(notes.sent, unpacked(**parts)) or missing:  # type: ignore[arg-type]
+        if (
+            found := difference(notes.sent, [Sent(tuple(one[0]), tuple(one[1]), one[2]) for one in sent[name]])
+            or missing
+        ):
             print(f"{name}: {found}")
             counts["different"] += 1
         else:
@@ -356,11 +338,11 @@ def update(shared: Path) -> None:
     from golden_models import record
 
     recordings = record(shared)
-    sent: Arrays = {}
+    sent: Drafts = {}
     for name, play in scenarios(recordings):
         notes = Notes()
         play(notes)
-        sent |= {f"{name}/{part}": values for part, values in packed(notes.sent).items()}
+        sent[name] = list(map(astuple, notes.sent))
         accepted = sum(one.accepted for one in notes.sent)
         print(f"{name:36} {len(notes.sent):5} drafts, S {1 + accepted / len(notes.sent):.2f}", flush=True)
     save(SAID, pack(recordings))

@@ -1,19 +1,18 @@
 """Files of recorded texts, with the model's likeliest tokens after every node that was sent.
 
-`golden.py` plays them. Files hold compressed arrays. Probabilities are float16, so that they are the same on every
-processor.
+`golden.py` plays them. Probabilities are float16, so that they are the same on every processor.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import lzma
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.core.token_tree import TokenTree
 from playback import Listed, paths
@@ -21,9 +20,6 @@ from playback import Listed, paths
 LISTED = 8
 """Number of tokens recorded for each node, the number that drafters read."""
 
-NOBODY = np.iinfo(np.uint16).max
-
-Arrays = dict[str, NDArray]
 Key = tuple[int, tuple[int, ...]]
 """Key of a node: number of text tokens before it, and the drafted tokens after them, its own included."""
 
@@ -87,66 +83,41 @@ class Recording:
         return {node: self.said[key] for node, key in keys.items()}
 
 
-def save(path: Path, arrays: Arrays) -> None:
-    """Write arrays to a file."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+def save(path: Path, content: Any) -> None:
+    """Write JSON values to a compressed file."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    path.write_bytes(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
-def load(path: Path) -> Arrays:
-    """Read the arrays of a file written by `save`."""
-    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
-        return dict(arrays)
+def load(path: Path) -> Any:
+    """Read the values of a file written by `save`."""
+    return json.loads(lzma.decompress(path.read_bytes()))
 
 
-def pack(recordings: Mapping[str, Recording]) -> Arrays:
-    """Convert recordings to arrays, with only the nodes in `used`.
-
-    Nodes are sorted by their paths. For each node the arrays hold its depth after the text and its last token; its path
-    follows from the nodes before it.
-    """
-    arrays: Arrays = {}
-    for name, recording in recordings.items():
-        keys = sorted({(length, path[:end]) for length, path in recording.used for end in range(len(path) + 1)})
-        ids = np.full((len(keys), LISTED), NOBODY, dtype=np.uint16)
-        likely = np.zeros((len(keys), LISTED), dtype=np.float16)
-        for place, key in enumerate(keys):
-            if key in recording.used:
-                tokens, probabilities = recording.said[key]
-                ids[place, : len(tokens)], likely[place, : len(tokens)] = tokens, probabilities
-        values = [] if recording.sampling is None else astuple(recording.sampling)
-        parts: Arrays = {
-            "prompt": np.array(recording.prompt, dtype=np.uint16),
-            "answer": np.array(recording.answer, dtype=np.uint16),
-            "shaping": np.array(values),
-            "length": np.array([length for length, _ in keys], dtype=np.uint16),
-            "depth": np.array([len(path) for _, path in keys], dtype=np.uint8),
-            "token": np.array([path[-1] if path else 0 for _, path in keys], dtype=np.uint16),
-            "ids": ids,
-            "likely": likely,
+def pack(recordings: Mapping[str, Recording]) -> dict[str, Any]:
+    """Convert recordings to JSON values, with only the nodes in `used`; probabilities are the bits of float16."""
+    return {
+        name: {
+            "prompt": one.prompt,
+            "answer": one.answer,
+            "sampling": one.sampling and asdict(one.sampling),
+            "said": [
+                (*key, one.said[key][0].tolist(), one.said[key][1].astype(np.float16).view(np.uint16).tolist())
+                for key in sorted(one.used)
+            ],
         }
-        arrays |= {f"{name}/{part}": values for part, values in parts.items()}
-    return arrays
+        for name, one in recordings.items()
+    }
 
 
-def unpack(arrays: Arrays) -> dict[str, Recording]:
+def unpack(content: Mapping[str, Any]) -> dict[str, Recording]:
     """Undo `pack`."""
-    return {name: _unpacked(arrays, name) for name in dict.fromkeys(key.rpartition("/")[0] for key in arrays)}
-
-
-def _unpacked(arrays: Arrays, name: str) -> Recording:
-    parts = {key.rpartition("/")[2]: values for key, values in arrays.items() if key.rpartition("/")[0] == name}
-    said: dict[Key, Listed] = {}
-    path: list[int] = []
-    ids, likely = parts["ids"].astype(np.int64), parts["likely"].astype(np.float32)
-    counts = (parts["ids"] != NOBODY).sum(axis=1).tolist()
-    nodes = zip(parts["length"].tolist(), parts["depth"].tolist(), parts["token"].tolist(), counts, strict=True)
-    for place, (length, depth, token, count) in enumerate(nodes):
-        path[max(depth - 1, 0) :] = [token] if depth else []
-        if count:
-            said[length, tuple(path)] = ids[place, :count], likely[place, :count]
-    temperature, top_k, top_p, min_p = [*parts["shaping"].tolist(), 1.0, 0, 1.0, 0.0][:4]
-    sampling = Sampling(temperature, int(top_k), top_p, min_p) if len(parts["shaping"]) else None
-    return Recording(parts["prompt"].tolist(), parts["answer"].tolist(), sampling, said)
+    recordings = {}
+    for name, one in content.items():
+        said = {
+            (length, tuple(path)): (np.array(ids), np.array(bits, dtype=np.uint16).view(np.float16).astype(np.float32))
+            for length, path, ids, bits in one["said"]
+        }
+        sampling = one["sampling"] and Sampling(**one["sampling"])
+        recordings[name] = Recording(one["prompt"], one["answer"], sampling, said)
+    return recordings

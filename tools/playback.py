@@ -90,22 +90,10 @@ class PlayedOutputs:
 
 
 class PlayedPass(list[PlayedOutputs]):
-    """Outputs for all trees of a step, with their arrays concatenated (`ForestOutputs`)."""
+    """Outputs for all trees of a step; its attributes are their arrays, concatenated (`ForestOutputs`)."""
 
-    @property
-    def predictions(self) -> NDArray[np.int64]:
-        """The likeliest token after each node."""
-        return np.concatenate([of_tree.predictions for of_tree in self])
-
-    @property
-    def top_ids(self) -> NDArray[np.int64]:
-        """The likeliest tokens after each node, likeliest first."""
-        return np.concatenate([of_tree.top_ids for of_tree in self])
-
-    @property
-    def top_probabilities(self) -> NDArray[np.float32]:
-        """Probabilities of the likeliest tokens after each node."""
-        return np.concatenate([of_tree.top_probabilities for of_tree in self])
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(of_tree, name) for of_tree in self])
 
 
 @dataclass
