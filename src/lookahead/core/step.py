@@ -101,7 +101,9 @@ def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: For
     """Sample at nodes that walks may reach, in one call for each kind of sampler."""
     kinds: dict[type[Sampler], list[tuple[SequenceState, int]]] = {}
     for row, sequence in enumerate(sequences):
-        if sequence.sampler.samples and not sequence.finished and forest.reads[forest.firsts[row] + forest.roots[row]]:
+        if sequence.finished or not sequence.sampler.needs_logits:
+            continue
+        if forest.reads[forest.firsts[row] + forest.roots[row]]:
             kinds.setdefault(type(sequence.sampler), []).append((sequence, row))
     return [tokens for kind, rows in kinds.items() for tokens in kind.look_ahead_rows(rows, forest, outputs)]
 

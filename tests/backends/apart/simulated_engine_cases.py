@@ -119,6 +119,27 @@ def test_rows_that_are_set_alike_are_sampled_together(
         assert handles[row].tokens == new_tokens(demo_model, prompts[row], row, **options)
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_rows_whose_processors_use_the_text_wait_once(
+    samples: bool, device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
+    options = {**OPTIONS, "repetition_penalty": 1.2, "no_repeat_ngram_size": 4, "min_new_tokens": 4, "eos_token_id": 1}
+    options |= {"do_sample": True, "temperature": 0.9, "top_p": 0.9} if samples else GREEDY
+    engine = Engine(on_cuda(copy.deepcopy(demo_model)), LookaheadConfig(preset="autoregressive"), max_rows=8)
+    prompts = [demo_prompt[:, : 90 - row] for row in range(8)]
+    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    device.take()
+    for _ in range(4):
+        engine.step()
+    events = device.take()
+    engine.run()
+    assert sum(event.kind == WAIT for event in events) == 4
+    for row in (0, 3, 7):
+        assert handles[row].tokens == new_tokens(demo_model, prompts[row], row, **options)
+
+
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, []))
 @pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:

@@ -1,13 +1,14 @@
-"""Sampling for all texts of a step together, before their walks.
+"""Selection of tokens for all texts of a step together, before their walks.
 
 Noise depends only on the index in the text. Unless a processor uses the text, the token after a node therefore depends
-only on its depth and logits. On CUDA tokens are selected after all nodes, so that the host does not wait for each. On a
-CPU they are selected after the roots of several texts.
+only on its depth and logits. On CUDA tokens are selected after all nodes, so that the host does not wait for each; if a
+processor of transformers uses the text, after roots. On a CPU they are selected after the roots of several texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +29,17 @@ class Foreseen(NamedTuple):
 
     Attributes:
         nodes: Nodes of the tree, ascending.
-        first: Row of the first node in the other fields.
-        read: Returns the tokens, `[rows]`; -1 for invalid probabilities.
+        first: Index of the token after the first node in the result of `read`.
+        read: Returns the tokens of several texts; -1 for invalid probabilities.
+        row: Row of the first node in the other fields.
         scores: `[rows, vocabulary]`.
-        probabilities: `[rows, vocabulary]`.
+        probabilities: `[rows, vocabulary]`; the scores in greedy decoding.
     """
 
     nodes: list[int]
     first: int
     read: Read
+    row: int
     scores: torch.Tensor
     probabilities: torch.Tensor
 
@@ -44,12 +47,18 @@ class Foreseen(NamedTuple):
 def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) -> list[EarlyTokens]:
     """Select tokens after nodes of several trees; see `Sampler.look_ahead_rows`."""
     groups: dict[object, tuple[Any, Members]] = {}
+    readers: dict[int, tuple[Any, list[tuple[Any, int]]]] = {}
     for sequence, row in rows:
         sampler = sequence.sampler
         sampler.foreseen = None
         whole = outputs[row].whole
-        if sampler.samples and sampler.ignores_text and whole.logits.device == sequence.device:
-            groups.setdefault((sampler.alike, id(whole)), (whole, []))[1].append((sampler, row))
+        if not sampler.selects or whole.logits.device != sequence.device:
+            continue
+        if sampler.ignores_text:
+            key = sampler.alike, sampler.samples, id(whole)
+            groups.setdefault(key, (whole, []))[1].append((sampler, row))
+        elif sampler.is_pure and not whole.logits.is_cpu:
+            readers.setdefault(id(whole), (whole, []))[1].append((sequence, row))
     early = []
     for whole, members in groups.values():
         if whole.logits.is_cpu and (len(members) == 1 or not members[0][0].is_alike_together(whole.logits.shape[-1])):
@@ -59,7 +68,33 @@ def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) 
         except Exception:  # the walk of the affected row raises it again
             for sampler, _ in members:
                 sampler.foreseen = None
+    for whole, texts in readers.values():
+        with suppress(Exception):  # as above
+            early.append(_after_roots(texts, forest, outputs, whole))
     return early
+
+
+def _after_roots(texts: Sequence[tuple[Any, int]], forest: Forest, outputs: Any, whole: Any) -> EarlyTokens:
+    """Select the tokens after the roots of texts with processors that use the text."""
+    chosen = []
+    for sequence, row in texts:
+        sampler = sequence.sampler
+        scores = sampler.process(sequence.ids, outputs[row].logits_after(int(forest.roots[row])))
+        probabilities = torch.nn.functional.softmax(scores, dim=-1) if sampler.samples else scores
+        noise = sampler.look_ahead(1, probabilities)
+        if noise or not sampler.samples:  # else there is no memory for it
+            chosen.append((sampler, row, scores, probabilities, selected(probabilities, noise[0] if noise else None)))
+    read = whole.downloads.add(torch.cat([tokens for *_, tokens in chosen]).int())
+    known = []
+    nodes = []
+    for index, (sampler, row, scores, probabilities, _) in enumerate(chosen):
+        root = int(forest.roots[row])
+        nodes.append(int(forest.firsts[row]) + root)
+        sampler.like = probabilities
+        sampler.foreseen = Foreseen([root], index, read, 0, scores, probabilities)
+        if root + 1 == forest.counts[row] and not sampler.records:
+            known.append(row)
+    return EarlyTokens(known, np.array(nodes), read)
 
 
 class _Reach(NamedTuple):
@@ -90,8 +125,8 @@ def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) 
     counts = np.bincount(reach.members, minlength=len(members))
     read_rows, noise_index = upload(logits.device, np.stack([logit_rows[reach.nodes], noise_rows]))[0]
     scores = members[0][0].process(None, logits.index_select(0, read_rows).float())
-    probabilities = torch.nn.functional.softmax(scores, dim=-1)
-    if len(noise) != len(noise_rows) or (noise_rows != np.arange(len(noise))).any():
+    probabilities = scores if noise is None else torch.nn.functional.softmax(scores, dim=-1)
+    if noise is not None and (len(noise) != len(noise_rows) or (noise_rows != np.arange(len(noise))).any()):
         noise = noise.index_select(0, noise_index)
     read = whole.downloads.add(selected(probabilities, noise).int())
     nodes = (reach.nodes - forest.firsts[rows][reach.members]).tolist()
@@ -99,7 +134,7 @@ def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) 
     known = []
     for (sampler, row), count, is_whole in zip(members, counts.tolist(), counts == reached, strict=True):
         sampler.like = probabilities[:1]
-        sampler.foreseen = Foreseen(nodes[first : first + count], first, read, scores, probabilities)
+        sampler.foreseen = Foreseen(nodes[first : first + count], first, read, first, scores, probabilities)
         first += count
         if is_whole and not sampler.records:
             known.append(row)
@@ -118,12 +153,17 @@ def _reach(rows: Integers, forest: Forest, logit_rows: Integers, only_roots: boo
     return _Reach(nodes, members, levels).where((logit_rows[nodes] >= 0) & ~forest.in_window[nodes])
 
 
-def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reach, torch.Tensor, Integers]:
-    """Return the nodes that memory permits, noise `[rows, vocabulary]`, and the row of noise of each node."""
+def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reach, torch.Tensor | None, Integers]:
+    """Return the nodes that memory permits, noise `[rows, vocabulary]`, and the row of noise of each node.
+
+    In greedy decoding there is no noise.
+    """
     counts = np.bincount(reach.members, minlength=len(members))
     rank = np.arange(len(reach.nodes)) - (counts.cumsum() - counts)[reach.members]
     limit = 1 if logits.is_cpu else max(MAX_BYTES // (4 * logits.shape[-1]), 1)
     reach = reach.where(rank < limit)
+    if not members[0][0].samples:
+        return reach, None, np.zeros_like(reach.nodes)
     deepest = np.zeros(len(members), dtype=np.int64)
     np.maximum.at(deepest, reach.members, reach.levels)
     like = logits.new_empty((1, logits.shape[-1]), dtype=torch.float32)
@@ -134,8 +174,13 @@ def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reac
     return reach, torch.cat([noise for some in drawn for noise in some]), noise_rows
 
 
-def selected(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return the tokens `[rows]` that `torch.multinomial` selects with this noise; -1 for invalid probabilities."""
+def selected(probabilities: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens `[rows]` that `torch.multinomial` selects with this noise; -1 for invalid probabilities.
+
+    Without noise, return the likeliest tokens.
+    """
+    if noise is None:
+        return probabilities.argmax(dim=-1)
     scores = probabilities / noise
     tokens = torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.is_cpu else scores.argmax(dim=-1)
     return tokens.masked_fill(probabilities.gather(1, tokens[:, None])[:, 0].isnan(), -1)

@@ -86,6 +86,17 @@ IGNORE_TEXT = (
 """Processors that treat each row of scores separately, and ignore the text."""
 
 
+_PURE = (
+    *IGNORE_TEXT,
+    *(processing.RepetitionPenaltyLogitsProcessor, processing.NoRepeatNGramLogitsProcessor),
+    *(processing.MinLengthLogitsProcessor, processing.MinNewTokensLengthLogitsProcessor),
+    *(processing.SequenceBiasLogitsProcessor, processing.NoBadWordsLogitsProcessor),
+    *(processing.ForcedBOSTokenLogitsProcessor, processing.ForcedEOSTokenLogitsProcessor),
+    *(processing.SuppressTokensAtBeginLogitsProcessor, processing.ExponentialDecayLengthPenalty),
+)
+"""Processors of transformers whose scores depend only on the text and the logits."""
+
+
 class TextSampler:
     """Selects the next token from the logits after a node, as plain decoding does.
 
@@ -136,6 +147,16 @@ class TextSampler:
         """Whether no processor uses the text."""
         return bool(self.alike)
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether processors are transformers' own, with scores that depend only on the text and the logits."""
+        return all(type(member) in _PURE for member in self._processors)
+
+    @property
+    def selects(self) -> bool:
+        """Whether tokens may differ from the likeliest ones of the raw logits."""
+        return self.samples or bool(self._processors)
+
     def foresee(self, tokens: int) -> Noise | None:
         """Return the noise of the next `tokens` tokens, if it is on the host."""
         if self._noise is None or self.like is None or self.like.device.type != "cpu":
@@ -172,11 +193,12 @@ class TextSampler:
         """Select the token after `node` of the text `sequence`."""
         foreseen = self.foreseen
         if foreseen is not None and node in foreseen.nodes:
-            row = foreseen.first + foreseen.nodes.index(node)
-            token = int(foreseen.read()[row])
+            index = foreseen.nodes.index(node)
+            token = int(foreseen.read()[foreseen.first + index])
             if token >= 0:
-                assert self._noise is not None
-                self._noise.take(self._row, foreseen.probabilities[row : row + 1])
+                row = foreseen.row + index
+                if self._noise is not None:
+                    self._noise.take(self._row, foreseen.probabilities[row : row + 1])
                 if self.records:
                     self.keep(outputs.logits_after(node), foreseen.scores[row : row + 1])
                 return token
