@@ -241,7 +241,7 @@ def test_a_budget_knows_whether_nodes_teach(memory: Callable[[], DraftMemory | N
     drafter.start([1, 2, 3])
     drafter.propose(TokenTree([1, 2, 3]))
     assert budget.taught == [draft_memory is not None and not draft_memory.observed]
-    drafter._join().state.heard["share"] = 0.0  # a processor changes the text, so predictions are useless
+    drafter._join().state.feedback["share"] = 0.0  # a processor changes the text, so predictions are useless
     drafter.propose(TokenTree([1, 2, 3]))
     assert budget.taught[-1] is False
     assert drafter.top_k == 0

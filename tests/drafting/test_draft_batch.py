@@ -14,8 +14,8 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.learning import SHOWN, Step
-from lookahead.drafting.auto.search import WANTED
+from lookahead.drafting.auto.learning import OUTCOME, Step
+from lookahead.drafting.auto.search import LIMITS
 from ngram_access import insert, lookup
 
 VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
@@ -64,7 +64,7 @@ class Texts:
 
     def propose(self, least: float = 0.0, room: int = ROOM) -> list[list[int]]:
         rows = [(place, LONGEST, room - len(text) - 1, least) for place, text in enumerate(self.texts)]
-        self.batch.find(np.array(rows, dtype=WANTED))
+        self.batch.find(np.array(rows, dtype=LIMITS))
         counts = self.batch.state.counts.tolist()
         return [self.batch.state.trees["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
@@ -79,7 +79,7 @@ class Texts:
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
-        rows = np.zeros(len(counts), dtype=SHOWN)
+        rows = np.zeros(len(counts), dtype=OUTCOME)
         rows["place"], rows["nodes"], rows["added"] = self.places, counts, added
         step = Step(rows, tokens, ids, shares, np.empty(len(ids), dtype=np.int64))
         return self.batch.learn(step)

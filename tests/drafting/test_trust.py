@@ -16,7 +16,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.learning import SHOWN, UNTRUSTED, Step
+from lookahead.drafting.auto.learning import OUTCOME, UNTRUSTED, Step
 from lookahead.drafting.checked import CheckedSource
 from model_zoo import VOCAB_SIZE, build
 
@@ -116,9 +116,9 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     shares = []
     for token, first in zip(tokens, predicted, strict=True):
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
-        rows = np.array([(0, 0, 1, 1)], dtype=SHOWN)
+        rows = np.array([(0, 0, 1, 1)], dtype=OUTCOME)
         batch.learn(Step(rows, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
-        shares.append(float(batch.state.heard["share"][0]))
+        shares.append(float(batch.state.feedback["share"][0]))
     return shares
 
 

@@ -42,11 +42,11 @@ class CheckedDrafter:
         InvalidArgumentError: The drafter lacks a member of `Drafter`.
     """
 
-    def __init__(self, make: Callable[[], Any], most: int, chain: int | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], max_nodes: int, chain: int | None = None) -> None:
         drafter = make()
         _check_members("drafter", drafter, ("top_k", "start", "propose", "observe", "statistics"))
         self._drafter: Drafter = drafter
-        self._most = most
+        self._max_nodes = max_nodes
         self._chain = chain
         self.start: Callable[[Sequence[int]], None] = drafter.start
         self.observe: Callable[[StepResult], None] = drafter.observe
@@ -76,10 +76,10 @@ class CheckedDrafter:
         tree.vocabulary = sys.maxsize  # so that unknown tokens raise an error below, instead of being left out
         self._drafter.propose(tree)
         tree.vocabulary = known
-        if len(tree) - tree.root > self._most:
+        if len(tree) - tree.root > self._max_nodes:
             raise InvalidArgumentError(
-                f"drafter={self._drafter!r} proposed {len(tree) - before} nodes, but a step may have {self._most}, the "
-                "root included; propose fewer, or choose a larger step_budget"
+                f"drafter={self._drafter!r} proposed {len(tree) - before} nodes, but a step may have "
+                f"{self._max_nodes}, the root included; propose fewer, or choose a larger step_budget"
             )
         for node in range(before, len(tree)):
             token = tree.tokens[node]

@@ -156,9 +156,9 @@ def merge(memory: DraftMemory, other: DraftMemory) -> None:
         stamps[:, :WAYS][(same & newer).any(axis=2)] = -1
         stamps[:, WAYS:][(same & ~newer).any(axis=1)] = -1
         tags[stamps < 0] = 0
-        kept = np.sort(np.argsort(-stamps, axis=1, kind="stable")[:, :WAYS], axis=1)
-        mine.heads[:] = np.take_along_axis(heads, kept, 1).reshape(mine.heads.shape)
-        taken = np.take_along_axis(followers, kept[:, :, None], 1)
+        ways = np.sort(np.argsort(-stamps, axis=1, kind="stable")[:, :WAYS], axis=1)
+        mine.heads[:] = np.take_along_axis(heads, ways, 1).reshape(mine.heads.shape)
+        taken = np.take_along_axis(followers, ways[:, :, None], 1)
         mine.followers[:] = taken.reshape(mine.followers.shape)
         mine.evidence[:] = (mine.evidence + theirs.evidence) / 2
         known = memory.vocabulary

@@ -28,7 +28,7 @@ class TokenRecyclingDrafter:
     def __init__(self, budget: int, chains: bool = False) -> None:
         self.budget = budget
         self._followers: dict[int, list[tuple[int, float]]] = {}
-        self._kept = 1 if chains else self.top_k
+        self._predictions = 1 if chains else self.top_k
 
     def start(self, prompt: Sequence[int]) -> None:
         """Do nothing: predictions hold for any text."""
@@ -65,7 +65,7 @@ class TokenRecyclingDrafter:
         listed = zip(result.top_ids.tolist(), result.top_probabilities.tolist(), strict=True)
         for token, (ids, shares) in zip(result.tree.tokens, listed, strict=True):
             if ids and ids[0] >= 0:
-                self._followers[token] = list(zip(ids, shares, strict=True))[: self._kept]
+                self._followers[token] = list(zip(ids, shares, strict=True))[: self._predictions]
 
     def statistics(self) -> dict[str, Any]:
         """Return the number of tokens with stored predictions."""

@@ -15,8 +15,8 @@ from lookahead.core.results import StepResult, StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Step, learn
-from lookahead.drafting.auto.search import FORESEEN, NO_NOISE, NODE, WANTED, Room, find, padded_noise
+from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
+from lookahead.drafting.auto.search import FORESEEN, LIMITS, NO_NOISE, NODE, Room, find, padded_noise
 from lookahead.drafting.auto.sources import LISTED, MOST_LISTED, PRIOR, ListedArrays, TokenPaths, with_paths
 from lookahead.drafting.auto.texts import (
     BUCKETS,
@@ -74,7 +74,7 @@ class DraftBatch:
         self.state = BatchState(
             memory.entries,
             allocate_texts(places, 1, reach),
-            np.zeros(places, dtype=HEARD),
+            np.zeros(places, dtype=FEEDBACK),
             np.zeros((places, size), dtype=np.int64),
             ListedArrays(
                 np.zeros(0, dtype=LISTED), np.zeros((sources, size), dtype=np.int64), np.full((sources, 2), PRIOR)
@@ -84,7 +84,7 @@ class DraftBatch:
             all_weights(memory.orders),
             np.array((chains, explores, memory.observed), dtype=SETTINGS)[()],
         )
-        self.state.heard["share"] = 1.0
+        self.state.feedback["share"] = 1.0
         self.room = Room(
             np.zeros(size * at_a_node + size, dtype=NODE),
             np.zeros(size, dtype=np.int64),
@@ -129,7 +129,7 @@ class DraftBatch:
             state = self.state
             self.state = state._replace(
                 texts=with_room(state.texts, places, state.texts.tokens.shape[1]),
-                heard=_doubled(state.heard),
+                feedback=_doubled(state.feedback),
                 recent=_doubled(state.recent),
                 trees=_doubled(state.trees),
                 counts=np.concatenate([state.counts, np.full_like(state.counts, -1)]),
@@ -142,7 +142,7 @@ class DraftBatch:
         """Begin a text in a slot; the tokens `before` are searched as if they preceded it."""
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
-            of_text = self.state.heard[place]
+            of_text = self.state.feedback[place]
             recent = self.state.recent[place]
             self.sent[place] = 0
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
@@ -194,7 +194,7 @@ class DraftBatch:
 
     def _is_trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether texts have a slot, and predictions often match their selected tokens, `[texts]`."""
-        trusted: NDArray[np.bool_] = (self.state.heard["share"][places] >= UNTRUSTED) & (places >= 0)
+        trusted: NDArray[np.bool_] = (self.state.feedback["share"][places] >= UNTRUSTED) & (places >= 0)
         return trusted
 
     def find_rows(
@@ -217,17 +217,17 @@ class DraftBatch:
         with self.memory.lock:
             for drafter in drafters:
                 drafter.catch_up(self)
-            wanted = np.empty(len(places), dtype=WANTED)
-            wanted["place"], wanted["nodes"] = places, nodes
-            wanted["levels"], wanted["min_probability"] = roots.rooms_of(rows), budget.min_probability
-            self._search_rows(wanted, roots, rows, is_trusted)
-            found = self.state.counts[places]
-            of_rows, ranks = _spread(found)
+            limits = np.empty(len(places), dtype=LIMITS)
+            limits["place"], limits["nodes"] = places, nodes
+            limits["levels"], limits["min_probability"] = roots.rooms_of(rows), budget.min_probability
+            self._search_rows(limits, roots, rows, is_trusted)
+            counts = self.state.counts[places]
+            of_rows, ranks = _spread(counts)
             drafts = self.state.trees[places[of_rows], ranks + 1]
-        offered = np.minimum(found, nodes)
+        offered = np.minimum(counts, nodes)
         if len(drafts) and int(drafts["token"].max()) >= roots.vocabulary:  # learned from a model with more tokens
             offered = np.minimum(offered, [self._known(place, roots.vocabulary) for place in places])
-        likely = drafts["offered"].copy() if (offered == found).all() else drafts["offered"][ranks < offered[of_rows]]
+        likely = drafts["offered"].copy() if (offered == counts).all() else drafts["offered"][ranks < offered[of_rows]]
         return likely, offered
 
     def send_rows(
@@ -241,19 +241,19 @@ class DraftBatch:
         roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
 
     def _search_rows(
-        self, wanted: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
+        self, limits: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
     ) -> None:
         """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
-        known = np.zeros(len(wanted), dtype=np.bool_)
+        known = np.zeros(len(limits), dtype=np.bool_)
         if roots.foresee:
             for index, row in enumerate(rows):
                 foresee = roots.foresee.get(row) if is_trusted[index] else None
-                noise = None if foresee is None else foresee(min(FORESEEN, int(wanted["levels"][index])))
+                noise = None if foresee is None else foresee(min(FORESEEN, int(limits["levels"][index])))
                 if noise is not None:
                     known[index] = True
-                    self.find(wanted[index : index + 1], padded_noise(noise))
+                    self.find(limits[index : index + 1], padded_noise(noise))
         if not known.all():
-            self.find(wanted[~known] if known.any() else wanted)
+            self.find(limits[~known] if known.any() else limits)
 
     def _known(self, place: int, vocabulary: int) -> int:
         """Return the number of leading nodes with tokens inside the vocabulary."""
@@ -264,7 +264,7 @@ class DraftBatch:
     def draft(self, drafter: Member, tree: TokenTree) -> NDArray[np.float64]:
         """Search a draft for one text; see `SharingDrafter.find`."""
         with self.memory.lock:
-            self.search(drafter, tree, np.array([drafter.wanted(self, tree)], dtype=WANTED))
+            self.search(drafter, tree, np.array([drafter.limits(self, tree)], dtype=LIMITS))
             drafter.forbid(self, tree)
             place = drafter.place
             count = min(int(self.state.counts[place]), drafter.max_candidates)
@@ -279,14 +279,14 @@ class DraftBatch:
         sent = self.state.trees[drafter.place, 1 : count + 1]
         tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
 
-    def search(self, drafter: Member, tree: TokenTree, wanted: NDArray[Any]) -> None:
+    def search(self, drafter: Member, tree: TokenTree, limits: NDArray[Any]) -> None:
         """Search a draft for one text, with its sampling noise if that is known."""
         noise = drafter.foresee(tree)
-        self.find(wanted, NO_NOISE if noise is None else noise)
+        self.find(limits, NO_NOISE if noise is None else noise)
 
-    def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
+    def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
-        self._find(wanted, noise, self.state, self.room)
+        self._find(limits, noise, self.state, self.room)
 
     def observe_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
         """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""
@@ -311,12 +311,12 @@ class DraftBatch:
         with self.memory.lock:
             for drafter in drafters:
                 drafter.catch_up(self)
-            shown = np.empty(len(places), dtype=SHOWN)
-            shown["place"], shown["root"] = places, forest.roots[of_rows]
-            shown["nodes"] = np.minimum(shown["root"] + 1 + self.sent[places], forest.counts[of_rows])
-            shown["added"] = walks.counts[of_rows]
+            outcomes = np.empty(len(places), dtype=OUTCOME)
+            outcomes["place"], outcomes["root"] = places, forest.roots[of_rows]
+            outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + self.sent[places], forest.counts[of_rows])
+            outcomes["added"] = walks.counts[of_rows]
             self.sent[places] = 0
-            nodes = spread(forest.firsts[of_rows], shown["nodes"])
+            nodes = spread(forest.firsts[of_rows], outcomes["nodes"])
             if self.reads and listed:
                 predictions = outputs.top_ids[nodes], outputs.top_probabilities[nodes]  # copies: they are overwritten
             else:
@@ -324,7 +324,7 @@ class DraftBatch:
                 ids = (outputs.predictions[nodes] if self.reads else unread)[:, None]
                 predictions = ids, np.ones(ids.shape, dtype=np.float32)
             tokens = walks.tokens[spread(forest.firsts[of_rows], walks.counts[of_rows])]
-            self.learn(Step(shown, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
+            self.learn(Step(outcomes, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
 
     def learn_row(self, drafter: Member, result: StepResult) -> None:
         """Learn the outcome of a step for one text."""
@@ -339,7 +339,7 @@ class DraftBatch:
             else:
                 predicted = result.predictions[:count, None] if self.reads else np.full((count, 1), -1, dtype=np.int64)
                 predictions = predicted.copy(), np.ones((count, 1), dtype=np.float32)
-            row = np.array([(place, root, count, len(result.tokens))], dtype=SHOWN)
+            row = np.array([(place, root, count, len(result.tokens))], dtype=OUTCOME)
             tokens = np.array(result.tokens, dtype=np.int64)
             scratch = np.empty(count, dtype=np.int64)
             self.learn(Step(row, tokens, *predictions, scratch))
@@ -355,7 +355,7 @@ class DraftBatch:
         accepted, lost = self._learn(step, self.memory.clock, self.state, self.memory.writing, self.room.queue)
         if lost:  # in these texts predictions rarely match the selected tokens
             for place in step.rows["place"].tolist():
-                of_text = self.state.heard[place]
+                of_text = self.state.feedback[place]
                 if place >= 0 and of_text["share"] < UNTRUSTED and not of_text["recalled"]:
                     of_text["recalled"] = 1
                     self._learn_text(place, self.memory.capacity)
@@ -377,8 +377,8 @@ class DraftBatch:
                 length = int(texts.lengths[place])
                 if place >= 0 and length + added > 2 * reach:
                     surplus = length - max(reach - added, 0)
-                    kept = texts.tokens[place, surplus:length].copy()
-                    self._begin(place, kept, int(texts.dropped[place]) + surplus)
+                    latest = texts.tokens[place, surplus:length].copy()
+                    self._begin(place, latest, int(texts.dropped[place]) + surplus)
         self._free = min(texts.tokens.shape[1] - 1, 2 * reach) - longest
 
 

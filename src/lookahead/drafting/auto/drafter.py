@@ -17,7 +17,7 @@ from lookahead.drafting.auto.batch import DraftBatch, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.predicted_text import PredictedText
-from lookahead.drafting.auto.search import FORESEEN, WANTED, padded_noise
+from lookahead.drafting.auto.search import FORESEEN, LIMITS, padded_noise
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.values import require, whole_number
@@ -109,7 +109,7 @@ class AutoDrafter:
     @property
     def _is_lost(self) -> bool:
         """Whether predictions are useless, because they rarely match the selected tokens."""
-        return self._batch is not None and bool(self._batch.state.heard["share"][self.place] < UNTRUSTED)
+        return self._batch is not None and bool(self._batch.state.feedback["share"][self.place] < UNTRUSTED)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -178,14 +178,14 @@ class AutoDrafter:
         self._late = []
         batch.begin(self.place, text, self._before)
 
-    def wanted(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
-        """Update the batch before a search, and return a `WANTED`: the limits of the search."""
+    def limits(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
+        """Update the batch before a search, and return a `LIMITS`: the limits of the search."""
         self.catch_up(batch)
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
-        return self._wanted(tree, min(self.budget.max_candidates, self._settings[0]))
+        return self._limits(tree, min(self.budget.max_candidates, self._settings[0]))
 
-    def _wanted(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
+    def _limits(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
         return self.place, nodes, tree.room - self._certain, self.budget.min_probability
 
     def foresee(self, tree: TokenTree) -> Noise | None:
@@ -215,7 +215,7 @@ class AutoDrafter:
             if len(rows) > count or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            batch.search(self, tree, np.array([self._wanted(tree, limit)], dtype=WANTED))
+            batch.search(self, tree, np.array([self._limits(tree, limit)], dtype=LIMITS))
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
@@ -244,12 +244,12 @@ class AutoDrafter:
         """Return the sources of each node, and its estimated probability."""
         with self.memory.lock:
             entries = int(np.count_nonzero(self.memory.entries.heads["tag"])) if self.learns else None
-            found: list[Origin] = []
+            origins: list[Origin] = []
             if self._batch is not None:
                 names = [source.name for source in self._sources]
                 sent = int(self._batch.sent[self.place])
-                found = [_origin_of(node, names) for node in self._batch.state.trees[self.place, 1 : sent + 1]]
-        return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
+                origins = [_origin_of(node, names) for node in self._batch.state.trees[self.place, 1 : sent + 1]]
+        return Explanation([*[Origin((CERTAIN,))] * tree.certain, *origins], entries)
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
@@ -291,14 +291,14 @@ def _origin_of(node: np.void, names: Sequence[str]) -> Origin:
     order = int(node["order"])
     match = int(node["match"])
     source = int(node["source"])
-    found: list[tuple[float, str]] = []
+    evidence_by_length: list[tuple[float, str]] = []
     if order:
-        found.append((order + 0.5, f"n-gram memory, {order} token{'s' if order > 1 else ''}"))
+        evidence_by_length.append((order + 0.5, f"n-gram memory, {order} token{'s' if order > 1 else ''}"))
     if match >= 0:
-        found.append((MATCH_CLASSES[match], f"context match, {MATCH_CLASSES[match]} tokens or more"))
+        evidence_by_length.append((MATCH_CLASSES[match], f"context match, {MATCH_CLASSES[match]} tokens or more"))
     if source >= 0:
-        found.append((0.5, names[source]))
-    if not found:
-        found.append((0.5, "rejected sibling" if node["listed"] > 0 else "recent prediction"))
-    evidence = tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
+        evidence_by_length.append((0.5, names[source]))
+    if not evidence_by_length:
+        evidence_by_length.append((0.5, "rejected sibling" if node["listed"] > 0 else "recent prediction"))
+    evidence = tuple(name for _, name in sorted(evidence_by_length, key=lambda pair: -pair[0]))
     return Origin(evidence, float(node["probability"]))

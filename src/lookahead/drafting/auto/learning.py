@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, OLD_SHARE, Entries, Writing, write_entry
-from lookahead.drafting.auto.sources import KEPT, MOST_LISTED, PRIOR, ListedArrays
+from lookahead.drafting.auto.sources import DECAY, MOST_LISTED, PRIOR, ListedArrays
 from lookahead.drafting.auto.texts import TextArrays, append, read_context
 
 UNTRUSTED = 0.35
 """Minimum share of selected tokens among the listed predictions; below it, predictions off the path are not learned."""
 
-_EVIDENCE_KEPT = 0.995
+_EVIDENCE_DECAY = 0.995
 """Fraction of the record of a kind of evidence that is kept after each step of a text."""
 
-HEARD = np.dtype(
+FEEDBACK = np.dtype(
     [
         ("seen", np.float64),  # recent selected tokens, a decayed count
         ("agreed", np.float64),  # of these, the tokens among the listed predictions
@@ -52,7 +52,7 @@ class BatchState(NamedTuple):
     Attributes:
         entries: The n-gram memory.
         texts: The texts.
-        heard: Recent predictions of the model for each text, `HEARD`s, `[places]`.
+        feedback: Recent predictions of the model for each text, `FEEDBACK`s, `[places]`.
         recent: Distinct tokens at the end of the prompt and of later predictions, latest first, `[places, nodes]`.
         listed: Paths listed by the sources of a text.
         trees: Draft of each text, `NODE`s, `[places, nodes]`.
@@ -63,7 +63,7 @@ class BatchState(NamedTuple):
 
     entries: Entries
     texts: TextArrays
-    heard: NDArray[Any]
+    feedback: NDArray[Any]
     recent: NDArray[np.int64]
     listed: ListedArrays
     trees: NDArray[Any]
@@ -72,7 +72,7 @@ class BatchState(NamedTuple):
     settings: Any
 
 
-SHOWN = np.dtype(
+OUTCOME = np.dtype(
     [
         ("place", np.int64),  # slot of the text; -1 if the step added nothing
         ("root", np.int64),  # index of the root: the number of earlier tokens of the text among the nodes
@@ -91,7 +91,7 @@ class Step(NamedTuple):
     """Outcome of a step for all of its texts.
 
     Attributes:
-        rows: `SHOWN`s, `[rows]`.
+        rows: `OUTCOME`s, `[rows]`.
         tokens: The added tokens, row after row.
         ids: The likeliest tokens after each node, row after row, likeliest first, `[nodes, listed]`; -1 where the
             prediction was not read. Learning overwrites them.
@@ -113,7 +113,7 @@ class Step(NamedTuple):
         Without tokens it is the step that learns the text itself: the `selected` token after each of its last tokens.
         """
         taught = len(selected)
-        rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=SHOWN)
+        rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=OUTCOME)
         ids = np.full((taught, 1), -1, dtype=np.int64)
         probabilities = np.zeros((taught, 1), dtype=np.float32)
         return cls(rows, tokens, ids, probabilities, selected)
@@ -133,38 +133,38 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
     Returns:
         Number of accepted draft tokens, and number of texts that the memory has yet to learn as texts.
     """
-    entries, texts, heard, recent, listed, trees, counts, _, settings = state
+    entries, texts, feedback, recent, listed, trees, counts, _, settings = state
     accepted = lost = begin = first = FIRST
     for row in range(len(step.rows)):
-        shown = step.rows[row]
-        place = shown["place"]
-        root = shown["root"]
-        end = begin + shown["nodes"]
-        last = first + shown["added"]
+        outcome = step.rows[row]
+        place = outcome["place"]
+        root = outcome["root"]
+        end = begin + outcome["nodes"]
+        last = first + outcome["added"]
         if place >= 0:
             nodes = trees[place]
-            of_text = heard[place]
+            of_text = feedback[place]
             tokens = step.tokens[first:last]
-            said = step.ids[begin:end]
+            predicted = step.ids[begin:end]
             likely = step.probabilities[begin:end]
             selected = step.selected[begin:end]
             if last > first and end > begin:
-                accepted += _follow(root, tokens, nodes, said, selected)
+                accepted += _follow(root, tokens, nodes, predicted, selected)
                 _weigh_evidence(root, nodes, selected, entries.evidence)
                 if counts[place] >= 0:
                     _weigh_sources(tokens, listed)
                 if not settings["observes"]:
-                    _compare(said, selected, of_text)
+                    _compare(predicted, selected, of_text)
             if last == first or settings["observes"] or of_text["share"] < UNTRUSTED:
-                _believe(said, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
-            _keep_guesses(root, nodes, said, likely, selected, of_text)
+                _believe(predicted, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
+            _keep_guesses(root, nodes, predicted, likely, selected, of_text)
             if settings["explores"] and last > first:
-                of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], fresh)
+                of_text["count"] = _note_recent(root, predicted, selected, recent[place], of_text["count"], fresh)
             for is_text in (False, True):  # nodes on the path come last, so that they win
                 for at in range(len(selected)):
-                    if said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
+                    if predicted[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
                         size = read_context(place, at - root, nodes, texts, writing.context)
-                        write_entry(writing.context[:size], said[at], likely[at], clock, entries, writing)
+                        write_entry(writing.context[:size], predicted[at], likely[at], clock, entries, writing)
             append(place, tokens, texts)
             counts[place] = -1
             lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0
@@ -175,7 +175,7 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
 
 @inner
 def _follow(
-    root: int, tokens: NDArray[np.int64], nodes: NDArray[Any], said: NDArray[np.int64], selected: NDArray[np.int64]
+    root: int, tokens: NDArray[np.int64], nodes: NDArray[Any], predicted: NDArray[np.int64], selected: NDArray[np.int64]
 ) -> int:
     """Write the token selected after each node, along the path of selected tokens below the root.
 
@@ -189,7 +189,7 @@ def _follow(
     for token in tokens:
         if at < 0:  # the token before it was not drafted
             for index in range(len(selected)):
-                selected[index] = said[index, 0] = -1
+                selected[index] = predicted[index, 0] = -1
             return 0
         selected[at] = token
         before = at
@@ -209,7 +209,7 @@ def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64],
     for records in evidence:
         for record in records:
             for count in range(2):
-                record[count] -= (1 - _EVIDENCE_KEPT) * (record[count] - EVIDENCE_PRIOR)
+                record[count] -= (1 - _EVIDENCE_DECAY) * (record[count] - EVIDENCE_PRIOR)
     for at in range(root + 1, len(selected)):
         node = nodes[at - root]
         before = selected[root + node["parent"]]
@@ -239,21 +239,21 @@ def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
                         at = number
         record = listed.record[source]
         if expected > 0:
-            record[0] = PRIOR + KEPT * (record[0] - PRIOR) + accepted
-            record[1] = PRIOR + KEPT * (record[1] - PRIOR) + expected
+            record[0] = PRIOR + DECAY * (record[0] - PRIOR) + accepted
+            record[1] = PRIOR + DECAY * (record[1] - PRIOR) + expected
 
 
 @inner
-def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
+def _compare(predicted: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
     """Update the share of selected tokens that are among the listed predictions."""
     seen = of_text["seen"]
     agreed = of_text["agreed"]
     for at in range(len(selected)):
         token = selected[at]
-        listed = said[at]
+        listed = predicted[at]
         if token >= 0 and listed[0] >= 0:
-            seen = KEPT * seen + 1.0
-            agreed = KEPT * agreed
+            seen = DECAY * seen + 1.0
+            agreed = DECAY * agreed
             for other in listed:
                 if other == token:
                     agreed += 1.0
@@ -262,22 +262,24 @@ def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any)
 
 
 @inner
-def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], share: float) -> None:
+def _believe(
+    predicted: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], share: float
+) -> None:
     """Replace predictions by the selected tokens, where predictions are unknown or rarely selected.
 
     Nodes off the path are then not learned.
     """
     for at in range(len(selected)):
-        said[at, 0], likely[at, 0] = selected[at], share
-        if said.shape[1] > 1:
-            said[at, 1] = -1
+        predicted[at, 0], likely[at, 0] = selected[at], share
+        if predicted.shape[1] > 1:
+            predicted[at, 1] = -1
 
 
 @inner
 def _keep_guesses(
     root: int,
     nodes: NDArray[Any],
-    said: NDArray[np.int64],
+    predicted: NDArray[np.int64],
     likely: NDArray[np.float32],
     selected: NDArray[np.int64],
     of_text: Any,
@@ -291,11 +293,11 @@ def _keep_guesses(
     for at in range(root, len(selected)):
         last = at if selected[at] >= 0 else last
     for at in range(last + 1, len(selected)):
-        if nodes[at - root]["parent"] == last - root and said[at, 0] >= 0:
-            for rank in range(min(said.shape[1], MOST_LISTED)):
-                if said[at, rank] < 0:
+        if nodes[at - root]["parent"] == last - root and predicted[at, 0] >= 0:
+            for rank in range(min(predicted.shape[1], MOST_LISTED)):
+                if predicted[at, rank] < 0:
                     break
-                of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
+                of_text["guesses"][rank], of_text["likely"][rank] = predicted[at, rank], likely[at, rank]
                 of_text["guessed"] = rank + 1
             break
 
@@ -303,7 +305,7 @@ def _keep_guesses(
 @inner
 def _note_recent(
     root: int,
-    said: NDArray[np.int64],
+    predicted: NDArray[np.int64],
     selected: NDArray[np.int64],
     recent: NDArray[np.int64],
     before: int,
@@ -314,11 +316,11 @@ def _note_recent(
     Tokens after nodes on the path come behind the others. `before` is the old number of recent predictions.
     """
     count = FIRST
-    for rank in range(min(said.shape[1], 2)):
+    for rank in range(min(predicted.shape[1], 2)):
         for is_text in (False, True):
             for at in range(len(selected)):
-                if (at <= root or selected[at] >= 0) == is_text and said[at, rank] >= 0:
-                    count = _add_recent(said[at, rank], count, fresh)
+                if (at <= root or selected[at] >= 0) == is_text and predicted[at, rank] >= 0:
+                    count = _add_recent(predicted[at, rank], count, fresh)
     for index in range(before):
         count = _add_recent(recent[index], count, fresh)
     for index in range(count):

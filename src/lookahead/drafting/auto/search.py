@@ -59,7 +59,7 @@ def padded_noise(noise: Noise) -> Noise:
     return Noise((*noise.places, *NO_NOISE.places)[:FORESEEN], noise.temperature)
 
 
-WANTED = np.dtype(
+LIMITS = np.dtype(
     [
         ("place", np.int64),  # slot of the text; -1 for no search
         ("nodes", np.int64),  # maximum number of nodes below the root
@@ -89,36 +89,38 @@ class Room(NamedTuple):
 
 
 @compiled
-def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> None:
+def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> None:
     """Draft after some texts: repeatedly add the most probable candidate, up to the limit of nodes.
 
     Args:
-        wanted: `WANTED`s, `[rows]`.
+        limits: `LIMITS`s, `[rows]`.
         noise: Sampling noise of tokens on each of `FORESEEN` levels; arrays may be empty.
         state: Texts and evidence; receives the trees and their numbers of nodes below the root.
         room: Buffers.
     """
     chains = state.settings["chains"]
     explores = state.settings["explores"]
-    for row in range(len(wanted)):
-        asked = wanted[row]
-        place = asked["place"]
-        most = asked["nodes"]
+    for row in range(len(limits)):
+        of_row = limits[row]
+        place = of_row["place"]
+        max_nodes = of_row["nodes"]
         if place < 0:
             continue
         nodes = state.trees[place]
         nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
         node = waiting = end = FIRST
-        while node < most:
+        while node < max_nodes:
             begin = end
             if chains:  # a chain adds one node at each level
                 waiting = node
-            if nodes[node]["depth"] < asked["levels"]:
+            if nodes[node]["depth"] < of_row["levels"]:
                 end = _propose(place, node, begin, noise, state, room, nodes)
                 for candidate in range(begin, end):
-                    waiting = _wait(candidate, asked["min_probability"], waiting, node + 1 if chains else most, room)
-                if node == 0 and explores and state.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, waiting, asked, noise, state, room)
+                    waiting = _wait(
+                        candidate, of_row["min_probability"], waiting, node + 1 if chains else max_nodes, room
+                    )
+                if node == 0 and explores and state.feedback[place]["share"] >= UNTRUSTED:
+                    end, waiting = _try_recent(end, waiting, of_row, noise, state, room)
             if node == waiting:
                 break
             node += 1
@@ -135,9 +137,9 @@ def _propose(
 
     All sources propose here; a new source is a new loop.
     """
-    entries, texts, heard, _, listed, _, _, weights, settings = state
+    entries, texts, feedback, _, listed, _, _, weights, settings = state
     candidates, _, followed, context, slots = room
-    of_text = heard[place]
+    of_text = feedback[place]
     end = begin
     size = read_context(place, node, nodes, texts, context)
     longest = look_up(context, size, entries, slots)
@@ -246,23 +248,23 @@ def _foreseen(token: int, level: int, noise: Noise) -> float:
 
 
 @inner
-def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
-    """Queue a candidate if it is likely enough and among the likeliest `most`; return the length of the queue."""
+def _wait(row: int, min_probability: float, waiting: int, capacity: int, room: Room) -> int:
+    """Queue a candidate if it is likely enough and among the likeliest `capacity`; return the length of the queue."""
     candidates = room.candidates
     queue = room.queue
     probability = candidates[row]["probability"]
-    at = min(waiting, most - 1)
-    if probability < least or (at < waiting and probability <= candidates[queue[at]]["probability"]):
+    at = min(waiting, capacity - 1)
+    if probability < min_probability or (at < waiting and probability <= candidates[queue[at]]["probability"]):
         return waiting
     while at > 0 and probability > candidates[queue[at - 1]]["probability"]:
         queue[at] = queue[at - 1]
         at -= 1
     queue[at] = row
-    return min(waiting + 1, most)
+    return min(waiting + 1, capacity)
 
 
 @inner
-def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchState, room: Room) -> tuple[int, int]:
+def _try_recent(end: int, waiting: int, limits: Any, noise: Noise, state: BatchState, room: Room) -> tuple[int, int]:
     """Queue recent predictions after the root, behind better candidates.
 
     In greedy texts their `listed` is a share of the remaining probability, for the pace.
@@ -270,13 +272,13 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
     Returns:
         End of the candidates, and length of the queue.
     """
-    place = wanted["place"]
+    place = limits["place"]
     record = state.entries.evidence[0, 0]
     rest = 1.0
     for row in range(end):
         rest -= room.candidates[row]["probability"]
     share = max(rest, 0.0) * _RECENT_SHARE * record[0] / record[1] if noise.temperature == 0.0 else 0.0
-    for index in range(state.heard[place]["count"]):
+    for index in range(state.feedback[place]["count"]):
         token = state.recent[place, index]
         probability = 0.001 / (4.0 + index) * exp(_foreseen(token, FIRST, noise))
         at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
@@ -286,7 +288,7 @@ def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchS
             new["weighed"] = 1 if share > 0.0 else 0
             before = waiting
             end = end + 1
-            waiting = _wait(at, wanted["min_probability"], waiting, wanted["nodes"], room)
+            waiting = _wait(at, limits["min_probability"], waiting, limits["nodes"], room)
             if waiting == before and noise.temperature == 0.0:
                 break  # the queue is full of better ones
     return end, waiting

@@ -101,7 +101,7 @@ MOST_LISTED = 16
 PRIOR = 4.0
 """Prior count of a source's hits, in tokens; the prior trusts its probabilities."""
 
-KEPT = 0.95
+DECAY = 0.95
 """Fraction of the hit records of sources and of predictions that is kept with each step or token."""
 
 LISTED = np.dtype(

@@ -77,14 +77,14 @@ def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, 
     """
     tokens, lengths, dropped, _, _, _ = texts
     size = FIRST
-    most = len(context)
-    while node > 0 and size < most:
+    capacity = len(context)
+    while node > 0 and size < capacity:
         one = nodes[node]
         context[size], node = one["token"], one["parent"]
         size += 1
     at = lengths[place] - 1 + node
     first = max(-dropped[place], 0)
-    while at >= first and size < most:
+    while at >= first and size < capacity:
         context[size] = tokens[place, at]
         at -= 1
         size += 1
@@ -119,13 +119,13 @@ def find_matches(
     text = tokens[place]
     length = lengths[place]
     one = nodes[node]
-    found = followed[node]
+    occurrence = followed[node]
     count = FIRST
     if node > 0:
         before = followed[one["parent"]]
         for match in range(nodes[one["parent"]]["matches"]):
             old = before[match]
-            new = found[count]
+            new = occurrence[count]
             end = old["place"]
             if text[end] == one["token"] and end + 1 < length:
                 new["place"], new["length"] = end + 1, min(old["length"] + 1, LONGEST)
@@ -138,12 +138,12 @@ def find_matches(
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
         end = np.int64(newest[place, index, code & (BUCKETS - 1)])
-        while end >= 0 and count < len(found):
+        while end >= 0 and count < len(occurrence):
             agreeing = FIRST
             while agreeing < min(size, end) and end < length and context[agreeing] == text[end - 1 - agreeing]:
                 agreeing += 1
             if agreeing >= run:
-                new = found[count]
+                new = occurrence[count]
                 new["place"], new["length"] = end, agreeing
                 count += 1
             end = np.int64(earlier[place, index, end])

@@ -23,8 +23,8 @@ from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import SHOWN, Step
-from lookahead.drafting.auto.search import WANTED
+from lookahead.drafting.auto.learning import OUTCOME, Step
+from lookahead.drafting.auto.search import LIMITS
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
@@ -287,7 +287,7 @@ class LookaheadProposer:
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        outcomes = np.zeros(len(added), dtype=SHOWN)
+        outcomes = np.zeros(len(added), dtype=OUTCOME)
         outcomes["place"], outcomes["nodes"], outcomes["added"] = rows.places, counts, added
         with batch.memory.lock:
             self.statistics.accepted += batch.learn(
@@ -302,7 +302,7 @@ class LookaheadProposer:
         if pace is not None and len(drafting):
             pace.begin_step(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        limits = np.empty(len(places), dtype=WANTED)
+        limits = np.empty(len(places), dtype=LIMITS)
         limits["place"], limits["nodes"] = places, self._most_drafted
         limits["levels"] = self._most_tokens - batch.length_of(places) - 1
         limits["min_probability"] = 0.0 if pace is None else pace.min_probability
