@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, own_findings: Path) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(packed_linear, "product_seconds", clock)
-    return clock
+def clock(_product_clocks: list[Any], own_findings: Path) -> Iterator[Clock]:
+    _product_clocks.append(Clock())
+    yield _product_clocks[-1]
+    _product_clocks.pop()
 
 
 @pytest.fixture

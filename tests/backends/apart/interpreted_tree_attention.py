@@ -27,7 +27,7 @@ from lookahead.backends.transformers.fixed_passes import StaticSteps
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.tree_attention import kernel, running_softmax
+from lookahead.backends.transformers.tree_attention import kernel
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, sight
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
@@ -296,13 +296,6 @@ def test_bits_of_a_query_do_not_depend_on_its_company(
         assert torch.equal(alone[0, 0], inside[level]), level
 
 
-@pytest.fixture
-def one_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a single split, so that nothing is combined; only Llama runs with several."""
-    if "llama]" not in request.node.name:
-        monkeypatch.setattr(running_softmax, "_PROGRAMS", 1)
-
-
 # The interpreter takes seconds per model, so all models run with `make test-exact`.
 NAMES = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "deepseek_v3", "llama4_chunked"]
 
@@ -318,7 +311,6 @@ def trees(runner: ModelRunner) -> list[TokenTree]:
     return [first, second]
 
 
-@pytest.mark.usefixtures("one_split")
 @pytest.mark.parametrize("name", quickly(NAMES, ["qwen2_mixed_sliding"]))
 @torch.inference_mode()
 def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -> None:
@@ -369,8 +361,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
     ).logits
 
 
-@pytest.mark.usefixtures("one_split")
-@pytest.mark.parametrize("name", quickly(NAMES, ["llama"]))
+@pytest.mark.parametrize("name", quickly(NAMES, []))
 @torch.no_grad()
 def test_both_engines_with_the_kernel(name: str) -> None:
     """The kernel ignores unused columns of a static cache."""
@@ -395,7 +386,6 @@ def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.exact
-@pytest.mark.usefixtures("one_split")
 def test_static_engine_with_the_kernel_writes_the_same_text(prompt: torch.Tensor) -> None:
     config = LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3, pool_from_prompt=True, engine="static")
     expected = build("qwen2_mixed_sliding", attention="sdpa").generate(prompt, max_new_tokens=6, do_sample=False)
