@@ -119,8 +119,9 @@ def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) 
     """Select tokens after nodes of texts with equal processors, from the logits of one pass."""
     logits = whole.logits
     rows = np.array([row for _, row in members])
-    reach = _reach(rows, forest, logit_rows, only_roots=logits.is_cpu)
+    reach = _reach(rows, forest, only_roots=logits.is_cpu)
     reached = np.bincount(reach.members, minlength=len(members))
+    reach = reach.where(logit_rows[reach.nodes] >= 0)
     reach, noise, noise_rows = _noise(members, reach, logits)
     counts = np.bincount(reach.members, minlength=len(members))
     read_rows, noise_index = upload(logits.device, np.stack([logit_rows[reach.nodes], noise_rows]))[0]
@@ -141,7 +142,7 @@ def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) 
     return EarlyTokens(known, reach.nodes, read)
 
 
-def _reach(rows: Integers, forest: Forest, logit_rows: Integers, only_roots: bool) -> _Reach:
+def _reach(rows: Integers, forest: Forest, only_roots: bool) -> _Reach:
     """Return the nodes that walks down the trees of some rows may reach."""
     roots = forest.firsts[rows] + forest.roots[rows]
     counts = forest.firsts[rows + 1] - roots
@@ -150,7 +151,7 @@ def _reach(rows: Integers, forest: Forest, logit_rows: Integers, only_roots: boo
     nodes = spread(roots, counts)
     members = np.repeat(np.arange(len(rows)), counts)
     levels = forest.depths[nodes] - forest.depths[roots[members]]
-    return _Reach(nodes, members, levels).where((logit_rows[nodes] >= 0) & ~forest.in_window[nodes])
+    return _Reach(nodes, members, levels).where(~forest.in_window[nodes])
 
 
 def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reach, torch.Tensor | None, Integers]:
