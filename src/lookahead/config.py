@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from lookahead.errors import InvalidArgumentError
-from lookahead.values import check_path, require, whole_number
+from lookahead.values import check_path, finite_number, require, whole_number
 
-Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"]
+Preset = Literal[
+    "auto", "paper", "jacobi", "token_recycling", "suffix_decoding", "racer", "context_matches", "autoregressive"
+]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
-BUDGETED = ("auto", "token_recycling", "context_matches")
+BUDGETED = ("auto", "token_recycling", "suffix_decoding", "racer", "context_matches")
 """Presets that fill each step up to a number of nodes."""
 
 OWN = "own"
@@ -42,6 +44,13 @@ _Check = Callable[[str, Any, Mapping[str, Any]], Any]
 
 def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
     return whole_number(name, value, about["least"], about["most"], about["meaning"])
+
+
+def _number(name: str, value: Any, about: Mapping[str, Any]) -> float:
+    requirement = f"must be a number of at least 0 ({about['meaning']})"
+    number = finite_number(name, value, requirement)
+    require(number >= 0, name, value, requirement)
+    return number
 
 
 def _that(fits: Callable[[Any], bool], requirement: str) -> _Check:
@@ -108,6 +117,11 @@ def _size(minimum: int, chosen: int | None, preset: str, meaning: str, **about: 
     return _choice(None, _whole_number, presets=(preset,), **about)
 
 
+def _share(chosen: float, preset: str, meaning: str) -> Any:
+    """Declare a number of the method of one preset, at least 0."""
+    return _choice(_CHOSEN, _number, presets=(preset,), chosen=chosen, meaning=meaning)
+
+
 @dataclass(frozen=True)
 class LookaheadConfig:
     """Options of drafting and of running steps. They change the number of steps, never the generated text.
@@ -115,11 +129,12 @@ class LookaheadConfig:
     Args:
         preset: Drafting method. `"auto"` drafts from an n-gram memory of the model's predictions and from matches in
             the text, with the number of nodes that is fastest. `"paper"` is lookahead decoding as published (2-D window
-            and n-gram pool, Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"token_recycling"` and
-            `"context_matches"` are two other published methods, and `"autoregressive"` drafts nothing: one token a
-            step. The default follows from the given fields: `"paper"` or `"jacobi"` with a size of that method, else
-            `"auto"`. A field of another preset must keep its default.
-        step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included, at
+            and n-gram pool, Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1). `"token_recycling"`
+            (arXiv 2408.08696), `"suffix_decoding"` (arXiv 2411.04975) and `"racer"` (arXiv 2604.14885) are published
+            by others. `"context_matches"` is our own: `"auto"` with matches in the text only, several in one tree.
+            `"autoregressive"` drafts nothing: one token a step. The default follows from the given fields: the method
+            of a given size, else `"auto"`. A field of another preset must keep its default.
+        step_budget: For `"auto"` and the methods without sizes of the paper: nodes of a step, the root included, at
             least 1. A step has fewer if there are not enough drafts. With `None`, `"auto"` chooses the number with the
             most tokens per second, and the others use 64.
         memory: Lifetime of the n-gram memory of `"auto"`: one `"request"` (a call), this `"process"` (all calls with
@@ -140,6 +155,14 @@ class LookaheadConfig:
             least 1.
         max_iterations: Jacobi decoding only: steps after which a block that has not converged is replaced.
             `None` means `block_size`, the most steps that Jacobi iteration can need.
+        suffix_factor: Suffix decoding: most drafted tokens for each matching token (section 3). 1 if not given, as in
+            the authors' code.
+        suffix_offset: Suffix decoding: most drafted tokens besides. 0 if not given.
+        suffix_min_probability: Suffix decoding: least relative frequency of a drafted path. 0.1 if not given.
+        suffix_depth: Suffix decoding: most tokens of a suffix and its continuation. 64 if not given.
+        racer_ngram_size: RACER: tokens of the stored n-grams (section 3). 10 if not given, at least 3.
+        racer_breadth: RACER: likeliest tokens kept after each token. 8 if not given.
+        racer_capacity: RACER: most nodes of the stored n-grams. 10,000 if not given.
         seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It does not affect
             sampling.
         sources: For `"auto"`: classes or functions that make additional sources of drafts, called once for each
@@ -231,6 +254,13 @@ class LookaheadConfig:
         1, 16, "jacobi", "the positions that Jacobi decoding guesses at once", most=MAX_NODES_PER_STEP - 1
     )
     max_iterations: int | None = _size(1, None, "jacobi", "the steps that a Jacobi block may take", most=None)
+    suffix_factor: float = _share(1.0, "suffix_decoding", "the most drafted tokens for each matching token")
+    suffix_offset: float = _share(0.0, "suffix_decoding", "the most drafted tokens besides")
+    suffix_min_probability: float = _share(0.1, "suffix_decoding", "the least relative frequency of a drafted path")
+    suffix_depth: int = _size(2, 64, "suffix_decoding", "the most tokens of a suffix and its continuation")
+    racer_ngram_size: int = _size(3, 10, "racer", "the tokens of the stored n-grams")
+    racer_breadth: int = _size(1, 8, "racer", "the likeliest tokens kept after each token")
+    racer_capacity: int = _size(1, 10_000, "racer", "the most nodes of the stored n-grams", most=None)
     seed: int = _choice(
         *(0, _whole_number),
         presets=("paper", "jacobi"),
@@ -299,7 +329,7 @@ class LookaheadConfig:
         """Return the method of the given sizes, else `"auto"`."""
         if self.drafter is not None:
             return OWN
-        for preset in ("paper", "jacobi"):
+        for preset in ("paper", "jacobi", "suffix_decoding", "racer"):
             sizes = [field for field in fields(self) if field.metadata["presets"] == (preset,)]
             if any(getattr(self, field.name) is not None for field in sizes):
                 return preset

@@ -25,6 +25,8 @@ PRESETS = [
     LookaheadConfig(preset="paper", window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True),
     LookaheadConfig(preset="jacobi"),
     LookaheadConfig(preset="token_recycling"),
+    LookaheadConfig(preset="suffix_decoding"),
+    LookaheadConfig(preset="racer"),
     LookaheadConfig(preset="context_matches"),
     LookaheadConfig(preset="autoregressive"),
 ]

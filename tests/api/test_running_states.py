@@ -25,6 +25,8 @@ PRESETS = [
     LookaheadConfig(step_budget=8),
     LookaheadConfig(preset="context_matches"),
     LookaheadConfig(preset="token_recycling"),
+    LookaheadConfig(preset="suffix_decoding"),
+    LookaheadConfig(preset="racer"),
     LookaheadConfig(preset="jacobi", block_size=5),
     LookaheadConfig(preset="autoregressive"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import Drafter, NoDrafter, StepBudget
@@ -16,6 +18,8 @@ from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
+from lookahead.drafting.racer import RacerDrafter
+from lookahead.drafting.suffix_decoding import SuffixDecodingDrafter
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.drafting.window import JacobiWindow
@@ -31,8 +35,10 @@ __all__ = [
     "NoDrafter",
     "PaperDrafter",
     "PredictedText",
+    "RacerDrafter",
     "Source",
     "StepResult",
+    "SuffixDecodingDrafter",
     "TokenPaths",
     "TokenRecyclingDrafter",
     "build_drafter",
@@ -41,6 +47,25 @@ __all__ = [
 
 FIXED_BUDGET = 64
 """Nodes of a step, the root included, without a step budget or a pace."""
+
+_Make = Callable[[LookaheadConfig, int, bool], Drafter]
+"""Function that makes the drafter of a preset from its options, the nodes of a step, and whether it drafts chains."""
+
+_METHODS: dict[str, _Make] = {
+    "autoregressive": lambda config, nodes, chains: NoDrafter(),
+    "jacobi": lambda config, nodes, chains: JacobiBlockDrafter(
+        config.block_size, config.max_iterations or config.block_size, config.seed
+    ),
+    "token_recycling": lambda config, nodes, chains: TokenRecyclingDrafter(nodes, chains),
+    "context_matches": lambda config, nodes, chains: once_compiled(AutoDrafter(None, nodes, chains=chains)),
+    "suffix_decoding": lambda config, nodes, chains: SuffixDecodingDrafter(
+        nodes, config.suffix_factor, config.suffix_offset, config.suffix_min_probability, config.suffix_depth, chains
+    ),
+    "racer": lambda config, nodes, chains: RacerDrafter(
+        nodes, config.racer_ngram_size, config.racer_breadth, config.racer_capacity, chains
+    ),
+}
+"""Methods with a fixed number of nodes that need nothing from the call."""
 
 
 def build_drafter(  # noqa: PLR0913
@@ -72,16 +97,10 @@ def build_drafter(  # noqa: PLR0913
     fixed = min(config.step_budget or FIXED_BUDGET, max_nodes)
     if config.drafter is not None:
         return CheckedDrafter(config.drafter, min(config.max_nodes, max_nodes), fixed if chains else None)
-    if config.preset == "autoregressive":
-        return NoDrafter()
-    if config.preset == "jacobi":
-        return JacobiBlockDrafter(config.block_size, config.max_iterations or config.block_size, config.seed)
-    if config.preset == "token_recycling":
-        return TokenRecyclingDrafter(fixed, chains)
+    if config.preset in _METHODS:
+        return _METHODS[config.preset](config, fixed, chains)
     if config.preset == "paper":
         return _paper_drafter(config, pool, chains)
-    if config.preset == "context_matches":
-        return once_compiled(AutoDrafter(None, fixed, chains=chains))
     cap = min(max_nodes, MOST_CHOSEN_NODES)
     budget: int | StepBudget = fixed
     if pace is not None and (pace.is_shared or config.step_budget is None):

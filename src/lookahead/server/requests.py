@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lookahead.config import MAX_NODES_PER_STEP
+from lookahead.config import MAX_NODES_PER_STEP, Preset
 from lookahead.server.fields import CHAT, COMPLETIONS, OTHER_NAMES, STREAM, Body, Fields, Many
 from lookahead.server.messages import FunctionTool, Message, NamedTool, SomeTools, TextPart
 
@@ -19,7 +19,7 @@ class LookaheadOptions(Fields):
     """Options for drafts. They change the number of steps, never the text."""
 
     enabled: bool = Field(default=True, description="false: plain decoding, one token a step")
-    preset: Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"] | None = None
+    preset: Preset | None = None
     step_budget: int | None = Field(default=None, ge=1, le=MAX_NODES_PER_STEP, description="most nodes of a step")
     statistics: bool = Field(default=False, description="add steps and tokens per step to the usage")
     steps: bool = Field(default=False, description="streaming: add the token tree of its step to each chunk")
