@@ -1,6 +1,6 @@
 """Drafts of a step: calls of the drafters of all rows.
 
-Drafters of one group, such as texts with a common memory, are called together. If a drafter raises, its sequence goes
+Drafters of a group, for example of texts with a common memory, have one call. If a drafter raises, its sequence goes
 on without drafts.
 """
 
@@ -50,7 +50,7 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots, pa
 def propose(
     sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], pace: StepPace | None = None
 ) -> None:
-    """Have the drafters of some rows add to their trees. If a drafter raises, its sequence goes on without drafts."""
+    """Add the drafts of some rows to their trees. If a drafter raises, its sequence goes on without drafts."""
     sharing = set[int]()
     if pace is not None and pace.is_shared:
         sharing.update(row for row in rows if getattr(sequences[row].drafter, "shares", False))
@@ -64,7 +64,7 @@ def propose(
         likely = np.concatenate([_NO_CANDIDATES, *(offer.likely for offer in offers)])
         counts = np.concatenate([_NO_ROWS, *(offer.counts for offer in offers)])
         sent = pace.share(likely, counts, roots.pending)
-    except Exception as error:  # it is no matter of one row
+    except Exception as error:  # of all rows
         for sequence in sequences:
             sequence.stop_drafting(error)
         return
@@ -100,7 +100,7 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
-    """Return the candidates of some rows, those of a group from one call."""
+    """Return the candidates of some rows, with one call for each group."""
     groups, single = _grouped(sequences, rows)
     offers = _find_each(sequences, roots, single)
     for group, members in groups.items():
@@ -114,7 +114,7 @@ def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int])
 
 
 def _find_each(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
-    """Return the candidates of some rows, from a call for each."""
+    """Return the candidates of some rows, with one call for each row."""
     offers = []
     for row in rows:
         likely = sequences[row].ask_drafter(partial(_find_one, roots.tree(row)), None)
@@ -124,7 +124,7 @@ def _find_each(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[
 
 
 def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequence[int]) -> None:
-    """Have the drafters of rows that went on learn from a step, as `propose`."""
+    """Pass the results of a step to the drafters of some rows, to learn from them."""
     groups, single = _grouped(sequences, rows)
     for row in single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
@@ -137,7 +137,7 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequ
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[dict[RowsDrafter, list[int]], list[int]]:
-    """The rows of each group of several drafters, and the other rows that have a drafter."""
+    """Return the rows of each group of several drafters, and the other rows with a drafter."""
     groups = dict[RowsDrafter, list[int]]()
     single = list[int]()
     for row in rows:

@@ -90,8 +90,8 @@ class EarlyTokens(NamedTuple):
     """Tokens that samplers selected for several rows of a step before the walks.
 
     Attributes:
-        rows: Rows whose walks need nothing else.
-        nodes: Nodes of the forest after which tokens are selected.
+        rows: Rows with walks that need nothing else.
+        nodes: Nodes of the forest with a selected token.
         read: Returns the token after each node, `[nodes]`; -1 if its probabilities are invalid.
     """
 

@@ -39,7 +39,7 @@ _DECOYS = 1
 
 @dataclass(frozen=True)
 class Findings:
-    """What trials found about a model.
+    """Findings of trials of a model.
 
     Attributes:
         way: Kind of passes that it runs.
