@@ -10,6 +10,9 @@ _CONTEXT = 6
 
 _INCOMPLETE = "\ufffd"
 
+_LONGEST_CONTEXT = 24
+"""Tokens of the context, so that it is decoded once for several tokens."""
+
 _MOST_INCOMPLETE = 32
 """Most tokens that are held back until a character is complete; more are no valid text."""
 
@@ -63,6 +66,7 @@ class TextBuilder:
         self._stops = list(stops)
         self._window = list(prompt[-_CONTEXT:])  # tokens not decoded yet, after some context
         self._decoded = len(self._window)
+        self._before: str | None = None  # text of the context, once decoded
         self._text = ""
         self._taken = 0
         self.stopped = False
@@ -77,10 +81,11 @@ class TextBuilder:
     def extend(self, tokens: Sequence[int]) -> bool:
         """Add tokens up to a stop string; return whether the answer has ended."""
         if len(tokens) > 1 and not self._stops:
-            begin, self._window = self._window, [*self._window, *tokens]
+            count = len(self._window)
+            self._window += tokens
             if self._read(last=False):
                 return False
-            self._window = begin
+            del self._window[count:]
         return any(self.add(token) for token in tokens)
 
     @property
@@ -108,10 +113,16 @@ class TextBuilder:
         Returns:
             Whether they gave new text.
         """
-        before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
-        if len(after) <= len(before) or (after.endswith(_INCOMPLETE) and not last):
+        if self._before is None:
+            self._before = self._decode(self._window[: self._decoded])
+        before, after = self._before, self._decode(self._window)
+        is_incomplete = after.endswith(_INCOMPLETE)
+        if len(after) <= len(before) or (is_incomplete and not last):
             return False
-        self._window = self._window[self._decoded :]
+        self._before = after
+        if is_incomplete or len(self._window) > _LONGEST_CONTEXT:
+            self._window = self._window[self._decoded :]
+            self._before = None
         self._decoded = len(self._window)
         self._extend(after[len(before) :])
         return True

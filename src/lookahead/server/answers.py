@@ -54,8 +54,8 @@ class AnswerForm(ABC):
         if piece is not None and not (piece.text or piece.logprobs or self.request.lookahead.steps):
             return []
         chunk = self._chunk(self.delta(answer, piece))
-        if piece is not None and piece.step is not None:
-            chunk["lookahead"] = {"tokens": len(piece.tokens), "nodes": piece.nodes, "tree": self._tree(piece.step)}
+        if piece is not None and piece.trace is not None:
+            chunk["lookahead"] = {"tokens": len(piece.tokens), "nodes": piece.nodes, "tree": self._tree(piece.trace)}
         if self.request.stream_options.continuous_usage_stats:
             chunk["usage"] = self._counts(self._streamed)
         return [chunk]

@@ -19,7 +19,7 @@ from lookahead.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from lookahead.server.grammar import requires_json
 from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import DISCONNECTED, FINISHED, WHOLE, Metrics
-from lookahead.server.outbox import Outbox, Piece
+from lookahead.server.outbox import Channel, Outbox, Piece, Step
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.scoring import score_prompt
@@ -44,7 +44,7 @@ class Answer:
         seed: Seed of sampling.
         group: Group of the request in the engine.
         begin: Arrival of the request, in seconds of `time.monotonic`.
-        send: Called in the engine's thread with the `Piece` of each step.
+        send: Called in the engine's thread with each step.
 
     Attributes:
         index: Index of the answer in its request.
@@ -61,7 +61,7 @@ class Answer:
         seed: int,
         group: object,
         begin: float,
-        send: Callable[[Piece], None],
+        send: Callable[[Step], None],
     ) -> None:
         self.plan = plan
         self.index = index
@@ -96,13 +96,13 @@ class Answer:
         return accepted, tokens - accepted
 
     def _on_step(self, record: StepRecord) -> None:
-        step = None if self._trace is None else self._trace.texts[0].steps.pop()
+        trace = None if self._trace is None else self._trace.texts[0].steps.pop()
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         is_first = self.first_token_seconds is None
         if is_first:
             self.first_token_seconds = seconds
-        self._send(Piece(list(record.tokens), record.nodes, record.finished, seconds, is_first, step))
+        self._send(Step(record.tokens, record.nodes, record.finished, seconds, is_first, trace))
 
     def read(self, piece: Piece) -> None:
         """Add text and log-probabilities to a piece. Pieces must come in order."""
@@ -206,10 +206,10 @@ class Generation:
         """
         prompt, number = divmod(index, self.request.n)
         plan = self.plans[prompt]
-        send = partial(self._outbox.put, loop, partial(self._receive, index))
-        answer = Answer(self.served, plan, index, plan.seed + number, self, self._begin, send)
+        channel = Channel(self._outbox, loop, partial(self._receive, index))
+        answer = Answer(self.served, plan, index, plan.seed + number, self, self._begin, channel.put)
         self.answers.append(answer)
-        answer.handle.add_done_callback(partial(send, None))
+        answer.handle.add_done_callback(partial(channel.put, None))
         if self._closed:
             answer.handle.cancel()
 
@@ -279,17 +279,18 @@ class Generation:
         finally:
             timer.cancel()
 
-    def _receive(self, index: int, piece: Piece | None) -> None:
-        """Receive a step of an answer, or its end."""
-        if piece is None:
-            self._metrics.count(self.served.name, FINISHED, 1, self.answers[index].handle.finish_reason or "")
-        if self._pieces and piece is not None and piece.step is None:
-            before, last = self._pieces[-1]
-            if before == index and last is not None:
-                last.add(piece)
-                return
-        self._pieces.append((index, piece))
-        if piece is None or self.request.stream:
+    def _receive(self, index: int, pieces: Sequence[Piece | None]) -> None:
+        """Receive pieces of an answer, or its end."""
+        for piece in pieces:
+            if piece is None:
+                self._metrics.count(self.served.name, FINISHED, 1, self.answers[index].handle.finish_reason or "")
+            if self._pieces and piece is not None and piece.trace is None:
+                before, last = self._pieces[-1]
+                if before == index and last is not None:
+                    last.add(piece)
+                    continue
+            self._pieces.append((index, piece))
+        if self.request.stream or pieces[-1] is None:
             self._has_news.set()
 
 

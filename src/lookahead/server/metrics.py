@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from lookahead.server.outbox import Piece
+from lookahead.server.outbox import Step
 from lookahead.serving import Engine
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
@@ -65,6 +69,36 @@ _GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
 }
 
 
+class Durations(Collector):
+    """Histogram of durations by model, which takes many at once. Use it in one thread.
+
+    Args:
+        name: Name for Prometheus.
+        about: Help text.
+        bounds: Upper bounds of the buckets in seconds, ascending.
+        models: Names of the models.
+    """
+
+    def __init__(self, name: str, about: str, bounds: Sequence[float], models: Sequence[str]) -> None:
+        self._name, self._about, self._bounds = name, about, (*bounds, math.inf)
+        self._counts = {model: np.zeros(len(self._bounds), np.int64) for model in models}
+        self._sums = dict.fromkeys(models, 0.0)
+
+    def add(self, model: str, seconds: Sequence[float], counts: Sequence[int]) -> None:
+        """Add each of `seconds` as often as `counts` says."""
+        buckets = np.searchsorted(self._bounds, seconds)
+        self._counts[model] += np.bincount(buckets, counts, len(self._bounds)).astype(np.int64)
+        self._sums[model] += float(np.dot(seconds, counts))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the histogram in Prometheus's form."""
+        family = HistogramMetricFamily(self._name, self._about, labels=["model_name"])
+        for model, counts in self._counts.items():
+            names = map(floatToGoString, self._bounds)
+            family.add_metric([model], list(zip(names, np.cumsum(counts).tolist(), strict=True)), self._sums[model])
+        yield family
+
+
 class Metrics:
     """Counts of the served models, labelled with their names.
 
@@ -79,10 +113,11 @@ class Metrics:
         self._families: dict[str, Any] = {
             name: Counter(name, about, ["model_name"], registry=registry) for name, about in _COUNTERS.items()
         }
-        for name, (about, bounds) in _TIMES.items():
-            self._families[name] = Histogram(name, about, ["model_name"], registry=registry, buckets=bounds)
         for model, family in product(engines, list(self._families.values())):
             family.labels(model)  # export it even while it is 0
+        self._durations = {name: Durations(name, *times, list(engines)) for name, times in _TIMES.items()}
+        for durations in self._durations.values():
+            registry.register(durations)
         for name, (about, label) in _LABELLED.items():
             self._families[name] = Counter(name, about, ["model_name", label], registry=registry)
         for name, (about, value) in _GAUGES.items():
@@ -96,7 +131,7 @@ class Metrics:
 
     def time(self, model: str, name: str, seconds: float) -> None:
         """Add a duration to a histogram of a model."""
-        self._child(name, model).observe(seconds)
+        self._durations[name].add(model, [seconds], [1])
 
     def _child(self, name: str, *labels: str | int) -> Any:
         key = name, *labels
@@ -104,17 +139,20 @@ class Metrics:
             child = self._children[key] = self._families[name].labels(*labels)
         return child
 
-    def steps(self, model: str, pieces: Sequence[Piece]) -> None:
+    def steps(self, model: str, steps: Sequence[Step]) -> None:
         """Count steps of requests, many at once."""
-        self.count(model, _STEPS, len(pieces))
-        self.count(model, _GENERATED, sum(len(piece.tokens) for piece in pieces))
-        for piece in pieces:
-            if piece.is_first:
-                self.time(model, _FIRST_TOKEN, piece.seconds)
-            else:
-                for _ in piece.tokens:
-                    self.time(model, _PER_TOKEN, piece.seconds / len(piece.tokens))
-        if drafts := [(piece.nodes - 1, max(len(piece.tokens) - 1, 0)) for piece in pieces if piece.nodes > 1]:
+        if not steps:
+            return
+        tokens = [len(step.tokens) for step in steps]
+        self.count(model, _STEPS, len(steps))
+        self.count(model, _GENERATED, sum(tokens))
+        for step in steps:
+            if step.is_first:
+                self.time(model, _FIRST_TOKEN, step.seconds)
+        later = [(step.seconds / n, n) for step, n in zip(steps, tokens, strict=True) if n and not step.is_first]
+        if later:
+            self._durations[_PER_TOKEN].add(model, *zip(*later, strict=True))
+        if drafts := [(step.nodes - 1, max(len(step.tokens) - 1, 0)) for step in steps if step.nodes > 1]:
             self.count(model, _DRAFTS, len(drafts))
             self.count(model, _DRAFTED, sum(sent for sent, _ in drafts))
             accepted = [tokens for _, tokens in drafts]

@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lookahead.serving.handle import TokenEvent
 from lookahead.trace import TracedStep
 
-_PAUSE = 0.0008
+_PAUSE = 0.0016
 """Seconds between two deliveries, for each running answer, so that writing rarely delays the engine's thread."""
-_LONGEST = 0.05
+_LONGEST = 0.1
 """Largest number of seconds between two deliveries."""
 
 
-@dataclass
-class Piece:
-    """Addition of one step to an answer, or of several steps that are read together.
+class Step(NamedTuple):
+    """One step of an answer.
 
     Attributes:
         tokens: The tokens.
@@ -27,7 +27,26 @@ class Piece:
         finished: Whether the answer is complete with it.
         seconds: Time since the previous step of the answer, or since the request arrived if it is the first one.
         is_first: Whether it is the first one.
-        step: The proposed tree, if requested.
+        trace: The proposed tree, if requested.
+    """
+
+    tokens: list[int]
+    nodes: int
+    finished: bool
+    seconds: float
+    is_first: bool
+    trace: TracedStep | None
+
+
+@dataclass(slots=True)
+class Piece:
+    """Addition to an answer: one step with a trace, or all steps that are delivered together.
+
+    Attributes:
+        tokens: The tokens.
+        nodes: Nodes sent, if there is a trace.
+        finished: Whether the answer is complete with it.
+        trace: The proposed tree, if requested.
         text: Text that no later token changes.
         logprobs: Log-probabilities of the tokens, if requested.
     """
@@ -35,66 +54,103 @@ class Piece:
     tokens: list[int] = field(default_factory=list)
     nodes: int = 0
     finished: bool = False
-    seconds: float = 0.0
-    is_first: bool = False
-    step: TracedStep | None = None
+    trace: TracedStep | None = None
     text: str = ""
     logprobs: list[TokenEvent] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         """Append the next piece, before the text of both is read."""
         self.tokens += piece.tokens
-        self.nodes += piece.nodes
         self.finished = piece.finished
 
 
-Receive = Callable[[Piece | None], None]
+def _pieces(steps: Sequence[Step | None]) -> list[Piece | None]:
+    """Return a piece for all steps, or for each one if they have traces. `None` is the end of the answer."""
+    new = [step for step in steps if step is not None]
+    pieces: list[Piece | None] = []
+    if new and new[0].trace is not None:
+        pieces += [Piece(list(step.tokens), step.nodes, step.finished, step.trace) for step in new]
+    elif new:
+        pieces.append(Piece([token for step in new for token in step.tokens], finished=new[-1].finished))
+    return pieces if steps[-1] is not None else [*pieces, None]
+
+
+class Channel:
+    """Steps of one answer that the event loop has not received yet.
+
+    Args:
+        outbox: Outbox of the model.
+        loop: The event loop.
+        receive: Called in the loop's thread with new pieces; `None` is the end of the answer.
+    """
+
+    def __init__(
+        self, outbox: Outbox, loop: asyncio.AbstractEventLoop, receive: Callable[[Sequence[Piece | None]], None]
+    ) -> None:
+        self._outbox, self._loop, self.receive = outbox, loop, receive
+        self._steps: deque[Step | None] = deque()
+        self.is_listed = False  # whether the next delivery has it
+
+    def put(self, step: Step | None) -> None:
+        """Schedule the delivery of a step, or of the end of the answer. One thread at a time may call it."""
+        self._steps.append(step)
+        if step is None or step.is_first:  # clients wait for these
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._outbox.deliver, [self])
+        elif not self.is_listed:
+            self.is_listed = True
+            self._outbox.put(self, self._loop)
+
+    def take(self) -> list[Step | None]:
+        """Return and remove the steps. Call it in the loop's thread."""
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
 
 class Outbox:
-    """Passes the steps of all answers of a model to the event loop, in one call for many. First steps are not delayed.
+    """Passes the steps of all answers of a model to the event loop, in one call for many.
+
+    First steps and ends of answers are not delayed.
 
     Args:
-        count: Called with all pieces of a delivery.
+        count: Called with all steps of a delivery.
     """
 
-    def __init__(self, count: Callable[[Sequence[Piece]], None]) -> None:
+    def __init__(self, count: Callable[[Sequence[Step]], None]) -> None:
         self._count = count
-        self._items: deque[tuple[Receive, Piece | None]] = deque()
+        self._channels: deque[Channel] = deque()
         self._is_called = False  # whether a delivery is scheduled
         self._next = 0.0  # earliest time of the next delivery
-        self._open: set[Receive] = set()  # of running answers
+        self._running: set[Channel] = set()
 
-    def put(self, loop: asyncio.AbstractEventLoop, receive: Receive, piece: Piece | None) -> None:
-        """Schedule a call of `receive` in the loop's thread. Any thread may call it.
-
-        Args:
-            loop: The event loop.
-            receive: Function to call.
-            piece: Argument of the call; `None` for the end of an answer.
-        """
-        with suppress(RuntimeError):  # the loop is closed
-            self._items.append((receive, piece))
-            if piece is not None and piece.is_first:
-                loop.call_soon_threadsafe(self._deliver, loop)
-            elif not self._is_called:
-                self._is_called = True
+    def put(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        """Schedule the delivery of a channel. Any thread may call it."""
+        self._channels.append(channel)
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._plan, loop)
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop.time() < self._next:
-            loop.call_at(self._next, self._deliver, loop)
+            loop.call_at(self._next, self._deliver_all, loop)
         else:
-            self._deliver(loop)
+            self._deliver_all(loop)
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._is_called = False  # before items are read: later ones schedule another delivery
-        items = [self._items.popleft() for _ in range(len(self._items))]
-        self._count([piece for _, piece in items if piece is not None])
-        for receive, piece in items:
-            if piece is None:
-                self._open.discard(receive)
-            elif piece.is_first:
-                self._open.add(receive)
-            receive(piece)
-        self._next = loop.time() + min(_PAUSE * len(self._open), _LONGEST)
+    def _deliver_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_called = False  # before channels are read: later ones schedule another delivery
+        channels = [self._channels.popleft() for _ in range(len(self._channels))]
+        for channel in channels:
+            channel.is_listed = False  # before its steps are read
+        self.deliver(channels)
+        self._next = loop.time() + min(_PAUSE * len(self._running), _LONGEST)
+
+    def deliver(self, channels: Sequence[Channel]) -> None:
+        """Pass the steps of channels on. Call it in the loop's thread."""
+        taken = [(channel, steps) for channel in channels if (steps := channel.take())]
+        self._count([step for _, steps in taken for step in steps if step is not None])
+        for channel, steps in taken:
+            if steps[-1] is None:
+                self._running.discard(channel)
+            elif steps[0] is not None and steps[0].is_first:
+                self._running.add(channel)
+            channel.receive(_pieces(steps))
