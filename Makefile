@@ -83,6 +83,8 @@ build/clients: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ \
 		litellm langchain-openai openai-agents 'pydantic-ai-slim[openai]' anthropic \
 		opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target $@ \
+		instructor docstring-parser  # it asks for an older rich
 	touch $@
 
 build/node:
@@ -90,7 +92,7 @@ build/node:
 		@langchain/openai @langchain/core zod
 	touch $@
 
-test-clients: build/clients build/node  ## The server with litellm, langchain-openai, openai-agents, pydantic-ai, anthropic, OpenTelemetry, Codex's requests, and npm's openai, the AI SDK and LangChain.js
+test-clients: build/clients build/node  ## The server with litellm, langchain-openai, openai-agents, pydantic-ai, instructor, anthropic, OpenTelemetry, Codex's requests, and npm's openai, the AI SDK and LangChain.js
 	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py tests/server/test_server_agents.py \
 		tests/server/test_server_anthropic.py tests/server/test_server_tracing.py tests/server/test_server_node.py
 	$(BIN)/python -m pytest tests/server/test_server_conversations.py -k codex
@@ -99,8 +101,8 @@ build/schemathesis: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis
 	touch $@
 
-test-hostile: build/schemathesis  ## 3,000 random requests to the server, and hostile ones
-	PYTHONPATH=build/schemathesis:tests/support $(BIN)/python tests/server/run_hostile.py --cases 3000
+test-hostile: build/schemathesis  ## 3,000 random requests to the server, and hostile ones; ONLY='/tokenize bad_bytes' some of them
+	PYTHONPATH=build/schemathesis:tests/support $(BIN)/python tests/server/run_hostile.py --cases 3000 $(if $(ONLY),--only $(ONLY))
 
 # In an environment of its own: it brings other versions of what is here. torch before it, in the version that is here:
 # asked for by itself, guidellm takes the newest one, with gigabytes for CUDA even where a build for CPUs can be had.

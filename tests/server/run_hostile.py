@@ -1,7 +1,7 @@
 """Send hostile and random requests to a server process: `make test-hostile`.
 
 Each part prints its result. The exit status is 1 if the server failed, grew beyond its bound, or stopped serving
-other clients.
+other clients. `--only` runs some parts: names of functions here, or paths of routes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -136,15 +136,16 @@ def many_at_once(target: Target) -> None:
     assert texts == [target.expected] * 64
 
 
-def random_requests(target: Target, cases: int) -> None:
+def random_requests(target: Target, cases: int, only: Collection[str]) -> None:
     """Requests made from the server's own OpenAPI document: none may cause a server error."""
     schema = schemathesis.openapi.from_url(f"{target.process.url}/openapi.json")
     operations = [operation.ok() for operation in schema.get_all_operations()]
-    weights = [WEIGHTS.get(operation.path, 0) for operation in operations]
-    for operation, weight in zip(operations, weights, strict=True):
+    shares = sum(WEIGHTS.get(operation.path, 0) for operation in operations)
+    for operation in operations:
+        if only and operation.path not in only:
+            continue
         begin, statuses = time.monotonic(), Counter[int]()
-        examples = max(-(-cases * weight // sum(weights)), 1)
-        _try_operation(operation, examples, statuses)
+        _try_operation(operation, max(-(-cases * WEIGHTS.get(operation.path, 0) // shares), 1), statuses)
         summary = f"{sum(statuses.values())} in {time.monotonic() - begin:.0f} s, {dict(sorted(statuses.items()))}"
         print(f"  {operation.method.upper()} {operation.path}: {summary}", flush=True)
 
@@ -175,15 +176,20 @@ def main() -> int:
     """Run all parts against one server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=3000, help="random requests (3000)")
-    cases = parser.parse_args().cases
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="names of parts, or paths of routes")
+    arguments = parser.parse_args()
+    cases, only = arguments.cases, arguments.only
     failed = 0
     memory = ("--kv-bytes", str(2**27))  # without a bound, cached prefixes may take 1 GiB
     options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8", *memory)
     with ServerProcess(*options, from_scratch=True) as process:
         target = Target(process)
         parts: list[Callable[[Target], None]] = [large_body, many_stops, bad_bytes, silent_connections, slow_readers]
-        for part in (*parts, many_at_once, lambda target: random_requests(target, cases)):
-            name = (part.__doc__ or f"{cases} random requests.").strip().splitlines()[0]
+        parts = [part for part in (*parts, many_at_once) if not only or part.__name__ in only]
+        if not only or any(name.startswith("/") for name in only):
+            parts.append(lambda target: random_requests(target, cases, only))
+        for part in parts:
+            name = (part.__doc__ or "Random requests.").strip().splitlines()[0]
             try:
                 part(target)
                 assert target.serve() == target.expected

@@ -78,3 +78,15 @@ def test_pydantic_ai_calls_functions_and_answers(server: ServerProcess) -> None:
     second = agent.run_sync("Again.", message_history=history, output_type=pydantic_ai.NativeOutput(Place))
     assert isinstance(second.output, Place)
     assert agent.run_sync("Text.", message_history=second.all_messages()).output
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+def test_instructor_gets_an_object_in_each_mode(client: OpenAI, mode: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    wrapped = instructor.from_openai(client, mode=instructor.Mode[mode])
+    limit = "max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens"
+    turn = [{"role": "user", "content": PROMPT}]
+    request = {"model": "chatty", "messages": turn, "response_model": Place, "max_retries": 0, limit: 120}
+    assert isinstance(wrapped.create(**request), Place)
+    if mode in ("TOOLS", "JSON_SCHEMA"):
+        assert list(wrapped.create_partial(**request))[-1].large in (True, False)

@@ -50,7 +50,7 @@ def test_node_clients_get_the_text_whole_and_streamed(server: ServerProcess, fou
 
 def test_node_clients_get_objects_and_call_functions(found: dict[str, Any]) -> None:
     objects = {name: value for name, value in found.items() if name.split()[-1] in ("object", "tools")}
-    assert len(objects) == 12
+    assert len(objects) == 13
     assert all(value in ({"city": "Paris"}, {"city": "Rome"}) for value in objects.values()), objects
 
 
