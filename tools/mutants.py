@@ -54,7 +54,14 @@ TARGETS = {
     "core/sequence.py": ("core/test_walk.py", "core/test_step.py", "drafting/test_drafting_fails.py"),
     f"{_BACKEND}/layouts.py": _ROWS,
     f"{_BACKEND}/masks.py": ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS),
-    f"{_BACKEND}/tree_cache.py": ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS),
+    f"{_BACKEND}/tree_cache.py": (
+        *(
+            "backends/test_tree_cache.py",
+            "backends/test_sliding_layers.py",
+            *_ROWS,
+            "backends/test_indexed_attention.py",
+        ),
+    ),
     f"{_BACKEND}/rows.py": (*_ROWS, *_STATIC),
     f"{_BACKEND}/pooled_rows.py": ("backends/test_engine_model.py", *_STATIC),
     f"{_BACKEND}/noise.py": ("backends/test_noise.py", "api/test_sampling_exactness.py"),

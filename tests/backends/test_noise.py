@@ -120,17 +120,20 @@ def test_noise_drawn_ahead_is_dropped_when_the_generator_moves() -> None:
     assert torch.equal(generator.get_state(), other.get_state())
 
 
-def test_a_text_with_its_own_generator_draws_early_and_changes_its_number_type() -> None:
-    types = [torch.float32] * 4 + [torch.float64] * 3 + [torch.float32] * 3
+@pytest.mark.parametrize("seed", range(5))
+def test_a_text_with_its_own_generator_draws_early_and_changes_its_number_type_or_vocabulary(seed: int) -> None:
+    single, double = (torch.float32, VOCABULARY), (torch.float64, VOCABULARY)
+    kinds = [single] * 4 + [double] * 3 + [single] * 3 + [(torch.float32, VOCABULARY - 5)] * 3
     reference, generator = (torch.Generator().manual_seed(0) for _ in range(2))
-    expected = [torch.empty((1, VOCABULARY), dtype=kind).exponential_(generator=reference) for kind in types]
+    expected = [torch.empty((1, size), dtype=dtype).exponential_(generator=reference) for dtype, size in kinds]
     noise = TextNoise(generator)
     place = 0
-    random = Random(0)
-    while place < len(types):
-        like = torch.empty((1, VOCABULARY), dtype=types[place])
+    random = Random(seed)
+    while place < len(kinds):
+        dtype, size = kinds[place]
+        like = torch.empty((1, size), dtype=dtype)
         ahead = noise.look_ahead(0, random.randint(1, 5), like)
-        same = [kind == types[place] for kind in types[place : place + len(ahead)]]
+        same = [kind == kinds[place] for kind in kinds[place : place + len(ahead)]]
         known = [*same, False].index(False)
         assert all(map(torch.equal, ahead[:known], expected[place : place + known]))
         if random.random() < 0.5:
