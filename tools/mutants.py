@@ -44,7 +44,10 @@ COPIED = ("src", "tests", "tools", "benchmarks", "examples", "hub", "docs", "pyp
 
 _BACKEND = "backends/transformers"
 _ROWS = ("backends/test_engine.py", "backends/test_packed_rows.py", "backends/test_engine_model.py")
+_CACHES = ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS)
 _STATIC = ("backends/test_static_engine.py", "backends/test_simulated_cuda.py")
+_SAMPLING = ("backends/test_noise.py", "api/test_sampling_exactness.py", "api/test_processors.py")
+_STATEFUL = ("api/test_encoder_decoders.py", "api/test_running_states.py")
 _SERVING = ("serving/test_serving_engine.py", "backends/test_engine_model.py")
 TARGETS = {
     "core/walk.py": ("core/test_walk.py", "core/test_step.py"),
@@ -53,23 +56,14 @@ TARGETS = {
     "core/packed_masks.py": ("core/test_token_tree.py", *_ROWS[:2], "backends/test_tree_attention.py"),
     "core/sequence.py": ("core/test_walk.py", "core/test_step.py", "drafting/test_drafting_fails.py"),
     f"{_BACKEND}/layouts.py": _ROWS,
-    f"{_BACKEND}/masks.py": ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS),
-    f"{_BACKEND}/tree_cache.py": (
-        *(
-            "backends/test_tree_cache.py",
-            "backends/test_sliding_layers.py",
-            *_ROWS,
-            "backends/test_indexed_attention.py",
-        ),
-    ),
+    f"{_BACKEND}/masks.py": _CACHES,
+    f"{_BACKEND}/tree_cache.py": (*_CACHES, "backends/test_indexed_attention.py"),
     f"{_BACKEND}/rows.py": (*_ROWS, *_STATIC),
     f"{_BACKEND}/pooled_rows.py": ("backends/test_engine_model.py", *_STATIC),
     f"{_BACKEND}/noise.py": ("backends/test_noise.py", "api/test_sampling_exactness.py"),
-    f"{_BACKEND}/sampler.py": ("backends/test_noise.py", "api/test_sampling_exactness.py", "api/test_processors.py"),
-    f"{_BACKEND}/chain_cache.py": (
-        *("backends/test_chains.py", "backends/test_model_check.py"),
-        *("api/test_encoder_decoders.py", "api/test_running_states.py"),
-    ),
+    f"{_BACKEND}/sampler.py": _SAMPLING,
+    f"{_BACKEND}/early_sampling.py": _SAMPLING,
+    f"{_BACKEND}/chain_cache.py": ("backends/test_chains.py", "backends/test_model_check.py", *_STATEFUL),
     f"{_BACKEND}/snapshots.py": ("backends/test_model_check.py", "api/test_changed_models.py"),
     "serving/selecting.py": ("api/test_processors.py", "api/test_compatibility.py", *_SERVING),
     "serving/scheduler.py": _SERVING,
