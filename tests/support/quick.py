@@ -26,8 +26,5 @@ def diagonal(*axes: Collection[Any]) -> list[Any]:
     `make test` runs as few of them as have every value of each axis, `make test-exact` all others.
     """
     quick = {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))}
-    places = product(*(range(len(axis)) for axis in axes))
-    return [
-        pytest.param(*values, marks=() if place in quick else pytest.mark.exact)
-        for place, values in zip(places, product(*axes), strict=True)
-    ]
+    pairs = zip(product(*map(range, map(len, axes))), product(*axes), strict=True)
+    return [pytest.param(*values, marks=() if place in quick else pytest.mark.exact) for place, values in pairs]
