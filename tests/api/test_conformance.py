@@ -506,8 +506,7 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
         fresh = 4  # the three new tokens, and the last token of the text before
 
 
-@pytest.mark.parametrize("count", [2, 40], ids=["short", "longer than what is cached"])
-@pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
+@pytest.mark.parametrize(("count", "filled_by"), diagonal([2, 40], [ours, plainly]))
 def test_a_cache_takes_only_the_new_tokens(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
     """The prompt may omit the cached tokens, if the attention mask includes them."""
     started = filled_by(llama, PROMPT, **CACHED)
@@ -556,8 +555,7 @@ def test_the_cache_of_a_padded_batch_can_be_continued(llama: PreTrainedModel) ->
             assert started.past_key_values.get_seq_length() == expected.shape[1] - 1
 
 
-@pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
-@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2"])
+@pytest.mark.parametrize(("filled_by", "name"), diagonal([ours, plainly], ["llama", "mistral_sliding", "gpt2"]))
 def test_the_cache_of_a_padded_prompt_can_be_continued(name: str, filled_by: Callable[..., Any]) -> None:
     """Several turns by both decoders, with hidden tokens before and inside the row."""
     model = build(name)

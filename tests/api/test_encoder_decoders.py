@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from quick import quickly
+from quick import diagonal, quickly
 from tiny.encoder_decoders import read_by
 from tiny.families import build
 from tiny.variant import Variant
@@ -33,8 +33,7 @@ def source(model: PreTrainedModel, rows: int = 1) -> dict[str, Any]:
     return read_by(model, ids, mask)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("family", "sampled"), diagonal(FAMILIES, [False, True]))
 def test_texts_equal_generate(family: str, sampled: bool) -> None:
     model = tiny(family)
     options: dict[str, Any] = {**source(model), "max_new_tokens": 30, "do_sample": sampled, "output_scores": True}

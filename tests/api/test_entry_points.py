@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead
 from compared.settings import Recorder
 from lookahead import LookaheadConfig
+from quick import diagonal
 
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 
@@ -103,8 +104,7 @@ def test_text_iterator_streamer(demo: tuple[PreTrainedModel, PreTrainedTokenizer
     assert text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize("entry", OPEN_ENTRIES)
-@pytest.mark.parametrize("place", ["argument", "config", "model"])
+@pytest.mark.parametrize(("entry", "place"), diagonal(OPEN_ENTRIES, ["argument", "config", "model"]))
 def test_stop_strings(
     entry: EntryPoint,
     place: str,

@@ -76,13 +76,13 @@ def test_candidates_are_accepted_in_the_random_cases() -> None:
     assert sum(faster) > len(outcomes) / 2
 
 
-@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED))
+@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED, REPRESENTATIVES[::2]))
 def test_text_longer_than_the_sliding_window(name: str) -> None:
     for attention in ARCHITECTURES[name].attention:
         check(zoo_case(name, tuple(range(3)) * SLIDING_WINDOW, attention=attention, drafting=FROM_PROMPT))
 
 
-@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED))
+@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED, REPRESENTATIVES[1::2]))
 def test_text_growing_across_the_sliding_window(name: str) -> None:
     for length in (1, SLIDING_WINDOW - 1, SLIDING_WINDOW, SLIDING_WINDOW + 1):
         check(zoo_case(name, range(length), drafting=FROM_OUTPUT, max_new_tokens=2 * SLIDING_WINDOW))

@@ -24,7 +24,7 @@ from transformers import (
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.miniature import VOCABULARY
-from quick import quickly
+from quick import diagonal, quickly
 from tiny.families import build
 from tiny.images import IMAGE_TOKEN, cut_in_image, image_prompt, images
 from tiny.variant import Variant
@@ -150,8 +150,10 @@ def test_an_image_is_looked_at_once_and_steps_are_saved(family: str) -> None:
     assert sum(width >= prompt for width in widths) == 1
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"])
-@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("family", "makers"),
+    diagonal(["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"], [(True, True), (True, False), (False, True)]),
+)
 def test_caches_of_image_prompts_can_be_continued(family: str, makers: tuple[bool, bool]) -> None:
     """A text about an image, and a second turn that continues from its cache."""
     model = tiny(family)

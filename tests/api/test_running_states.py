@@ -15,7 +15,7 @@ from lookahead import LookaheadConfig, LookaheadError, UnsupportedArgumentError
 from lookahead.parallel import ParallelGroup
 from lookahead.parallel.exchange import Exchange
 from lookahead.serving.output import LookaheadOutput
-from quick import quickly
+from quick import diagonal, quickly
 from tiny.families import build
 from tiny.variant import Variant
 
@@ -152,8 +152,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
     assert torch.equal(plain(model, text, past_key_values=cache, max_new_tokens=10).sequences, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("family", "sample"), diagonal(["qwen3_next", "mamba2"], [False, True]))
 def test_rows_of_one_call(family: str, sample: bool) -> None:
     """Rows accept different numbers of tokens, and end in different steps."""
     model, ids = tiny(family), torch.cat([prompt(seed=seed) for seed in range(3)])

@@ -34,7 +34,7 @@ from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build
-from quick import quickly
+from quick import diagonal, quickly
 from tiny.encoder_decoders import read_by
 from tiny.families import build as build_family
 from tiny.variant import Variant
@@ -396,8 +396,7 @@ FEW_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("tokens", [30, 5])
-@pytest.mark.parametrize("family", FEW_TOKENS)
+@pytest.mark.parametrize(("tokens", "family"), diagonal([30, 5], FEW_TOKENS))
 def test_models_of_few_tokens_are_tried(family: str, tokens: int) -> None:
     """Protein models have about thirty tokens; a miniature has the number that its texts need."""
     config = AutoConfig.for_model(family, **{**SIZES, **FEW_TOKENS[family], "vocab_size": tokens})

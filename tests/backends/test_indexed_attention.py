@@ -29,7 +29,7 @@ def prompt(seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
 
 
-@pytest.mark.parametrize("family", quickly(INDEXED, INDEXED[::2]))
+@pytest.mark.parametrize("family", quickly(INDEXED, INDEXED[:1]))
 def test_texts_past_the_keys_that_are_picked(family: str) -> None:
     """Drafts end once layers select keys, as the choice among equal scores depends on the number of keys."""
     model = tiny(family)

@@ -14,6 +14,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
+from quick import diagonal
 
 TEXT = {
     "vocab_size": 97,
@@ -46,8 +47,7 @@ def qwen2_5_vl() -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens))
 
 
-@pytest.mark.parametrize("maker", [gemma3, qwen2_5_vl])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("maker", "rows"), diagonal([gemma3, qwen2_5_vl], [1, 3]))
 def test_text_without_images_is_that_of_generate(maker, rows: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = maker().eval()

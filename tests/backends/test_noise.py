@@ -132,7 +132,9 @@ def test_a_text_with_its_own_generator_draws_early_and_changes_its_number_type_o
     while place < len(kinds):
         dtype, size = kinds[place]
         like = torch.empty((1, size), dtype=dtype)
-        ahead = noise.look_ahead(0, random.randint(1, 5), like)
+        count = random.randint(1, 5)
+        ahead = noise.look_ahead(0, count, like)
+        assert len(ahead) == count
         same = [kind == kinds[place] for kind in kinds[place : place + len(ahead)]]
         known = [*same, False].index(False)
         assert all(map(torch.equal, ahead[:known], expected[place : place + known]))

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import lookahead
 from lookahead import LookaheadConfig
 from model_zoo import build, in_type
-from quick import quickly
+from quick import diagonal, quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
@@ -33,8 +33,7 @@ def test_plain_steps_are_plain_decoding_in_every_type(name: str, dtype: torch.dt
         assert torch.equal(got, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("dtype", "attention"), diagonal([torch.bfloat16, torch.float16], ["sdpa", "eager"]))
 def test_plain_steps_under_autocast_are_plain_to_the_bit(attention: str, dtype: torch.dtype) -> None:
     """The model is in float32 and its products in 16 bits, so keys and values have two types."""
     model, plain = build("llama", attention=attention), LookaheadConfig(preset="autoregressive")

@@ -19,6 +19,7 @@ from transformers import (
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, UnsupportedModelError
 from lookahead.backends.transformers.miniature import VOCABULARY
+from quick import diagonal
 
 IDS = torch.tensor([[1, 5, 9, 3, 5, 9, 3, 5]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -98,8 +99,7 @@ def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM, vocabulary: int = 97) 
     return kind(LlamaConfig(**sizes, **tokens, initializer_range=0.3)).eval()
 
 
-@pytest.mark.parametrize("vocabulary", [97, 30])
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(("vocabulary", "kind"), diagonal([97, 30], REFUSED))
 def test_classes_that_decode_in_a_way_of_their_own(kind: type[LlamaForCausalLM], vocabulary: int) -> None:
     model = tiny(kind, vocabulary)
     expected = model.generate(IDS, **GREEDY)

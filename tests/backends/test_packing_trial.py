@@ -16,6 +16,7 @@ from lookahead.backends.transformers.engine_model import engine_model, rows_runn
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear
 from lookahead.errors import UnsupportedArgumentError
+from quick import diagonal
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -78,8 +79,9 @@ def test_products_that_are_slower_are_not_used(clock: Clock, seconds: list[tuple
     assert packed_from(rows_runner(model, pack_weights=True).model.lm_head) == least
 
 
-@pytest.mark.parametrize("seconds", [seconds for seconds, _ in OUTCOMES[:4]])
-@pytest.mark.parametrize("preset", ["auto", "autoregressive"])
+@pytest.mark.parametrize(
+    ("seconds", "preset"), diagonal([seconds for seconds, _ in OUTCOMES[:4]], ["auto", "autoregressive"])
+)
 def test_the_text_is_that_of_transformers_whichever_is_used(
     clock: Clock, seconds: list[tuple[float, float]], preset: str
 ) -> None:

@@ -20,7 +20,7 @@ from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.snapshots import _KEYS, fingerprint, preserved_state
-from quick import quickly
+from quick import diagonal, quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 PACKED = LookaheadConfig(pack_weights=True)
@@ -249,8 +249,7 @@ def scaled(rotary: torch.nn.Module) -> None:
     rotary.attention_scaling = 1.5
 
 
-@pytest.mark.parametrize("config", [None, PACKED], ids=["default", "packed"])
-@pytest.mark.parametrize("change", [assigned, registered, in_place, scaled])
+@pytest.mark.parametrize(("config", "change"), diagonal([None, PACKED], [assigned, registered, in_place, scaled]))
 def test_buffers_are_the_models(change: Callable[[torch.nn.Module], None], config: LookaheadConfig | None) -> None:
     model = llama()
     before = plain(model)

@@ -14,7 +14,7 @@ import model_zoo
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
-from quick import quickly
+from quick import diagonal, quickly
 from tiny.families import build
 from tiny.variant import Variant
 
@@ -89,8 +89,7 @@ def test_caches_of_the_caller_across_chunks(given: str) -> None:
         assert torch.equal(output, model.generate(ids, **options)), length
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral_sliding"])
-@pytest.mark.parametrize("given", ["empty", "filled"])
+@pytest.mark.parametrize(("name", "given"), diagonal(["gemma3", "mistral_sliding"], ["empty", "filled"]))
 def test_invariant_passes_with_caches_of_the_caller(name: str, given: str) -> None:
     """Masks of invariant passes cover all columns, even those dropped by the caller's cache."""
     model = model_zoo.build(name)

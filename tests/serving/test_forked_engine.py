@@ -13,6 +13,7 @@ import pytest
 
 from lookahead import Engine, InvalidArgumentError, RequestHandle
 from model_zoo import build
+from quick import diagonal
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks"),
@@ -68,8 +69,7 @@ USES: dict[str, Callable[[Engine, RequestHandle], object]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("held", [False, True], ids=["free", "locks held"])
+@pytest.mark.parametrize(("use", "held"), diagonal(USES, [False, True]))
 def test_a_forked_process_cannot_use_the_engine(use: str, held: bool) -> None:
     engine, answers = Engine(build("llama")), list[str]()
 
