@@ -417,3 +417,9 @@ def test_keys_are_read_from_files_of_any_editor(tmp_path: Path) -> None:
 )
 def test_an_open_server_warns(host: str, keys: tuple[str, ...], warned: bool) -> None:
     assert (warning(ServerSettings(host=host, api_keys=keys)) is not None) is warned
+
+
+@pytest.mark.parametrize(("options", "noted"), [([], True), (["--invariant"], False)])
+def test_the_start_says_that_drafts_change_texts_in_16_bits(options: list[str], noted: bool) -> None:
+    with ServerProcess("--device", "cpu", "--dtype", "bfloat16", *options) as process:
+        assert ("--invariant or --dtype float32" in "".join(process.lines)) == noted

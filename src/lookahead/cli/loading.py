@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from lookahead.backends import loading
 from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memory
+from lookahead.backends.number_type import use_faster_type
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli import signals
@@ -22,7 +23,9 @@ from lookahead.cli.inputs import FoundModel
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import (
     BatchSettings,
+    ChatSettings,
     CompareSettings,
+    GenerateSettings,
     ModelSettings,
     ServeSettings,
     TextSettings,
@@ -112,6 +115,9 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     if not waits:
         BACKGROUND.begin(settings.config, lambda: notes.print("compiling the drafting loops in the background (once)"))
     loaded = load_model(settings, notes)
+    chooses = isinstance(settings, (ServeSettings, ChatSettings, GenerateSettings)) and settings.dtype == "auto"
+    if chooses and not settings.config.invariant and (chosen := use_faster_type(loaded.model)) is not None:
+        notes.print(chosen, style="dim")
     session = open_session(loaded.model)
     memory = memory_errors_explained(f"on {loaded.model.device} while preparing the model", "a smaller model")
     with memory, spinner(notes, "preparing the model"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from lookahead.backends.loading import with_adapter
+from lookahead.backends.loading import LoadedModel, with_adapter
 from lookahead.backends.machine import free_bytes
 from lookahead.cli import process
 from lookahead.cli.inputs import adapter_folders, read_api_keys
@@ -44,6 +44,8 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
     adapters = adapter_folders(settings.lora)
     with bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)
+        if (rounding := _rounding(main, settings.config)) is not None:
+            consoles.notes.print(rounding, style="dim")
         name = settings.name or (DEMO_NAME if settings.model is None else main.title)
         if name in adapters:
             raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
@@ -71,6 +73,14 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
             models.append(ServedModel(**vars(loaded), name=name, engine=engine, config=config, max_length=longest))
         serve(models, server, listener, tracing)
     return process.OK
+
+
+def _rounding(loaded: LoadedModel, config: LookaheadConfig) -> str | None:
+    """Return the note that drafts may change texts in 16 bits, if it applies."""
+    if loaded.dtype not in ("bfloat16", "float16") or config.invariant or config.preset == "autoregressive":
+        return None
+    remedy = "--invariant or --dtype float32" if loaded.model.device.type == "cpu" else "--dtype float32"
+    return f"{loaded.dtype}: drafts may select the other of two nearly equally likely tokens; {remedy} prevents it"
 
 
 def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
