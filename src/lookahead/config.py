@@ -138,7 +138,8 @@ class LookaheadConfig:
             least 1. A step has fewer if there are not enough drafts. With `None`, `"auto"` chooses the number with the
             most tokens per second, and the others use 64.
         memory: Lifetime of the n-gram memory of `"auto"`: one `"request"` (a call), this `"process"` (all calls with
-            the same model), or the path of a file. The file is created if missing and written after each call. A single
+            the same model and adapter), or the path of a file. Calls and engines without a configuration have
+            `"process"`. The file is created if missing and written after each call. A single
             word is no path: write `"./word"`. The file holds token ids and no text.
         window_size: Paper: W, columns of the 2-D window, the number of future positions guessed in parallel
             (section 3.1). 15 if not given, at least 1.
@@ -371,11 +372,11 @@ class LookaheadConfig:
         return cls(**values)
 
 
-_DEFAULT = LookaheadConfig()
+_DEFAULT = LookaheadConfig(memory="process")
 
 
 def check_config(config: object) -> LookaheadConfig:
-    """Return the configuration of a call; the default configuration for `None`.
+    """Return the configuration of a call; for `None` the default one, with the memory of the process.
 
     Raises:
         InvalidArgumentError: `config` is no `LookaheadConfig`.

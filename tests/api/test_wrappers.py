@@ -118,6 +118,27 @@ def test_merged_and_unmerged_adapters() -> None:
     check(model)
 
 
+def test_each_adapter_has_its_own_memory() -> None:
+    model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    peft = pytest.importorskip("peft")
+    model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    config = LookaheadConfig(step_budget=16, memory="process")
+
+    def steps() -> int:
+        options = {"lookahead_config": config, "return_dict_in_generate": True, **GREEDY}
+        return int(lookahead.generate(model.eval(), PROMPT, **options).statistics.steps)
+
+    first, again = steps(), steps()
+    assert again < first
+    model.set_adapter("second")
+    alone = steps()
+    assert steps() < alone
+    with model.disable_adapter():
+        assert steps() > again
+    model.set_adapter("default")
+    assert steps() <= again
+
+
 def test_the_active_one_of_two_adapters_writes_the_text() -> None:
     model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     first = model.generate(input_ids=PROMPT, **GREEDY)

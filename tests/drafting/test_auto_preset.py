@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,23 @@ def test_a_memory_of_the_process_saves_steps_in_the_next_call(model: PreTrainedM
     assert run(model, step_budget=16).statistics.steps == first.steps  # a call's own memory starts empty
     other = copy.deepcopy(model)
     assert run(other, step_budget=16, memory="process").statistics.steps == first.steps
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_calls_without_a_configuration_share_a_memory(model: PreTrainedModel, attached: bool) -> None:
+    expected = model.generate(PROMPT, max_new_tokens=48, do_sample=False)
+    if attached:
+        lookahead.attach(model)
+    generate = model.generate if attached else partial(lookahead.generate, model)
+    entries = []
+    for _ in range(2):
+        output = generate(PROMPT, **OPTIONS)
+        assert torch.equal(output.sequences, expected)
+        entries.append(output.statistics.sources[0]["entries"][0])
+    fresh = generate(PROMPT, lookahead_config=LookaheadConfig(), **OPTIONS)
+    both = generate(torch.flip(PROMPT, [1]), **OPTIONS).statistics.sources[0]["entries"][0]
+    assert both > entries[1] >= entries[0] > 0
+    assert fresh.statistics.sources[0]["entries"][0] < both
 
 
 def test_a_memory_in_a_file_goes_on_in_another_process(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def generate(
         model: An unmodified causal language model of transformers.
         input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left to equal length. Without them
             transformers begins from the BOS token.
-        lookahead_config: Drafting options; the default configuration if not given. They never change the text.
+        lookahead_config: Drafting options, which never change the text. By default `preset="auto"`, which also drafts
+            from the predictions of earlier calls with this model (`memory="process"`, 10.5 MB).
         on_step: Function called after each step with a `StepRecord` for each sequence: added tokens, nodes sent.
         ngram_pool: A pool to draft from and to fill, reusable in later calls; by default a new one for each sequence.
         prediction: Token ids of a predicted text, the file to edit for example: a list or a tensor `[tokens]`. For
@@ -129,7 +130,8 @@ def generate(
         ParallelError: The ranks of `parallel` disagree, or a rank failed; the message names it.
     """
     start = perf_counter()
-    config = check_config(lookahead_config)
+    alone = parallel is None or lookahead_config is not None
+    config = check_config(lookahead_config) if alone else LookaheadConfig()  # ranks keep no common memory
     check_pool(ngram_pool, config)
     if on_step is not None:
         check_callable("on_step", on_step, 1, ON_STEP)
@@ -175,7 +177,7 @@ def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> Non
 
     Args:
         model: A causal language model of transformers.
-        config: Drafting options; the default configuration if not given.
+        config: Drafting options; the default ones of `generate` if not given.
 
     Raises:
         InvalidArgumentError: `config` is no `LookaheadConfig`.
@@ -194,7 +196,7 @@ def attach(model: torch.nn.Module, config: LookaheadConfig | None = None) -> Non
             return
     # transformers binds a repository's own `generate` in the same way: an attribute that hides the class's method.
     # `copy.deepcopy` and `pickle` follow a partial's reference to the model, so in a copy it refers to the copy.
-    call = partial(_generate_attached, target, attached)
+    call = partial(_generate_attached, target, config)
     target.generate = update_wrapper(call, type(target).generate, ("__name__", "__doc__"), ())
 
 
@@ -220,7 +222,7 @@ def forget(model: torch.nn.Module) -> None:
     state_of(language_model(model)[1]).forget()
 
 
-def _generate_attached(model: Any, config: LookaheadConfig, /, *args: Any, **kwargs: Any) -> Any:
+def _generate_attached(model: Any, config: LookaheadConfig | None, /, *args: Any, **kwargs: Any) -> Any:
     """Replacement of `model.generate` of a model attached with `config`."""
     if kwargs.get("custom_generate") is not None:
         return type(model).generate(model, *args, **kwargs)

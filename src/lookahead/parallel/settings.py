@@ -23,7 +23,7 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
     Raises:
         InvalidArgumentError: `config` is no `LookaheadConfig`, `ranks` is not positive, or a size becomes too large.
     """
-    config = check_config(config)
+    config = LookaheadConfig() if config is None else check_config(config)
     ranks = whole_number("ranks", ranks, 1)
     if config.preset == "paper":
         return replace(config, window_size=config.window_size * ranks, guess_set_size=config.guess_set_size * ranks)

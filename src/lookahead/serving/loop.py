@@ -66,7 +66,7 @@ class EngineLoop:
         wrapper, model = language_model(model)
         check_wrapper(wrapper)
         self.model: PreTrainedModel = model
-        self.config = config = LookaheadConfig(memory="process") if config is None else config
+        self.config = config = check_config(config)
         check_engine_config(config)
         BACKGROUND.begin(config)
         self._session = open_session(model)

@@ -66,7 +66,7 @@ class ModelState:
         recent: Results for earlier compositions.
         costs: Costs of steps by setting.
         paces: Paces by setting and temperature.
-        memory: n-gram memory of `memory="process"`.
+        memories: n-gram memories of `memory="process"` by the active adapters, the last used one last.
         spares: n-gram memories of ended texts, for reuse of their arrays.
         files: Open memory files by path.
         passes_write: Whether a pass has written values into modules.
@@ -77,7 +77,7 @@ class ModelState:
     recent: list[Trials] = field(default_factory=list)
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)
-    memory: DraftMemory | None = None
+    memories: dict[object, DraftMemory] = field(default_factory=dict)
     spares: list[DraftMemory] = field(default_factory=list)
     files: dict[str, MemoryFile] = field(default_factory=dict)
     passes_write: bool = False
