@@ -19,7 +19,7 @@ from lookahead.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from lookahead.server.grammar import requires_json
 from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import DISCONNECTED, FINISHED, WHOLE, Metrics
-from lookahead.server.outbox import Channel, Outbox, Piece, Step
+from lookahead.server.outbox import AnswerStep, Channel, Outbox, Piece
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.scoring import score_prompt
@@ -61,7 +61,7 @@ class Answer:
         seed: int,
         group: object,
         begin: float,
-        send: Callable[[Step], None],
+        send: Callable[[AnswerStep], None],
     ) -> None:
         self.plan = plan
         self.index = index
@@ -102,7 +102,7 @@ class Answer:
         is_first = self.first_token_seconds is None
         if is_first:
             self.first_token_seconds = seconds
-        self._send(Step(record.tokens, record.nodes, record.finished, seconds, is_first, trace))
+        self._send(AnswerStep(record.tokens, record.nodes, record.finished, seconds, is_first, trace))
 
     def read(self, piece: Piece) -> None:
         """Add text and log-probabilities to a piece. Pieces must come in order."""

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lookahead.server.outbox import Step
+from lookahead.server.outbox import AnswerStep
 from lookahead.serving import Engine
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
@@ -139,7 +139,7 @@ class Metrics:
             child = self._children[key] = self._families[name].labels(*labels)
         return child
 
-    def steps(self, model: str, steps: Sequence[Step]) -> None:
+    def steps(self, model: str, steps: Sequence[AnswerStep]) -> None:
         """Count steps of requests, many at once."""
         if not steps:
             return

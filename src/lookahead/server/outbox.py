@@ -18,7 +18,7 @@ _LONGEST = 0.1
 """Largest number of seconds between two deliveries."""
 
 
-class Step(NamedTuple):
+class AnswerStep(NamedTuple):
     """One step of an answer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Piece:
         self.finished = piece.finished
 
 
-def _pieces(steps: Sequence[Step | None]) -> list[Piece | None]:
+def _pieces(steps: Sequence[AnswerStep | None]) -> list[Piece | None]:
     """Return a piece for all steps, or for each one if they have traces. `None` is the end of the answer."""
     new = [step for step in steps if step is not None]
     pieces: list[Piece | None] = []
@@ -88,10 +88,10 @@ class Channel:
         self, outbox: Outbox, loop: asyncio.AbstractEventLoop, receive: Callable[[Sequence[Piece | None]], None]
     ) -> None:
         self._outbox, self._loop, self.receive = outbox, loop, receive
-        self._steps: deque[Step | None] = deque()
+        self._steps: deque[AnswerStep | None] = deque()
         self.is_listed = False  # whether the next delivery has it
 
-    def put(self, step: Step | None) -> None:
+    def put(self, step: AnswerStep | None) -> None:
         """Schedule the delivery of a step, or of the end of the answer. One thread at a time may call it."""
         self._steps.append(step)
         if step is None or step.is_first:  # clients wait for these
@@ -101,7 +101,7 @@ class Channel:
             self.is_listed = True
             self._outbox.put(self, self._loop)
 
-    def take(self) -> list[Step | None]:
+    def take(self) -> list[AnswerStep | None]:
         """Return and remove the steps. Call it in the loop's thread."""
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
@@ -115,7 +115,7 @@ class Outbox:
         count: Called with all steps of a delivery.
     """
 
-    def __init__(self, count: Callable[[Sequence[Step]], None]) -> None:
+    def __init__(self, count: Callable[[Sequence[AnswerStep]], None]) -> None:
         self._count = count
         self._channels: deque[Channel] = deque()
         self._is_called = False  # whether a delivery is scheduled

@@ -167,14 +167,14 @@ class MLXModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             UnsupportedArgumentError: A cache is given.
         """
-        from lookahead.backends.mlx.runner import PlainReader
+        from lookahead.backends.mlx.runner import MLXPlainReader
 
         refuse_cache(past_key_values)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         texts = [row[mine.bool()].tolist() for row, mine in zip(input_ids, mask, strict=True)]
         with self._lock:
             if self._reader is None or len(self._reader.texts) != len(texts):
-                self._reader = PlainReader(self.mlx, len(texts))
+                self._reader = MLXPlainReader(self.mlx, len(texts))
             logits = self._reader.read(texts)
         return CausalLMOutputWithPast(logits=logits[:, None].to(input_ids.device))
 

@@ -246,7 +246,7 @@ def _bytes_of_token(cache: Any) -> int:
     return sum(part.shape[1] * part.shape[3] * part.dtype.size for part in (keys, cache.values))
 
 
-class PlainReader:
+class MLXPlainReader:
     """Read rows of text in plain decoding, and compute only new tokens.
 
     Args:
