@@ -64,7 +64,7 @@ class TextRequest(Body):
     """Common fields of all requests for text."""
 
     model: str = Field(max_length=512, description="name of the model in `/v1/models`")
-    stream: bool = Field(default=False, description="a chunk for each step: several tokens where drafts were accepted")
+    stream: bool = Field(default=False, description="a chunk for all steps of 20 ms, of more with many clients")
     stream_options: StreamOptions = Field(
         default_factory=StreamOptions, description="`include_usage`, and vLLM's `continuous_usage_stats`"
     )
