@@ -1,4 +1,4 @@
-"""Compare `auto` with its best fixed setting, line by line, in CPU time or simulated time (see `prices.py`).
+"""Compare `auto` with its best fixed setting and with methods of others, in CPU time or simulated time (`prices.py`).
 
 Every case of a line is decoded in every way in one process, twice, in an order that changes from case to case: with
 transformers, with `auto`, and with fixed settings. The best setting is chosen on half of the cases and compared on the
@@ -28,11 +28,13 @@ WAYS: dict[str, Config] = {
     "auto": LookaheadConfig(),
     **{f"context matches, {size}": LookaheadConfig(preset="context_matches", step_budget=size) for size in (8, 16)},
     **{f"auto, {size}": LookaheadConfig(step_budget=size) for size in (4, 8, 16, 32)},
+    "suffix decoding, 16": LookaheadConfig(step_budget=16, suffix_factor=16, suffix_min_probability=0.01),
+    "RACER, 16": LookaheadConfig(preset="racer", step_budget=16),
 }
-"""Configurations to compare, by name; `None` is transformers' own `generate`."""
+"""Configurations to compare, by name, with a memory of one request; `None` is transformers' own `generate`."""
 
 FULL = ("Engine, 16 requests", "Engine, 64 requests")
-"""Lines that leave out 16 and 32 nodes per row, which take two and three times the time of no drafts."""
+"""Lines without ways of 16 and 32 nodes per row, which take two and three times the time of no drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Options:
 def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
     """Yield the rows of a line."""
     measured = "plain_steps" if prices else "cpu_seconds"
-    left_out = ("auto, 16", "auto, 32") if line.name in FULL else ()
+    left_out = ("auto, 16", "auto, 32", "suffix decoding, 16", "RACER, 16") if line.name in FULL else ()
     ways = {name: partial(line.run, config) for name, config in WAYS.items() if name not in left_out}
     turns = Turns(ways, exact="bfloat16" not in line.name, repeats=repeats)
     seconds: dict[str, list[float]] = {}
