@@ -1,4 +1,4 @@
-"""Loading a model from a folder or a GGUF file of this machine."""
+"""Loading a model of transformers, llama.cpp or mlx-lm from this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lookahead.backends.llama_cpp.model import load_gguf
+from lookahead.backends.llama_cpp.model import GGUFModel, load_gguf
+from lookahead.backends.mlx.folder import is_mlx_folder
+from lookahead.backends.mlx.model import MLXModel, load_mlx
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.limits import Limits
 from lookahead.errors import InvalidArgumentError
@@ -61,7 +63,12 @@ class LoadedModel:
     @property
     def is_gguf(self) -> bool:
         """Whether llama.cpp runs it."""
-        return self.path.is_file()
+        return isinstance(self.model, GGUFModel)
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether transformers runs it."""
+        return not isinstance(self.model, (GGUFModel, MLXModel))
 
     @property
     def context_length(self) -> int | None:
@@ -91,7 +98,7 @@ def load_model(
     """Load a model.
 
     Args:
-        path: A folder of transformers, or a GGUF file; llama.cpp chooses type and device of the latter.
+        path: A folder of transformers or mlx-lm, or a GGUF file. llama.cpp and MLX choose types and devices.
         dtype: Type of the weights; `"auto"` for the type in the files.
         device: Device of the model; the CPU by default.
         tokenizer: Folder of the tokenizer; `path` by default.
@@ -105,6 +112,9 @@ def load_model(
     if path.is_file():
         gguf_model = load_gguf(path, **gguf)
         return LoadedModel(path, gguf_model, gguf_model.tokenizer)
+    if is_mlx_folder(path):
+        mlx_model = load_mlx(path)
+        return LoadedModel(path, mlx_model, mlx_model.tokenizer)
     part = "its tokenizer"
     # trust_remote_code=False refuses code instead of asking at the terminal.
     given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
@@ -178,9 +188,9 @@ def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
     """
     if find_spec("peft") is None:
         raise InvalidArgumentError(f"--lora {path} needs peft, which is not installed: pip install peft")
-    if loaded.is_gguf:
+    if not loaded.is_transformers:
         raise InvalidArgumentError(
-            f"--lora {path} is about models of transformers; --model {loaded.title} is a GGUF file"
+            f"--lora {path} is about models of transformers; --model {loaded.title} is a model of another engine"
         )
     model = open_session(loaded.model).sharing_weights()
     try:

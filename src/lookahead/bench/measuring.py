@@ -81,7 +81,7 @@ def _trained(
 ) -> LoadedModel:
     """Load a model with trained weights. Its generation configuration keeps special tokens only: tasks set the rest."""
     loaded = load_model(_folder(path), dtype, device, tokenizer)
-    if not loaded.is_gguf:
+    if loaded.is_transformers:
         shipped = loaded.model.generation_config
         ends = shipped.eos_token_id
         pad = shipped.pad_token_id

@@ -163,6 +163,6 @@ def _difference_line(difference: dict[str, int | None], loaded: LoadedModel) -> 
         f"plain {described(difference['plain'])}, lookahead {described(difference['lookahead'])}"
     )
     if loaded.dtype != "float32":
-        exact = "a file of float32 weights" if loaded.is_gguf else "--dtype float32"
+        exact = "--dtype float32" if loaded.is_transformers else "a model with float32 weights"
         line += f"; in {loaded.dtype} rounding can decide between close tokens, compare with {exact}"
     return line

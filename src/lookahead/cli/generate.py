@@ -210,9 +210,9 @@ def seed_draws(settings: DecodingSettings) -> int:
 def decode_plainly(loaded: LoadedModel, prompt: PromptInput, recording: Recording, **options: Any) -> None:
     """Decode without lookahead into `recording`; every token is a step of one node.
 
-    Runs `model.generate` of transformers; for a GGUF file this library's fastest decoding without drafts.
+    Runs `model.generate` of transformers; for other engines this library's fastest decoding without drafts.
     """
-    if loaded.is_gguf:
+    if not loaded.is_transformers:
         decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
         return
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lookahead.backends.mlx.folder import is_mlx_folder
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
@@ -116,6 +117,11 @@ class FoundModel:
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self.path.suffix.lower() == ".gguf" and self.path.is_file()
+
+    @property
+    def is_mlx(self) -> bool:
+        """Whether it is a folder that mlx-lm runs."""
+        return is_mlx_folder(self.path)
 
 
 def find_model(settings: ModelSettings, notes: Console) -> FoundModel:

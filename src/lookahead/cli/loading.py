@@ -75,10 +75,11 @@ def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]
     """
     name = settings.model or source.path
     if not isinstance(settings, TextSettings):
-        if source.is_gguf:
+        if source.is_gguf or source.is_mlx:
+            kind = "a GGUF model" if source.is_gguf else "a model of MLX"
             raise InvalidArgumentError(
-                f"--model {name}: tune measures transformers models only; the step times of a GGUF model are learned "
-                "during decoding"
+                f"--model {name}: tune measures transformers models only; the step times of {kind} are learned during "
+                "decoding"
             )
         return {}
     if source.is_gguf:
@@ -96,6 +97,8 @@ def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]
                 "GGUF model on a GPU"
             )
         return {"n_gpu_layers": settings.gpu_layers, "fast_kv": settings.fast_kv}
+    if source.is_mlx:
+        _check_mlx_options(settings)
     for option, value in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
         if value:
             text = "" if value is True else f" {value}"
@@ -103,6 +106,24 @@ def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]
                 f"{option}{text} applies to GGUF models only, but --model {name} is not one; leave {option} out"
             )
     return {}
+
+
+def _check_mlx_options(settings: TextSettings) -> None:
+    """Refuse options of transformers models for a model of MLX.
+
+    Raises:
+        InvalidArgumentError: An option does not apply.
+    """
+    for option, value in (
+        ("--trust-remote-code", settings.trust_remote_code),
+        ("--allow-pickle", settings.allow_pickle),
+        (f"--dtype {settings.dtype}", settings.dtype not in ("auto", "float32")),
+        (f"--device {settings.device}", settings.device is not None),
+    ):
+        if value:
+            raise InvalidArgumentError(
+                f"{option} applies to transformers models only; MLX chooses type and device of its models; leave it out"
+            )
 
 
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:

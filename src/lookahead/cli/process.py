@@ -50,9 +50,10 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     from lookahead.parallel.settings import check_memory
 
     check_memory(settings.config, count)
-    if find_model(settings, Consoles(no_color=settings.no_color).notes).is_gguf:  # downloaded once, not by each rank
+    model = find_model(settings, Consoles(no_color=settings.no_color).notes)  # downloaded once, not by each rank
+    if model.is_gguf or model.is_mlx:
         raise InvalidArgumentError(
-            f"--parallel {count} applies to transformers models only; leave it out for a GGUF file"
+            f"--parallel {count} applies to transformers models only; leave it out for a GGUF file or a model of MLX"
         )
     if settings.device not in (None, "cpu"):
         from lookahead.backends.loading import check_device  # late, as it imports torch

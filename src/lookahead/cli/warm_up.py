@@ -28,7 +28,7 @@ def run(settings: WarmUpSettings, consoles: Consoles) -> int:
         raise InvalidArgumentError(f"{own} cannot keep compiled loops; name another folder by XDG_CACHE_HOME")
     paths = {"loops": str(loops_folder()), "trials": str(own / "findings")}
     config = settings.config
-    if settings.price and not loaded.is_gguf and not config.invariant:  # `tune` cannot measure invariant steps
+    if settings.price and loaded.is_transformers and not config.invariant:  # `tune` cannot measure invariant steps
         contexts = fitting_contexts(None, loaded, consoles.notes)
         contexts = contexts[: len(CONTEXTS) - 1]  # without the longest, which takes most of the time
         try:

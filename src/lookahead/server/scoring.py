@@ -29,10 +29,10 @@ def score_prompt(served: ServedModel, tokens: Sequence[int], alternatives: int) 
         alternatives: Number of likeliest tokens to return at each index.
 
     Raises:
-        ApiError: The model is a GGUF model.
+        ApiError: The model is none of transformers.
     """
-    if served.is_gguf:
-        raise refused("echo", "echo with logprobs is not supported for GGUF models; leave one of them out")
+    if not served.is_transformers:
+        raise refused("echo", "echo with logprobs is supported for models of transformers only; leave one of them out")
     model: Any = served.model
     in_parts = not getattr(model, "_is_stateful", False) and cache_name(model) == CACHE
     options: dict[str, Any] = {"use_cache": False}

@@ -53,23 +53,6 @@ def load_mlx(path: str | os.PathLike[str]) -> MLXModel:
     return MLXModel(module, tokenizer, config)
 
 
-def is_mlx_folder(path: Path) -> bool:
-    """Return whether `path` is a folder that mlx-lm wrote, and that this process should run with it.
-
-    Weights that are not quantised can also be loaded by transformers, which happens where mlx-lm is not installed.
-    """
-    try:
-        config = json.loads((path / "config.json").read_bytes())
-        weights = sorted(path.glob("model*.safetensors"))[0]
-        with weights.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, IndexError):
-        return False
-    if header.get("__metadata__", {}).get("format") != "mlx":
-        return False
-    return find_spec("mlx_lm") is not None or "quantization" in config
-
-
 class MLXConfig(PreTrainedConfig):  # type: ignore[misc]
     """Description of a model of mlx-lm: its special tokens, its context length, and its configuration."""
 

@@ -1,0 +1,22 @@
+"""Recognition of folders that mlx-lm wrote, without torch or MLX."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def is_mlx_folder(path: Path) -> bool:
+    """Return whether mlx-lm wrote the weights in `path`, and should run them in this process.
+
+    transformers loads weights that are not quantised as well, and does so where mlx-lm is not installed.
+    """
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        with min(path.glob("model*.safetensors")).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        is_written_by_mlx = header["__metadata__"]["format"] == "mlx"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return is_written_by_mlx and (find_spec("mlx_lm") is not None or "quantization" in config)
