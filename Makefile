@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update mutants test-container test-newest test-versions release-check
+.PHONY: help demo test tests tests-first tests-second worth standard test-quantized test-gguf test-mlx test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update mutants test-container test-newest test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -66,6 +66,20 @@ test-gguf: build/gguf  ## The tests that need llama-cpp-python, which is compile
 	PYTHONPATH=build/gguf $(BIN)/python -m pytest tests/api/test_gguf_generate.py tests/backends/test_llama_branches.py \
 		tests/backends/test_llama_chains.py tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py \
 		tests/cli/test_cli_gguf.py tests/serving/test_gguf_engine.py tests/tools/test_convert_to_gguf.py
+
+# In an environment of its own: mlx-lm brings other versions of what is here.
+build/mlx/installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv build/mlx
+	build/mlx/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	build/mlx/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[mlx,serve]' pytest openai
+	touch $@
+
+test-mlx: build/mlx/installed  ## The tests of MLX models, and 500 random cases against mlx-lm (ten minutes)
+	build/mlx/bin/python -m pytest tests/on_mlx tests/cli/test_cli_mlx.py
+	mkdir -p $(OUT)/benchmarks/results
+	PYTHONPATH=tests/support build/mlx/bin/python tests/on_mlx/run_mlx_cases.py --cases 500 \
+		--output $(OUT)/benchmarks/results/mlx-cases.jsonl
 
 # In a folder of its own: it brings a runtime of 130 MB. The browser is the system's.
 build/playwright: constraints.txt | $(VENV)/installed

@@ -1,8 +1,8 @@
 """Compare `stream_generate` with mlx-lm's own in seeded random cases, on tiny random models.
 
-    python tests/mlx/run_mlx_cases.py --cases 500
-    python tests/mlx/run_mlx_cases.py --cases 500 --output benchmarks/results/mlx-cases.jsonl
-    python tests/mlx/run_mlx_cases.py --only gpt_oss --cases 40
+    python tests/on_mlx/run_mlx_cases.py --cases 500
+    python tests/on_mlx/run_mlx_cases.py --cases 500 --output benchmarks/results/mlx-cases.jsonl
+    python tests/on_mlx/run_mlx_cases.py --only gpt_oss --cases 40
 
 The number of a case determines it. Tokens, text, reasons to end, random state and length of the prompt cache must be
 equal. With `--output`, each case is written at once, and cases in the file are not run again. The exit code is 1 if
@@ -16,6 +16,8 @@ import json
 import platform
 import random
 import sys
+import tempfile
+from datetime import date
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +33,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from lookahead import LookaheadConfig
 from lookahead.backends.mlx.model import MLXModel
-from lookahead.bench.rows import describe_machine
+from lookahead.bench.rows import RowsFile, describe_machine, kept_lines
 from lookahead.core.statistics import Statistics
 from lookahead.drafting import compile_loops
 from lookahead.integrations.mlx import stream_generate
@@ -116,8 +118,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     plain, cpu_plain = run_turns(case, mlx_lm.stream_generate, model.mlx, model)
     extra = {"lookahead_config": CONFIGS[case["config"]], "statistics": statistics}
     drafted, cpu = run_turns(case, stream_generate, model, model, **extra)
+    kept = ("case", "architecture", "bits", "sampler", "penalties", "config", "prefill_step_size", "max_kv_size")
     return {
-        **case,
+        **{name: case[name] for name in kept},
         "kind": "case",
         "method": model.findings.way,
         "difference": model.findings.difference,
@@ -138,33 +141,23 @@ def main() -> int:
     options = parser.parse_args()
     names = [options.only] if options.only else [*TREES, *CHAINS]
     compile_loops()
-    rows: list[dict[str, Any]] = []
-    if options.output and options.output.exists():
-        rows = [json.loads(line) for line in options.output.read_text().splitlines()]
-    elif options.output:
-        versions = {name: version(name) for name in ("mlx", "mlx-lm", "torch", "transformers")}
-        header = {
-            "kind": "header",
-            "machine": describe_machine(torch.device("cpu")),
-            "system": platform.system(),
-            "versions": versions,
-        }
-        options.output.write_text(json.dumps(header) + "\n")
-    done = {row["case"] for row in rows if row["kind"] == "case"}
-    for number in range(options.first, options.first + options.cases):
-        if number in done:
-            continue
-        row = run_case(draw_case(number, names))
-        rows.append(row)
-        if options.output:
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        if not row["equal"]:
-            print("wrong:", json.dumps(row), flush=True)
-    rows = [row for row in rows if row["kind"] == "case"]
-    wrong = sum(not row["equal"] for row in rows)
-    steps, tokens = (sum(row[name] for row in rows) for name in ("steps", "tokens"))
-    print(f"{len(rows)} cases, {wrong} wrong; S {tokens / max(steps, 1):.2f}")
+    path = options.output or Path(tempfile.mkdtemp()) / "rows.jsonl"
+    kept = kept_lines(path, lambda row: row["kind"] == "header")
+    with RowsFile(path, kept, lambda row: row.get("case")) as rows:
+        if not kept:
+            versions = {name: version(name) for name in ("mlx", "mlx-lm", "torch", "transformers")}
+            machine = {"machine": describe_machine(torch.device("cpu")), "system": platform.system()}
+            rows.append({"kind": "header", **machine, "versions": versions, "date": date.today().isoformat()})
+        for number in range(options.first, options.first + options.cases):
+            if number not in rows:
+                row = run_case(draw_case(number, names))
+                rows.append(row)
+                if not row["equal"]:
+                    print("wrong:", json.dumps(row), flush=True)
+        found = [row for row in rows.rows if row["kind"] == "case"]
+    wrong = sum(not row["equal"] for row in found)
+    steps, tokens = (sum(row[name] for row in found) for name in ("steps", "tokens"))
+    print(f"{len(found)} cases, {wrong} wrong; S {tokens / max(steps, 1):.2f}")
     return int(wrong > 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 Processor = Callable[[Any, Any], Any]
-"""Maps the tokens `[tokens]` and logits `[1, vocabulary]` to logits, as those of `make_logits_processors`."""
+"""Maps tokens `[tokens]` and logits `[1, vocabulary]` to logits, as `make_logits_processors` of mlx-lm makes them."""
 
 
 class MLXSampler:
