@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WRITERS = (
     *("bench", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
-    *("standard", "tables", "test-page", "test-versions", "trl"),
+    *("standard", "tables", "test-mlx", "test-page", "test-versions", "trl"),
 )
-INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/tox", "build/vllm")
+INSTALLED = (".venv/installed", "build/mlx/installed", "build/playwright", "build/ray", "build/tox", "build/vllm")
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
