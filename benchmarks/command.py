@@ -37,6 +37,7 @@ PROBES = {
     "gguf_models": "texts, steps and CPU time of GGUF models, compared with llama-cpp-python",
     "standard": "`auto` compared with the best of its parts, line by line, in CPU time",
     "load": "public load generator on the server, with drafts and without, and on transformers serve",
+    "waits": "waits, copies and launches of a step, on a simulated GPU",
     "host": "host time of steps, by part, with a model of free forward passes",
     "same_bits": "bits of every logit of invariant texts, compared with plain decoding",
     "replay": "drafts for recorded answers, without a model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -234,6 +235,22 @@ def test_a_scripted_model_writes_its_texts_by_every_method() -> None:
     follows = model(input_ids=ids, position_ids=positions).logits.argmax(dim=-1)
     assert follows[0, 0] == first.answer[1]
     assert follows[0, 1] == 1 + 7 * first.answer[1] % 4095
+
+
+@pytest.mark.slow_by_nature("simulates a device, in another process, as it patches torch")
+@pytest.mark.usefixtures("compiled_loops")
+def test_greedy_steps_wait_once_and_copy_once(tmp_path: Path) -> None:
+    texts, output = tmp_path / "texts.jsonl", tmp_path / "rows.jsonl"
+    texts.write_text(json.dumps({"id": "a", "prompt": "def first(x):\n    return x\n" * 4}) + "\n")
+    program = Path(probe.__file__).parent
+    options = ["--texts", texts, "--rows", "2", "--selections", "greedy", "--output", output]
+    run = subprocess.run([sys.executable, program, "waits", *options], check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = rows_in(tmp_path)
+    assert [row["kind"] for row in rows] == ["header", "generate", "engine", "generate", "engine"]
+    assert all(row["waits"] == 1 for row in rows[1:])
+    plain = [row for row in rows[1:] if row["method"] == "no drafts"]
+    assert all((row["copies"], row["replays"], row["launches"]) == (1, 1, 0) for row in plain)
 
 
 def test_a_unit_that_fails_does_not_end_the_half_hour() -> None:
