@@ -142,6 +142,13 @@ class Runner(Backend):
             nodes: Maximum number of nodes of the tree of a row.
         """
 
+    def grow(self, tokens: int) -> int:
+        """Grow the memory of all rows to a number of tokens, and return its capacity, smaller if that is impossible.
+
+        Rows with their own memory have no common capacity.
+        """
+        return sys.maxsize
+
     @abstractmethod
     def new_row(self, block: int | None = None) -> TextRow:
         """Return an empty row; it grows by `block` tokens if the backend supports that."""

@@ -258,11 +258,7 @@ class EngineSettings(TextSettings):
 
     max_rows: int = option("--max-rows", RUN, "Maximum number of answers decoded at once.", positive_whole_number, 16)
     kv_bytes: int | None = option(
-        "--kv-bytes",
-        RUN,
-        "Maximum bytes of keys and values.",
-        positive_whole_number,
-        label="no limit; for a server half of the free memory",
+        "--kv-bytes", RUN, "Maximum bytes of keys and values.", positive_whole_number, label="half of the free memory"
     )
     # Requests learn from each other, unless a memory is given.
     learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}}

@@ -46,8 +46,10 @@ class Engine:
             `step_budget` nodes a step if it is set. Other methods draft for each row separately. If a drafter or source
             raises, its request continues without drafts, with a warning.
         max_rows: Largest number of requests that run at once. At least 1.
-        kv_bytes: Limit for the bytes of keys and values, including trees and finished texts; unlimited if `None`. For a
-            GGUF model llama.cpp allocates them at the start; finished texts take at most a quarter.
+        kv_bytes: Limit for the bytes of keys and values, including trees and finished texts. If texts outgrow it, the
+            last requests wait for others to end. On a GPU they are allocated at the start. If `None`, they grow up to
+            half of the free memory. For a GGUF model llama.cpp allocates them at the start in any case; finished texts
+            take at most a quarter.
         prompt_tokens: Limit for the prompt tokens of a step, so that a long prompt does not delay other requests. At
             least 1.
         prefix_cache: Keep keys and values of finished texts, up to 1 GiB or the rest of `kv_bytes`. New requests start

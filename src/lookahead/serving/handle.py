@@ -299,7 +299,7 @@ class EngineLoad:
         running: Number of running requests.
         kv_bytes: Bytes of keys and values of running requests.
         prefix_bytes: Bytes of the prefix cache.
-        kv_limit_bytes: Limit of both in bytes; unlimited if `None`.
+        kv_limit_bytes: Limit of both in bytes.
     """
 
     waiting: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from lookahead.backends.base import Runner, TextRow
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.core.sequence import common_start, may_share_more
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
     from lookahead.serving.request import Request
@@ -20,6 +21,9 @@ BLOCK = 64
 
 MIN_BLOCKS = 64
 """Smallest number of blocks of a limited memory; blocks become smaller for it."""
+
+SHARE = 2
+"""Divisor of the free memory: keys and values take this fraction without a limit."""
 
 PREFIX_BYTES = 1 << 30
 """Default limit of the prefix cache if memory is unlimited, in bytes."""
@@ -42,17 +46,18 @@ class KVMemory:
     Args:
         runner: Runner of the rows. If it `keeps_apart`, finished texts have their own memory; else the rest of
             `kv_bytes`.
-        kv_bytes: Limit in bytes; unlimited if `None`.
+        kv_bytes: Limit in bytes; a part of the free memory if `None`.
         prefix_bytes: Limit of finished texts in bytes; `None` disables their reuse.
+        free_bytes: Free memory of the device in bytes.
 
     Attributes:
-        tokens: Limit in tokens; unlimited if `None`.
-        limit_bytes: Limit in bytes including finished texts; unlimited if `None`.
+        tokens: Limit of `kv_bytes` in tokens; longer texts are refused. `None` without it.
+        capacity: Tokens that fit. It becomes smaller if the runner's memory cannot grow so far.
         block: Growth of a row's capacity in tokens.
         token_bytes: Bytes of keys and values of a token.
     """
 
-    def __init__(self, runner: Runner, kv_bytes: int | None, prefix_bytes: int | None) -> None:
+    def __init__(self, runner: Runner, kv_bytes: int | None, prefix_bytes: int | None, free_bytes: int) -> None:
         self.runner = runner
         self.token_bytes = token_bytes = runner.token_bytes()
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
@@ -65,7 +70,14 @@ class KVMemory:
         self._prefixes: list[Prefix] = []
         self._max_prefix_tokens = (prefix_bytes or 0) // token_bytes
         apart = self._max_prefix_tokens if runner.keeps_apart else 0
-        self.limit_bytes = None if self.tokens is None else (self.tokens + apart) * token_bytes
+        self.capacity = max(free_bytes // SHARE // token_bytes, 1) if self.tokens is None else self.tokens
+        self._bytes_apart = apart * token_bytes
+        self._fits_for = 0  # steps in which running and finished texts surely fit
+
+    @property
+    def limit_bytes(self) -> int:
+        """Limit in bytes including finished texts."""
+        return self.capacity * self.token_bytes + self._bytes_apart
 
     def new_row(self) -> TextRow:
         """Return an empty row."""
@@ -92,9 +104,32 @@ class KVMemory:
         """Forget all finished texts."""
         self._prefixes.clear()
 
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Return whether requests fit, without finished texts. The runner's memory grows for them if it can."""
+        needed = sum(self.reserved(request.reach) for request in requests)
+        total = min(needed + (0 if self.runner.keeps_apart else self.prefix_tokens), self.capacity)
+        grown = min(self.runner.grow(total), self.capacity)
+        if grown < total:
+            self.capacity = grown
+            warnings.warn(
+                f"keys and values cannot grow beyond {grown} tokens, {grown * self.token_bytes} bytes: the device has "
+                "no more memory. Further requests wait; an Engine with kv_bytes takes its memory at the start",
+                LookaheadWarning,
+                stacklevel=2,
+            )
+        growth = sum(self.reserved(request.drafting.max_nodes) for request in requests)
+        self._fits_for = (grown - total) // max(growth, 1)
+        return needed <= self.capacity
+
+    def still_fits(self, running: Sequence[Request]) -> bool:
+        """Return whether the running requests fit in this step. Texts are counted only if they may have outgrown it."""
+        self._fits_for -= 1
+        return self._fits_for >= 0 or self.fits(running)
+
     def settle(self, running: Sequence[Request]) -> None:
         """Evict finished texts until running requests fit."""
-        self._evict(self._prefix_capacity(running))
+        if self._prefixes and self._fits_for <= 0:
+            self._evict(self._prefix_capacity(running))
 
     def keep(self, request: Request, running: Sequence[Request]) -> None:
         """Add the text of a request that has ended to the prefix cache, if it fits beside the running ones."""
@@ -110,6 +145,7 @@ class KVMemory:
                     return  # already contained
                 self._prefixes.remove(prefix)  # contained in the new one
         row.set_apart()
+        self._fits_for = 0
         self._prefixes.append(Prefix(tokens, row))
         self._evict(capacity)
 
@@ -179,6 +215,6 @@ class KVMemory:
 
     def _prefix_capacity(self, running: Sequence[Request]) -> int:
         """Return the number of tokens of finished texts that fit beside running requests."""
-        if self.tokens is None or self.runner.keeps_apart:
+        if self.runner.keeps_apart:
             return self._max_prefix_tokens
-        return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._max_prefix_tokens)
+        return min(self.capacity - sum(self.reserved(request.reach) for request in running), self._max_prefix_tokens)

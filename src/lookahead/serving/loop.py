@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner
+from lookahead.backends.machine import free_bytes
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_length
@@ -76,7 +77,7 @@ class EngineLoop:
         self.runner, kv_bytes, prefix_bytes = self._session.open_rows(*self._rows)
         check_engine_config(config, self.runner.most_nodes)
         reuses = prefix_cache and self.runner.shares_beginnings
-        self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
+        self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None, free_bytes(model.device))
         self.statistics = EngineStatistics()
         self.scheduler = Scheduler(max_rows, self.memory, prompt_tokens, self.statistics)
         self._pace = SharedPace(self._pace_of_load, config.step_budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -67,10 +67,11 @@ class Scheduler:
         there is memory; a request of an overrepresented group is preempted for them. The queue never skips a request
         that does not fit, so that long ones get their turn.
         """
-        while len(self.running) > 1 and not self._fits(self.running):
+        while not self._memory.still_fits(self.running) and len(self.running) > 1:
             self._preempt(max(self.running, key=self._turn))
         while (request := self._next()) is not None:
-            if len(self.running) < self._max_rows and self._fits([*self.running, request]):
+            has_row = len(self.running) < self._max_rows
+            if has_row and (self._memory.fits([*self.running, request]) or not self.running):
                 self.waiting.remove(request)
                 insort(self.running, request, key=_BY_URGENCY)
                 continue
@@ -110,10 +111,6 @@ class Scheduler:
         self._memory.drop(request)
         self._statistics.preempted += 1
         self.add(request)
-
-    def _fits(self, requests: Sequence[Request]) -> bool:
-        memory = self._memory
-        return memory.tokens is None or sum(memory.reserved(request.reach) for request in requests) <= memory.tokens
 
     def _select(self) -> list[Request]:
         """Select all decoding requests, and prompts within their token budget.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple, cast
@@ -88,15 +89,32 @@ class Simulation:
     Attributes:
         events: Log, which tests may clear.
         graphs: Captured graphs.
+        captures_fail: Whether a capture raises.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.graphs: list[Graph] = []
+        self.captures_fail = False
+        self._largest = 10**10
         self._capture: Graph | None = None
         self._capturing_thread = 0
         self._pinned: dict[int, torch.Tensor] = {}  # by address; references keep addresses from being reused
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+
+    @contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Refuse to allocate more than 64 KiB at once."""
+        before, self._largest = self._largest, 1 << 16
+        try:
+            yield
+        finally:
+            self._largest = before
+
+    def allocate(self, size: int) -> None:
+        """Raise if there is no memory for a tensor of `size` bytes."""
+        if size > self._largest:
+            raise torch.cuda.OutOfMemoryError(f"no memory for {size} bytes")
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -168,6 +186,8 @@ class Simulation:
     ) -> Iterator[None]:
         """Replacement for `torch.cuda.graph`."""
         assert self._capture is None, "a capture within a capture"
+        if self.captures_fail:
+            raise torch.cuda.OutOfMemoryError("no memory")
         assert capture_error_mode == "thread_local", "waits of other threads would break the capture"
         self._capture, self._capturing_thread, graph.pool = graph, get_ident(), pool
         try:
@@ -327,6 +347,8 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check_devices(operation, args, flat, ours, target)
     _note_waits(operation, args)
     args, kwargs = _mapped(_to_host, (args, kwargs))
+    if operation is aten.zeros.default:
+        _device.allocate(prod(args[0]) * torch.empty((), dtype=kwargs.get("dtype")).element_size())
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compared.doors import token_bytes
-from lookahead import Engine, LookaheadConfig, LookaheadWarning
+from lookahead import Engine, LookaheadConfig, LookaheadError, LookaheadWarning
 from lookahead.backends.machine import Staged
 from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PooledRunner
 from model_zoo import ARCHITECTURES, build
@@ -178,6 +178,53 @@ def test_a_pool_that_is_too_small_grows(device: Simulation) -> None:
     assert pool_of(engine).capacity > before
     assert engine.statistics.graphs.count > captured
     assert engine.statistics.graphs.seconds > 0
+
+
+OUTGROWING = torch.randint(3, 60, (1, FIRST_TOKENS - 14), generator=torch.Generator().manual_seed(0))
+"""Prompt of a text that begins in the initial capacity of a row, and outgrows it."""
+
+
+def test_a_pool_that_cannot_grow_makes_requests_wait(device: Simulation) -> None:
+    """40 requests on a device without memory for a larger pool: all get their texts."""
+    model = build("llama")
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2, prefix_cache=False)
+    capacity = pool_of(engine).capacity
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 12}
+    handles = [engine.submit(OUTGROWING.to("cuda"), **options) for _ in range(40)]
+    with pytest.warns(LookaheadWarning, match="keys and values cannot grow beyond"), device.without_memory():
+        engine.run()
+    text = new_tokens(model, OUTGROWING, **options)
+    assert [handle.tokens for handle in handles] == [text] * 40
+    assert engine.statistics.preempted > 0
+    assert pool_of(engine).capacity == capacity
+    assert engine.load.kv_limit_bytes == (capacity - pool_of(engine).block) * token_bytes(model)
+
+
+def test_a_text_that_outgrows_the_device_ends_alone(device: Simulation) -> None:
+    model = build("llama")
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1, prefix_cache=False)
+    prompts = OUTGROWING, PROMPT
+    long, short = (engine.submit(ids.to("cuda"), **OPTIONS, **GREEDY) for ids in prompts)
+    with device.without_memory(), pytest.raises(LookaheadError, match="too little memory for the keys and values"):
+        engine.run()
+    with device.without_memory():
+        engine.run()
+    assert short.tokens == new_tokens(model, PROMPT, **GREEDY)
+    with pytest.raises(LookaheadError, match="too little memory for the keys and values"):
+        long.result()
+
+
+def test_a_capture_that_fails_leaves_its_passes_unrecorded(device: Simulation) -> None:
+    model = build("llama")
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1)
+    device.captures_fail = True
+    handle = engine.submit(OUTGROWING.to("cuda"), **OPTIONS, **GREEDY)
+    try:
+        with pytest.warns(LookaheadWarning, match="CUDA graph cannot be captured .no memory"):
+            engine.run()
+    finally:
+        device.captures_fail = False
+    assert handle.tokens == new_tokens(model, OUTGROWING, **GREEDY)
 
 
 @pytest.mark.exact

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.core.garbage import uncollected
 from lookahead.core.packed_masks import packed_width
+from lookahead.errors import LookaheadWarning
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. On a GPU fewer nodes are not faster."""
@@ -94,18 +96,27 @@ class FixedPasses:
         cache: Its cache.
         clock: Clock that is paused during recording.
         lists: Smallest number of likeliest tokens that passes list.
+        is_trial: Whether a recording that fails raises. Otherwise its pass runs unrecorded, with a warning.
 
     Attributes:
         inputs: Inputs of each size so far.
         recorded: Number, time and memory of recorded passes.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: StaticTreeCache, clock: PausingClock, lists: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: StaticTreeCache,
+        clock: PausingClock,
+        lists: int = 0,
+        is_trial: bool = False,
+    ) -> None:
         self._model = weakref.ref(model)
         self._device = model.device
         self._cache = cache
         self._clock = clock
         self._lists = lists
+        self._is_trial = is_trial
         self.recorded = Recorded()
         self._setting: object = self
         self.serve(None)
@@ -139,12 +150,29 @@ class FixedPasses:
             free = self._free
             lists = max(top_k, self._lists)
             with self._clock.paused():
-                work = self._work(self.inputs[size], lists)
-                self._passes[size] = lists, work if self._recorder is None else self._recorder(work)
+                self._passes[size] = lists, self._record(self._work(self.inputs[size], lists), size)
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
         return self._passes[size][1]()
+
+    def _record(self, work: Pass, size: int) -> Pass:
+        """Record a pass if the device benefits; after a failure all further passes of this setting run unrecorded."""
+        if self._recorder is None:
+            return work
+        try:
+            return self._recorder(work)
+        except RuntimeError as error:
+            if self._is_trial:
+                raise
+            self._recorder = None
+            warnings.warn(
+                f"steps of {size} nodes run one kernel at a time: their CUDA graph cannot be captured ({error}). With "
+                "smaller kv_bytes, max_rows or step_budget there is more memory for graphs",
+                LookaheadWarning,
+                stacklevel=2,
+            )
+            return work
 
     def _work(self, inputs: Any, top_k: int) -> Pass:
         reference = self._model
@@ -239,6 +267,7 @@ class StaticSteps:
         sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `max_nodes`.
         most: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The number of
             rows is then a divisor of `FIXED_ROWS`.
+        is_trial: See `FixedPasses`.
 
     Attributes:
         cache: Keys and values.
@@ -258,6 +287,7 @@ class StaticSteps:
         capacity: int,
         sizes: Sequence[int],
         max_nodes: int | None = None,
+        is_trial: bool = False,
     ) -> None:
         rows = batch if max_nodes is None else padded_batch(batch)
         self.cache = StaticTreeCache(shapes, batch, capacity, model.device, rows)
@@ -267,7 +297,7 @@ class StaticSteps:
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
-        self._passes = FixedPasses(model, self.cache, self.clock)
+        self._passes = FixedPasses(model, self.cache, self.clock, is_trial=is_trial)
         self.recorded = self._passes.recorded
         self._masks = MaskBuilder(model.config)
         self._device = model.device

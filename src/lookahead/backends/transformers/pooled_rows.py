@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
 from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
 from lookahead.core.results import CommittedNodes
+from lookahead.errors import LookaheadError
 
 MOST_RECORDED = 256
 """Nodes of the largest recorded pass. In larger ones products hide the time of launches."""
@@ -98,12 +100,22 @@ class RowPool(StaticTreeCache):
 
     def _take(self, count: int) -> list[int]:
         """Take free pages, and grow the pool if there are too few."""
-        if count > len(self.free):
-            before = self.capacity // self.block
-            pages = before + max(count - len(self.free), before // 2)
-            self.grow(pages * self.block)
-            self.free[:0] = range(pages - 1, before - 1, -1)
+        if count > len(self.free) and not self.add_pages(count - len(self.free)):
+            raise LookaheadError(
+                f"the device has too little memory for the keys and values of {count * self.block} more tokens of a "
+                "text; use shorter texts, or a model of a smaller number type"
+            )
         return [self.free.pop() for _ in range(count)]
+
+    def add_pages(self, count: int) -> bool:
+        """Add at least `count` free pages, by at least half if there is memory; return whether there is enough."""
+        before = self.capacity // self.block
+        for more in sorted({max(count, before // 2), count}, reverse=True):
+            with suppress(torch.cuda.OutOfMemoryError):
+                self.grow((before + more) * self.block)
+                self.free[:0] = range(before + more - 1, before - 1, -1)
+                return True
+        return False
 
     def columns_of(self, numbers: Integers | int, places: Integers) -> Integers:
         """Return the columns of tokens, given their texts and indices."""
@@ -237,15 +249,22 @@ class PooledRunner(ModelRunner):
         shapes: Shapes of keys and values in each layer.
         records: Whether to record passes.
         clock: Clock of steps that is paused during recording.
+        is_trial: See `FixedPasses`.
     """
 
     def __init__(
-        self, rows: ModelRunner, shapes: Sequence[LayerShape | None], records: bool, clock: PausingClock
+        self,
+        rows: ModelRunner,
+        shapes: Sequence[LayerShape | None],
+        records: bool,
+        clock: PausingClock,
+        is_trial: bool = False,
     ) -> None:
         super().__init__(rows.model, positions_end=rows.positions_end)
         self._shapes = tuple(shapes)
         self._records = records
         self._clock = clock
+        self._is_trial = is_trial
         self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
         self.engine = "static" if records else "dynamic"
         self._texts = self._width = 0
@@ -259,7 +278,7 @@ class PooledRunner(ModelRunner):
         """
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED)
+        self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED, self._is_trial)
         self.recorded = self._passes.recorded
         self.pass_sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
@@ -267,6 +286,15 @@ class PooledRunner(ModelRunner):
         nothing = PassPlan(Forest(()), self._numbers, self._numbers)
         for size in self.pass_sizes:
             self._passes.run(size, 0, self._new_inputs, self._pool, self._numbers, nothing)
+
+    def grow(self, tokens: int) -> int:
+        """See `Runner`."""
+        pool = self._pool
+        missing = whole_blocks(tokens, pool.block) // pool.block + 1 - pool.capacity // pool.block
+        if missing > 0:
+            self._passes.serve(None)  # frees the memory of recorded passes, which become stale
+            pool.add_pages(missing)
+        return pool.capacity - pool.block
 
     def new_row(self, block: int | None = None) -> PooledRow:
         """Return an empty row."""

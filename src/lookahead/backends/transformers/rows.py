@@ -81,24 +81,31 @@ class StaticTreeCache(TreeCache):
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Move to buffers of `capacity` columns. References to the old buffers become stale."""
+        """Move to buffers of `capacity` columns. References to the old buffers become stale.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: There is too little memory; nothing has changed.
+        """
         columns = self.longest
         sizes: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for layer, shape in zip(self.layers, self._shapes, strict=True):
             if shape is not None:
                 sizes.setdefault((shape.heads, shape.key_size, shape.dtype), []).append((layer, "keys"))
                 sizes.setdefault((shape.heads, shape.value_size, shape.dtype), []).append((layer, "values"))
-        self.buffers = []
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            for (heads, size, dtype), owners in sizes.items():
-                # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-                buffer = torch.zeros((len(owners), self.rows, heads, capacity, size), dtype=dtype, device=self._device)
+            # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN. All buffers come
+            # before the first change, as there may be too little memory.
+            buffers = [
+                torch.zeros((len(owners), self.rows, heads, capacity, size), dtype=dtype, device=self._device)
+                for (heads, size, dtype), owners in sizes.items()
+            ]
+            for buffer, owners in zip(buffers, sizes.values(), strict=True):
                 for states, (layer, name) in zip(buffer, owners, strict=True):
                     if columns:
                         states[:, :, :columns] = getattr(layer, name)[:, :, :columns]
                     setattr(layer, name, states)
-                self.buffers.append(buffer)
+        self.buffers = buffers
         self.capacity = capacity
 
     @contextmanager

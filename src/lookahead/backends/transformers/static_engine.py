@@ -168,7 +168,7 @@ def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple
     """Compare logits of rows in a pool with logits of single texts."""
     model = rows.model
     shapes = layer_shapes(rows.run_token().cache)
-    pooled = PooledRunner(rows, shapes, records, PausingClock(model.device))
+    pooled = PooledRunner(rows, shapes, records, PausingClock(model.device), is_trial=True)
     pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
     return shapes, reads_rows_alike(pooled, alone, exactly=False)
 
@@ -185,7 +185,7 @@ def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
         sizes = fixed_sizes(1)
         max_nodes = FIXED_ROWS
         capacity = CHECK_LENGTH + FIXED_ROWS
-    steps = StaticSteps(model, shapes, 1, capacity, sizes, max_nodes)
+    steps = StaticSteps(model, shapes, 1, capacity, sizes, max_nodes, is_trial=True)
     return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 
 
