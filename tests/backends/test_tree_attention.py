@@ -78,6 +78,7 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from lookahead.backends import likeliest_kernel
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
     from lookahead.backends.transformers.tree_attention import running_softmax
 except ModuleNotFoundError:
@@ -91,7 +92,7 @@ needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installe
 @pytest.mark.parametrize("marked", ["not exact", pytest.param("exact", marks=pytest.mark.exact)])
 def test_kernels_in_the_interpreter(marked: str) -> None:
     apart = Path(__file__).parent / "apart"
-    paths = [str(apart / f"interpreted_{what}.py") for what in ("tree_attention", "fused")]
+    paths = [str(apart / f"interpreted_{what}.py") for what in ("tree_attention", "fused", "likeliest")]
     command = [sys.executable, "-m", "pytest", *paths, "-p", "no:cacheprovider", "-m", marked]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -118,6 +119,7 @@ class Launches:
     def compile(self, capability: int) -> Any:
         """Return the kernel compiled by Triton for the recorded arguments."""
         types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+        types[torch.int64] = "*i64"
         signature, constants, attributes = {}, {}, {}
         for parameter in self.kernel.params:
             value = self.arguments[parameter.name]
@@ -182,6 +184,23 @@ def stack_bytes(cubin: bytes) -> int:
     sizes = re.findall(r"STACK:(\d+)", result.stdout)
     assert sizes, result.stdout
     return sum(map(int, sizes))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "dtype", "count"),
+    [(80, torch.bfloat16, 8), (90, torch.bfloat16, 8), pytest.param(80, torch.float32, 16, marks=pytest.mark.exact)],
+)
+def test_kernels_of_likeliest_tokens_compile_without_spills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, dtype: torch.dtype, count: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {name: Launches(getattr(likeliest_kernel, name)) for name in ("_part_kernel", "_merge_kernel")}
+    for name, launch in found.items():
+        monkeypatch.setattr(likeliest_kernel, name, launch)
+    likeliest_kernel.list_largest(torch.empty(64, 128256, dtype=dtype, device="meta"), count)
+    for launch in found.values():
+        assert stack_bytes(launch.compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton

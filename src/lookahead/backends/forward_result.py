@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
@@ -283,11 +284,26 @@ def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """Summary of the logits `[rows, vocabulary]`, in int32 `[rows, 1 + 2 * top_k]`: the likeliest token, the `top_k`
     likeliest ones, and the bits of their probabilities in float32."""
     top_k = min(top_k, logits.shape[-1])
+    if logits.is_cuda and top_k and (list_largest := _kernel_for(logits.dtype, logits.device, top_k)) is not None:
+        return list_largest(logits, top_k)
     parts = [logits.argmax(dim=-1, keepdim=True).int()]  # by torch, since it may be recorded
     if top_k:
         ids, probabilities = top_predictions(logits, top_k)
         parts += [ids.int(), probabilities.view(torch.int32)]
     return torch.cat(parts, dim=-1) if top_k else parts[0]
+
+
+@cache
+def _kernel_for(
+    dtype: torch.dtype, device: torch.device, top_k: int
+) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    """The kernel that lists tokens in one read; `None` if it is not usable here."""
+    if find_spec("triton") is None:
+        return None
+    from lookahead.backends import likeliest_kernel
+
+    usable = top_k <= likeliest_kernel.MAX_LISTED and likeliest_kernel.lists_alike(dtype, device)
+    return likeliest_kernel.list_largest if usable else None
 
 
 def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:

@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import PreTrainedModel
 
 import lookahead
+from lookahead.backends import likeliest_kernel
+from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.transformers import fused
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
@@ -532,6 +534,11 @@ def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaT
     return tuple(_kernel("rotary", by_definition, (states, cos, sin), {}) for states in (query, key))  # type: ignore
 
 
+def _list_largest(logits: Any, count: int) -> CudaTensor:
+    """Replacement for the Triton kernel of likeliest tokens."""
+    return _kernel("likeliest", lambda logits: pack_likeliest(logits, count), (logits,), {})
+
+
 @contextmanager
 def simulated_cuda() -> Iterator[Simulation]:
     """Give torch two simulated CUDA devices in this thread."""
@@ -562,6 +569,8 @@ def simulated_cuda() -> Iterator[Simulation]:
             stack.enter_context(mock.patch.object(tree_kernel, "tree_attention", _tree_attention))
             stack.enter_context(mock.patch.object(fused, "rms_norm", _rms_norm))
             stack.enter_context(mock.patch.object(fused, "rotate", _rotate))
+            stack.enter_context(mock.patch.object(likeliest_kernel, "list_largest", _list_largest))
+            stack.enter_context(mock.patch.object(likeliest_kernel, "lists_alike", return_value=True))
             stack.enter_context(_Functions())
             stack.enter_context(_Dispatch())
             yield _device
