@@ -174,7 +174,20 @@ def fused_rows(device: str) -> Iterator[Row]:
 
 
 def likeliest_rows(device: str) -> Iterator[Row]:
-    """Yield the time of listing the likeliest tokens after each node."""
+    """Yield the time of listing the likeliest tokens after each node, beside torch's, and whether both agree."""
+
+    def by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ids = logits.topk(8, dim=-1).indices
+        return logits.argmax(dim=-1, keepdim=True), ids, logits.float().softmax(dim=-1).gather(1, ids)
+
     for nodes in (1, 16, 64, 256):
+        torch.manual_seed(nodes)
         logits = torch.randn(nodes, VOCABULARY, device=device, dtype=torch.bfloat16)
-        yield {"kind": "likeliest", "nodes": nodes, "us": microseconds(partial(pack_likeliest, logits, 8), device)}
+        first, ids, _ = by_torch(logits)
+        packed = pack_likeliest(logits, 8).long()
+        alike = torch.equal(packed[:, :1], first) and torch.equal(
+            logits.gather(1, packed[:, 1:9]), logits.gather(1, ids)
+        )
+        row: Row = {"kind": "likeliest", "nodes": nodes, "equal": alike}
+        row["us"] = microseconds(partial(pack_likeliest, logits, 8), device)
+        yield row | {"torch_us": microseconds(partial(by_torch, logits), device)}
