@@ -35,6 +35,7 @@ from worth import compare_commits
 PROBES = {
     "gpu": "one GPU: step times and kernels, requests at once, a server, correctness, in three calls",
     "gguf_models": "texts, steps and CPU time of GGUF models, compared with llama-cpp-python",
+    "mlx_models": "a model of MLX on a Mac: equal texts, speed beside mlx-lm, times of passes by nodes",
     "standard": "`auto` compared with the best of its parts, line by line, in CPU time",
     "load": "public load generator on the server, with drafts and without, and on transformers serve",
     "waits": "waits, copies and launches of a step, on a simulated GPU",
