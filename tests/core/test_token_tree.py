@@ -165,3 +165,14 @@ def test_many_candidates_are_added_as_one_by_one() -> None:
         many.needs_logits,
     )
     assert many.child(2, 4) == 4
+
+
+@pytest.mark.parametrize("pending", [1, 2])
+def test_certain_tokens_are_counted_as_far_as_there_is_room(pending: int) -> None:
+    tree = TokenTree(range(pending))
+    tree.limit(2)
+    tree.add_certain([7, 8, 9])
+    assert tree.certain == 2
+    assert tree.tokens == [*range(pending), 7, 8]
+    beyond = tree.beyond(1)
+    assert (beyond.root, beyond.certain, tree.root) == (pending, 0, pending - 1)
