@@ -58,6 +58,7 @@ def with_format(schema: str) -> str:
         ('{"model": "\\ud800"}', None, "half of a surrogate pair"),
         (json.dumps(PLAIN | {"structured_outputs": {"json": {"$ref": "#"}}}), "structured_outputs", "refers to itself"),
         (json.dumps({**PLAIN, "structured_outputs": {"regex": "a{1000000}"}}), "structured_outputs", "too many"),
+        (json.dumps(PLAIN | {"logit_bias": {"9" * 5000: 1}}), "logit_bias", "is not a token id"),
     ],
 )
 def test_errors_name_the_field_and_the_reason(http: httpx.Client, body: str, param: str | None, message: str) -> None:
@@ -67,6 +68,7 @@ def test_errors_name_the_field_and_the_reason(http: httpx.Client, body: str, par
     assert error["param"] == param
     assert message in error["message"]
     assert "Value error" not in error["message"]
+    assert len(error["message"]) < 400
 
 
 def test_bodies_other_than_plain_json_are_distinguished(http: httpx.Client) -> None:

@@ -196,7 +196,7 @@ def _sampling(served: ServedModel, request: TextRequest) -> dict[str, Any]:
 def _bias(request: TextRequest, vocabulary: int) -> Iterator[tuple[int, float]]:
     for token, value in request.logit_bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise refused("logit_bias", f"logit_bias: {token!r} is not a token id from 0 to {vocabulary - 1}")
+            raise refused("logit_bias", f"logit_bias: {token[:100]!r} is not a token id from 0 to {vocabulary - 1}")
         yield int(token), value
 
 

@@ -83,7 +83,7 @@ class ServedModel(LoadedModel):
         outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
         if outside is not None:
             raise refused(
-                field, f"{field} has the token id {outside}; ids of this model are 0 to {self.vocabulary - 1}"
+                field, f"{field} has the token id {outside!s:.100}; ids of this model are 0 to {self.vocabulary - 1}"
             )
 
     def check_length(self, tokens: Sequence[int], field: str) -> None:
