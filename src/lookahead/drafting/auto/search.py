@@ -47,7 +47,7 @@ _RECENT_SHARE = 0.2
 FORESEEN = 8
 """Maximum number of tokens with known sampling noise ahead of the text."""
 
-_LEAST_NOISE = 1e-30
+_LEAST_NOISE = float(np.finfo(np.float32).tiny)
 """Lower limit of noise, because 16-bit noise may be rounded to 0."""
 
 NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
