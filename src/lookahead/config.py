@@ -19,6 +19,9 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 BUDGETED = ("auto", "token_recycling", "suffix_decoding", "racer", "context_matches")
 """Presets that fill each step up to a number of nodes."""
 
+_MAX_NUMBER = 1_000_000_000
+"""Largest factor or size of a method without another limit."""
+
 OWN = "own"
 """Value of `preset` with a user's own `drafter`."""
 
@@ -47,9 +50,9 @@ def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
 
 
 def _number(name: str, value: Any, about: Mapping[str, Any]) -> float:
-    requirement = f"must be a number of at least 0 ({about['meaning']})"
+    requirement = f"must be a number from 0 to {_MAX_NUMBER} ({about['meaning']})"
     number = finite_number(name, value, requirement)
-    require(number >= 0, name, value, requirement)
+    require(0 <= number <= _MAX_NUMBER, name, value, requirement)
     return number
 
 
@@ -261,7 +264,7 @@ class LookaheadConfig:
     suffix_depth: int = _size(2, 64, "suffix_decoding", "the most tokens of a suffix and its continuation")
     racer_ngram_size: int = _size(3, 10, "racer", "the tokens of the stored n-grams")
     racer_breadth: int = _size(1, 8, "racer", "the likeliest tokens kept after each token")
-    racer_capacity: int = _size(1, 10_000, "racer", "the most nodes of the stored n-grams", most=None)
+    racer_capacity: int = _size(1, 10_000, "racer", "the most nodes of the stored n-grams", most=_MAX_NUMBER)
     seed: int = _choice(
         *(0, _whole_number),
         presets=("paper", "jacobi"),
