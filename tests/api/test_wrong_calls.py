@@ -172,7 +172,9 @@ def test_drafters_and_their_parts() -> None:
 
 def test_configurations() -> None:
     for name, spec in LookaheadConfig.__dataclass_fields__.items():
-        wrong = [Speechless(), object(), nan, inf, -1, [1], np.float32(2), b"x", 10**30]
+        wrong = [Speechless(), object(), nan, inf, -1, [1], b"x", 10**30]
+        if spec.type != "float":
+            wrong.append(np.float32(2))
         if name == "max_iterations":
             wrong.remove(10**30)
         assert spec.metadata["check"]
