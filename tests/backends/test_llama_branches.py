@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lookahead.backends.llama_cpp.rows import branches
+from lookahead.backends.llama_cpp.runner import branches
 from lookahead.core.token_tree import TokenTree
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import JacobiWindow, StepResult
-from lookahead.parallel.split import Split, split_tree
+from lookahead.parallel.runner import Split, split_tree
 
 
 def paper_tree(window_size: int, ngram_size: int, guesses: int, seed: int = 0, steps: int | None = None) -> TokenTree:

@@ -25,8 +25,7 @@ from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.sequence import SequenceState
 from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state
-from lookahead.parallel.monitor import Monitor
+from lookahead.parallel.exchange import Exchange, Monitor, agree, settings, share_random_state
 from lookahead.parallel.runner import ParallelRunner
 from lookahead.parallel.settings import check_memory, environment_number
 from lookahead.values import finite_number, require, whole_number

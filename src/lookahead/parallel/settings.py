@@ -32,7 +32,12 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
     return config
 
 
-def environment_number(name: str, least: int, most: int | None = None) -> int:
+def started_together() -> bool:
+    """Whether this process is a rank, with environment variables from `torchrun` or `--parallel`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def environment_number(name: str, minimum: int, maximum: int | None = None) -> int:
     """Number in an environment variable that `torchrun` sets; 0 if it is missing.
 
     Raises:
@@ -40,7 +45,7 @@ def environment_number(name: str, least: int, most: int | None = None) -> int:
     """
     text = os.environ.get(name, "0")
     number = int(text) if text.isdecimal() else text
-    return whole_number(f"environment variable {name}", number, least, most, "start the processes with torchrun")
+    return whole_number(f"environment variable {name}", number, minimum, maximum, "start the processes with torchrun")
 
 
 def check_memory(config: LookaheadConfig, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Proposer of drafts for vLLM: its settings, its view of the target model, learning and drafting."""
+"""Drafts for vLLM, through its `custom_class` proposers. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lookahead.drafting.auto.search import LIMITS
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
-from lookahead.integrations.vllm.requests import Requests, Rows
+from lookahead.integrations.vllm_requests import Requests, Rows
 
 _ORDERS = 8
 """Longest context of the memory, in tokens. Only the memory searches other texts, so it is twice that of one text."""
