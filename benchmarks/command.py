@@ -22,9 +22,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines
-from lookahead.cli import process, signals
+from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines, versions
 from lookahead.cli.rendering import measuring_progress
+from lookahead.cli.signals import DIFFERENT, ERROR, INTERRUPTED, OK
 from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
 from plots import draw_plots
@@ -74,10 +74,10 @@ def guarded(command: Callable[[Console], int]) -> int:
         return command(console)
     except KeyboardInterrupt:
         console.print("interrupted; finished units are in the output, run the same command again to resume")
-        return signals.INTERRUPTED
+        return INTERRUPTED
     except (LookaheadError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return process.ERROR
+        return ERROR
 
 
 def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
@@ -85,7 +85,7 @@ def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, conso
     compile_loops()  # before any unit is timed
     machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
-    header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
+    header |= {"machine": machine, "versions": versions(), "date": date.today().isoformat()}
     lines = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
     if lines:  # options may differ from the header's
         check_same(options.output, lines[0], {name: header[name] for name in header.keys() - {"options", "date"}})
@@ -102,7 +102,7 @@ def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, conso
     errors = [row["error"] for row in file.rows if row.get("error")]
     for error in errors:
         console.print(error, style="red", markup=False)
-    return process.DIFFERENT if errors else process.OK
+    return DIFFERENT if errors else OK
 
 
 def named(options: Any) -> Row:

@@ -29,18 +29,18 @@ def test_each_kind_of_content_has_its_size(own_folder: Path, capsys: pytest.Capt
     folder, *kinds = capsys.readouterr().out.splitlines()
     assert folder == str(own_folder)
     assert [" ".join(line.split()) for line in kinds] == [
-        "2 kB compiled loops",
-        "20 B trials",
-        "999 B curves of step times",
+        "2.0 kB compiled loops",
+        "20 bytes trials",
+        "999 bytes curves of step times",
     ]
 
 
 def test_clear_removes_the_folder_and_nothing_else(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"removed 3.02 kB in {own_folder}\n"
+    assert capsys.readouterr().out == f"removed 3.0 kB in {own_folder}\n"
     assert [path.name for path in own_folder.parent.iterdir()] == ["of-others"]
     assert main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"removed 0 B in {own_folder}\n"
+    assert capsys.readouterr().out == f"removed 0 bytes in {own_folder}\n"
 
 
 def test_a_cache_that_is_a_link_is_emptied_where_it_lies(own_folder: Path, tmp_path: Path) -> None:

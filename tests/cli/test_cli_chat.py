@@ -21,7 +21,7 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.loading import LoadedModel
 from lookahead.cli import main
-from lookahead.cli.conversation import Conversation, Message, Reply, TurnFormat
+from lookahead.cli.chat import Conversation, Message, Reply, TurnFormat
 from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build

@@ -35,6 +35,6 @@ def test_prices_can_be_left_out(own_findings: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_that_keeps_nothing_is_an_error(
     monkeypatch: pytest.MonkeyPatch, own_findings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lookahead.cli.warm_up.are_kept", lambda: False)
+    monkeypatch.setattr("lookahead.cli.tune.are_kept", lambda: False)
     assert main(["warm-up", "--no-price", *CPU]) == 2
     assert "name another folder by XDG_CACHE_HOME" in capsys.readouterr().err

@@ -20,8 +20,7 @@ from lookahead import InvalidArgumentError, LookaheadConfig, Trace
 from lookahead.core.statistics import Seconds
 from lookahead.core.watching import Origin
 from lookahead.drafting import PredictedText
-from lookahead.trace import TracedStep, TracedText
-from lookahead.trace.recorder import make_page, pieces, to_data
+from lookahead.trace import TracedStep, TracedText, make_page, pieces, to_data
 from tiny.families import build
 from tiny.variant import Variant
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import platform
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,18 @@ from lookahead.backends.transformers.findings import device_name
 from lookahead.bench.suite import TaskSpec
 from lookahead.core.files import TEXT, replaced
 from lookahead.errors import InvalidArgumentError
+from lookahead.version import __version__
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Type and name of a device, and the number of CPU threads."""
     return {"type": device.type, "device": device_name(device), "threads": torch.get_num_threads()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of lookahead, torch, transformers and Python."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"lookahead": __version__, **libraries, "python": platform.python_version()}
 
 
 Row = dict[str, Any]

@@ -41,11 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the imports below run
         except ValueError:  # only the main thread can set handlers
             pass
-    from lookahead.cli import signals
+    from lookahead.cli.signals import INTERRUPTED, ending, open_standard_streams
 
-    with signals.ending() as ending:
-        signals.open_standard_streams()
-        return signals.exit_code(_run(None), ending.number)
+    with ending() as handler:
+        open_standard_streams()
+        code = _run(None)
+        return 128 + handler.number if code == INTERRUPTED and handler.number is not None else code
 
 
 def _run(argv: Sequence[str] | None) -> int:

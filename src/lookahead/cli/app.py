@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from lookahead.bench.suite import read_suite
-from lookahead.cli import process, signals
-from lookahead.cli.inputs import find_model, read_prompt
+from lookahead.cli.inputs import read_prompt
 from lookahead.cli.options import Command, Group, Settings, command
 from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
@@ -33,14 +36,20 @@ from lookahead.cli.settings import (
     TuneSettings,
     WarmUpSettings,
 )
+from lookahead.cli.signals import BROKEN_PIPE, ERROR, INTERRUPTED, OK, raise_on_interrupt
+from lookahead.core.files import OWN_FOLDER, user_cache
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.parallel.settings import check_memory, started_together
 from lookahead.version import __version__
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's errors about a command line; typer has no public name for it."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+_CACHED = {"loops-*": "compiled loops", "findings": "trials", "cost": "curves of step times"}
+"""Content of the cache, by patterns of folder names."""
 
 app = typer.Typer(
     name="lookahead",
@@ -72,7 +81,7 @@ def run(argv: Sequence[str] | None) -> int:
             return _broken_pipe()
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return signals.INTERRUPTED
+        return INTERRUPTED
     except _UsageError as error:
         return _error(error.format_message())
     except Exception as error:
@@ -84,14 +93,14 @@ def run(argv: Sequence[str] | None) -> int:
 
 def _error(message: str) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
-    return process.ERROR
+    return ERROR
 
 
 def _in_words(error: Exception) -> str:
     """Message of an error, with the type of an error that is not from this library."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:  # the file's name, if it has one
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:  # the file's name, if it has one
         return f"cannot write to {error.filename or 'standard output'}: {error.strerror}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -99,7 +108,7 @@ def _in_words(error: Exception) -> str:
 def _broken_pipe() -> int:
     # Python flushes stdout once more at exit, which would fail without a reader.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return process.BROKEN_PIPE
+    return BROKEN_PIPE
 
 
 def _never_fail_on_encoding() -> None:
@@ -135,28 +144,48 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
-    parallel = settings.parallel or 1
-    if settings.sample and settings.sampling_seed is None and (parallel > 1 or process.started_together()):
+    ranks = settings.parallel or 1
+    if settings.sample and settings.sampling_seed is None and (ranks > 1 or started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
-    if parallel > 1 and not process.started_together():
-        signals.raise_on_interrupt()
-        return process.start_ranks(parallel, settings)
-    return _start("generate", settings, read_prompt(settings))
+    if ranks > 1 and not started_together():
+        return _start_ranks(ranks, settings)
+    return _start("generate", settings, read_prompt(settings.prompt, settings.file))
 
 
-def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
-    """Run a command with a model, with the output of other libraries off.
+def _start_ranks(count: int, settings: GenerateSettings) -> int:
+    """Check the settings, and run the same command line on `count` ranks."""
+    raise_on_interrupt()
+    if not hasattr(signal, "pthread_sigmask"):
+        raise InvalidArgumentError(f"--parallel {count} is not supported on Windows; leave it out")
+    from lookahead.parallel.launcher import run_ranks
 
-    The command's module is imported last: torch takes seconds, and help texts and errors must not wait for it.
+    check_memory(settings.config, count)
+    model = settings.find_model(Consoles(no_color=settings.no_color).notes)  # downloaded once, not by each rank
+    if model.is_gguf or model.is_mlx:
+        raise InvalidArgumentError(
+            f"--parallel {count} applies to transformers models only; leave it out for a GGUF file or a model of MLX"
+        )
+    if settings.device not in (None, "cpu"):
+        from lookahead.backends.loading import check_device  # late, as it imports torch
+
+        check_device(settings.device)
+    text = read_prompt(settings.prompt, settings.file)  # here, as ranks cannot share standard input
+    return run_ranks(count, "lookahead.cli:main", settings.argv, text.encode())
+
+
+def _start(module: str, settings: ModelSettings, *arguments: Any, entry: str = "run") -> int:
+    """Run function `entry` of a command's module, with the output of other libraries off.
+
+    The module is imported last: torch takes seconds, and help texts and errors must not wait for it.
     """
     if isinstance(settings, DecodingSettings) and settings.page is not None:
-        from lookahead.trace.recorder import check_path
+        from lookahead.trace import check_path
 
         check_path(settings.page)
     consoles = Consoles(no_color=settings.no_color)
-    settings = replace(settings, local_model=find_model(settings, consoles.notes))
+    settings = replace(settings, local_model=settings.find_model(consoles.notes))
     with spinner(consoles.notes, "loading the model"):
-        run = import_module(f"lookahead.cli.{command}").run
+        run = getattr(import_module(f"lookahead.cli.{module}"), entry)
     from lookahead.cli.loading import quiet_libraries
 
     with quiet_libraries(settings.in_options):
@@ -172,7 +201,7 @@ def compare(settings: CompareSettings) -> int:
     float32 they must be identical, also when sampled with one seed. In 16-bit types rounding can decide
     between tokens that are nearly equally likely.
     """
-    return _start("compare", settings, read_prompt(settings, DEMO_PROMPT))
+    return _start("compare", settings, read_prompt(settings.prompt, settings.file, DEMO_PROMPT))
 
 
 @command(app, TraceSettings)
@@ -183,7 +212,7 @@ def trace(settings: TraceSettings) -> int:
     accepted tokens, and the time of each part. Without a prompt a built-in one is used. After Ctrl-C the page shows
     the steps so far.
     """
-    return _start("generate", settings, read_prompt(settings, DEMO_PROMPT))
+    return _start("generate", settings, read_prompt(settings.prompt, settings.file, DEMO_PROMPT))
 
 
 @command(app, ChatSettings)
@@ -234,7 +263,7 @@ def warm_up(settings: WarmUpSettings) -> int:
     Compile the drafting loops, try the model and measure the time of its steps. Results are kept in the user's cache,
     for this kind of processor; the folders are printed.
     """
-    return _start("warm_up", settings)
+    return _start("tune", settings, entry="warm_up")
 
 
 @command(bench, BenchSettings, "run")
@@ -265,9 +294,11 @@ def bench_law(settings: LawSettings) -> int:
 @command(cache, Settings, "show")
 def cache_show(settings: Settings) -> int:
     """Print the folder and the size of these files."""
-    from lookahead.cli.cache import show
-
-    return show(Consoles(no_color=settings.no_color))
+    out, folder = Consoles(no_color=settings.no_color).out, user_cache() / OWN_FOLDER
+    out.print(str(folder))
+    for names, content in _CACHED.items():
+        out.print(f"  {decimal(sum(map(_bytes_in, folder.glob(names)))):>8}  {content}")
+    return OK
 
 
 @command(cache, Settings, "clear")
@@ -276,9 +307,18 @@ def cache_clear(settings: Settings) -> int:
 
     Models of the Hub (see `hf cache`) and memory files are stored elsewhere and stay.
     """
-    from lookahead.cli.cache import clear
+    folder = user_cache() / OWN_FOLDER
+    size, target = _bytes_in(folder), folder.resolve()
+    if target.exists():
+        shutil.rmtree(target)
+    if folder.is_symlink():  # later runs write to its target, so it has to exist
+        target.mkdir(exist_ok=True)
+    Consoles(no_color=settings.no_color).out.print(f"removed {decimal(size)} in {folder}")
+    return OK
 
-    return clear(Consoles(no_color=settings.no_color))
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @app.command("help", cls=Command)

@@ -11,11 +11,11 @@ from typing import Any
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
-from lookahead.cli import process, signals
 from lookahead.cli.generate import arguments_of, fitted, text_options
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, counts_line, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
+from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
 
@@ -63,8 +63,8 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
         if interrupted:
             consoles.notes.print("interrupted; run the same command again to resume")
     if interrupted:
-        return signals.INTERRUPTED
-    return process.DIFFERENT if failed else process.OK
+        return INTERRUPTED
+    return DIFFERENT if failed else OK
 
 
 def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -10,14 +10,23 @@ from rich.table import Table
 
 from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
-from lookahead.bench.rows import RowsFile, describe_machine, is_result, kept_lines, key_of, read_lines, results
+from lookahead.bench.rows import (
+    RowsFile,
+    describe_machine,
+    is_result,
+    kept_lines,
+    key_of,
+    read_lines,
+    results,
+    versions,
+)
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, references, summarise
-from lookahead.cli import process, signals
 from lookahead.cli.loading import compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, LawSettings
+from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK, raise_on_interrupt
 from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"
@@ -34,9 +43,9 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     compile_drafting(consoles.notes)
-    signals.raise_on_interrupt()
+    raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
-    circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
+    circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
     rows = results(settings.output, kept_lines(settings.output, is_result, restart=settings.restart))
     with RowsFile(settings.output, rows, key_of) as file:
@@ -47,7 +56,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
             consoles.notes.print(
                 f"interrupted; {settings.output} has all finished runs, run the same command again to resume"
             )
-            return signals.INTERRUPTED
+            return INTERRUPTED
     for (model, task), runs in summarise(file.rows).items():
         consoles.out.print(summary_table(runs, f"{model}, {task}"))
     return _verdict(differences(file.rows, references(file.rows)), consoles.notes)
@@ -68,7 +77,7 @@ def fit_law(settings: LawSettings) -> int:
             for line in lines:
                 table.add_row(*line)
             consoles.out.print(table)
-    return process.OK
+    return OK
 
 
 def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any], notes: Console) -> None:
@@ -113,4 +122,4 @@ def _verdict(differences: list[Difference], notes: Console) -> int:
         notes.print(str(difference))
     if errors:
         notes.print(f"{len(errors)} outputs differ from plain generate although they must be identical")
-    return process.DIFFERENT if errors else process.OK
+    return DIFFERENT if errors else OK

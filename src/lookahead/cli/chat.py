@@ -1,20 +1,42 @@
-"""`lookahead chat`: a conversation on the terminal or through a pipe."""
+"""`lookahead chat`: a conversation on the terminal or through a pipe, whose turns share one cache."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Literal
 
-from lookahead.cli import process, signals
-from lookahead.cli.conversation import Conversation, choose_format, read_template
-from lookahead.cli.generate import seed_draws, traced
-from lookahead.cli.inputs import checked, decoded, stdin_is
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import Cache
+
+from lookahead.backends.loading import LoadedModel, summary
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
+from lookahead.cli.generate import (
+    PromptInput,
+    Recording,
+    decode_with_lookahead,
+    fitted,
+    run_report,
+    seed_draws,
+    text_options,
+    traced,
+)
+from lookahead.cli.inputs import checked, decoded, read_text, stdin_is
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles, StepPrinter, print_json
+from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import ChatSettings
+from lookahead.cli.signals import ERROR, INTERRUPTED, OK, end_requested, handling
+from lookahead.core.sequence import common_start
+from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.text import conversation_text
 
 MARKER = "> "
 
@@ -54,18 +76,18 @@ class Chat:
 
     def run(self) -> int:
         """Handle each line of input, and return the exit code."""
-        code, types = process.OK, stdin_is(typed=True)
+        code, types = OK, stdin_is(typed=True)
         if types:
             self._note(f"chat with {self._conversation.name}; /help lists the commands, Ctrl-D ends")
         for line in typed_lines(self._consoles, marker_on_out=not self._json) if types else piped_lines():
             if line == "/exit":
                 break
             code = max(code, self._take(line))
-            if signals.end_requested():
-                return signals.INTERRUPTED
-            if code == signals.INTERRUPTED and not types:
+            if end_requested():
+                return INTERRUPTED
+            if code == INTERRUPTED and not types:
                 break
-        return process.OK if types else code
+        return OK if types else code
 
     def _take(self, line: str | InvalidArgumentError) -> int:
         """Handle one line, and return its exit code."""
@@ -82,8 +104,8 @@ class Chat:
             if self._json and not (isinstance(line, str) and line.startswith("/")):
                 prompt = line if isinstance(line, str) else None
                 print_json(self._consoles.out, {"prompt": prompt, "error": message})
-            return process.ERROR
-        return process.OK
+            return ERROR
+        return OK
 
     def _command(self, command: str) -> None:
         if command == "/reset":
@@ -106,7 +128,7 @@ class Chat:
             answer = self._conversation.answer(prompt, printer.step)
             printer.finish()
             self._note(self._conversation.line(prompt, answer))
-        return signals.INTERRUPTED if answer.interrupted else process.OK
+        return INTERRUPTED if answer.interrupted else OK
 
     def _note(self, text: str) -> None:
         self._consoles.notes.print(text, style="dim")
@@ -153,3 +175,256 @@ def _without_end(line: str) -> str:
     """Line without its line ending; a command also without surrounding white space."""
     line = line.removesuffix("\n").removesuffix("\r")
     return line.strip() if line.startswith("/") else line
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer of the model in one turn.
+
+    Attributes:
+        text: Text of the answer, without special tokens.
+        recording: Steps and times of the decoding.
+        prefilled_tokens: Number of prompt tokens that were computed, and not taken from the cache.
+        interrupted: Whether Ctrl-C stopped the answer; `text` may then be incomplete.
+        cut: Limit that ended the answer: `max_new_tokens` or the model's context. `None` if the model ended it.
+    """
+
+    text: str
+    recording: Recording
+    prefilled_tokens: int
+    interrupted: bool
+    cut: Literal["max_new_tokens", "context"] | None
+
+
+class Conversation:
+    """Conversation with one model. Turns share the cache and the learned drafts.
+
+    Each turn encodes the whole conversation again, as a template may change the text of earlier turns. The cache is
+    reused up to the first token that differs.
+
+    Args:
+        loaded: Model and tokenizer.
+        turns: Format that encodes the messages.
+        settings: System message, and options of decoding.
+
+    Attributes:
+        name: Title of the model.
+        messages: Messages so far.
+        cached: Tokens with keys and values in the cache.
+    """
+
+    def __init__(self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings) -> None:
+        self.name, self.tokenizer = loaded.title, loaded.tokenizer
+        self._loaded, self._turns = loaded, turns
+        self._config, self._max_new_tokens, self._system = settings.config, settings.max_new_tokens, settings.system
+        self._options = text_options(loaded, settings) | {"use_cache": True}
+        if self._config.preset == "paper":
+            self._options["ngram_pool"] = NGramPool(self._config.ngram_size, self._config.guess_set_size)
+        self._session = open_session(loaded.model)
+        self._session.keep_text()
+        self._cache: Cache | None = None
+        self.cached: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system message. Learned drafts stay, as they never change the text."""
+        self.messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
+        self._forget_cache()
+
+    def prompt(self, text: str) -> PromptInput:
+        """Encode the conversation with a new turn `text`, as input for the model.
+
+        Raises:
+            InvalidArgumentError: The context has no room for an answer. The conversation stays unchanged.
+        """
+        input_ids = self._turns.encode([*self.messages, _turn("user", text)])
+        what = "with this turn the conversation has"
+        advice = "the turn was not sent; write a shorter one, or start over with /reset"
+        return fitted(self._loaded, text, input_ids, self._max_new_tokens, what, advice)
+
+    def answer(self, prompt: PromptInput, on_step: Callable[[list[int]], None] | None = None) -> Reply:
+        """Let the model answer; `on_step` is called with the tokens of every step.
+
+        Ctrl-C ends the answer after the current step, a second Ctrl-C at once. An incomplete answer stays in the
+        conversation. After an answer without tokens, or an error, the turn is removed.
+        """
+        ids: list[int] = prompt.input_ids[0].tolist()
+        reused = self._crop(ids)
+        options = self._options if self._cache is None else self._options | {CACHE: self._cache}
+        recording, interruption = Recording(on_step), Interruption()
+        with handling(signal.SIGINT, interruption.on_signal):
+            try:
+                criteria = StoppingCriteriaList([interruption])
+                output = decode_with_lookahead(
+                    self._loaded, prompt, self._config, recording, stopping_criteria=criteria, **options
+                )
+                cache = getattr(output, CACHE)
+                self._cache = cache if knows_its_length(cache) else None
+                self.cached = (
+                    [] if self._cache is None else (ids + recording.tokens)[:-1]
+                )  # the last token was not read
+            except KeyboardInterrupt:  # the call leaves the cache unchanged
+                interruption.requested = True
+        reused = self._session.reused_tokens(reused)
+        text = decode(self.tokenizer, recording.tokens)
+        if recording.tokens:
+            self.messages += [_turn("user", prompt.text), _turn("assistant", text)]
+        return Reply(text, recording, len(ids) - reused, interruption.requested, self._cut(prompt, recording.tokens))
+
+    def report(self, prompt: PromptInput, answer: Reply) -> dict[str, Any]:
+        """Report of a turn, as plain numbers and lists."""
+        return run_report(self.tokenizer, answer.recording) | {
+            "prompt": prompt.text,
+            "prompt_tokens": prompt.input_ids.shape[1],
+            "prefilled_tokens": answer.prefilled_tokens,
+            "max_new_tokens": prompt.max_new_tokens,
+            "cut": answer.cut,
+            "interrupted": answer.interrupted,
+        }
+
+    def line(self, prompt: PromptInput, answer: Reply) -> str:
+        """Line of statistics about a turn."""
+        recording = answer.recording
+        if answer.interrupted and not recording.tokens:
+            return "interrupted before the first token; the turn is removed"
+        line = counts_line(recording.statistics.tokens, recording.statistics.steps, recording.wall_seconds)
+        line += f", {answer.prefilled_tokens} tokens prefilled"
+        if answer.cut == "max_new_tokens":
+            line += f"; cut at --max-new-tokens {prompt.max_new_tokens}"
+        elif answer.cut == "context":
+            context = self._loaded.context_length
+            line += f"; cut at the end of the model's context of {context} tokens, /reset starts over"
+        return f"interrupted: {line}" if answer.interrupted else line
+
+    def _cut(self, prompt: PromptInput, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
+        ends = self._loaded.model.generation_config.eos_token_id
+        if len(tokens) < prompt.max_new_tokens or tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+            return None
+        return "max_new_tokens" if prompt.max_new_tokens == self._max_new_tokens else "context"
+
+    def _crop(self, ids: Sequence[int]) -> int:
+        """Crop the cache to its common prefix with `ids`, and return the length of the prefix.
+
+        The cache is dropped if it cannot be cropped, or if a new prefill would give other values.
+        """
+        reused = common_start(self.cached, ids[:-1])  # the last token is always computed, for its logits
+        limit = self._loaded.fixed_positions
+        if self._cache is not None and reused < len(self.cached):
+            try:
+                self._cache.crop(reused - len(self.cached))
+            except (ValueError, RuntimeError):  # layers with a window or a state cannot be cropped
+                reused = 0
+        if reused == 0 or (limit is not None and max(len(ids), len(self.cached)) > limit):
+            self._forget_cache()
+        self.cached = self.cached[:reused]
+        return len(self.cached)
+
+    def _forget_cache(self) -> None:
+        self._cache, self.cached = None, []
+
+
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+class Interruption(StoppingCriteria):  # type: ignore[misc]
+    """Stopping criterion that a signal sets.
+
+    Generation ends between two tokens, with a regular output and cache.
+
+    Attributes:
+        requested: Whether generation should stop.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Request a stop.
+
+        Raises:
+            KeyboardInterrupt: A stop was requested before.
+        """
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each row ends here, `[rows]`."""
+        return torch.full((len(input_ids),), self.requested, dtype=torch.bool)  # on the CPU, to avoid a device sync
+
+
+Message = Mapping[str, str]
+"""Message of one side: `role` ("system", "user" or "assistant") and `content`."""
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """Format of a conversation as one text.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        template: Chat template in Jinja, `None` for the tokenizer's own.
+        plain: Use no template: every turn begins on a new line, and the model continues the text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+    plain: bool = False
+
+    def encode(self, messages: Sequence[Message]) -> torch.Tensor:
+        """Encode a conversation as tokens `[1, S]`, up to the start of the model's next answer.
+
+        Raises:
+            InvalidArgumentError: The template raises an error.
+        """
+        if self.plain:
+            text = conversation_text((message["role"], message["content"]) for message in messages)
+        else:
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    chat_template=self.template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            except Exception as error:  # templates raise any error, for example to refuse a system message
+                raise InvalidArgumentError(f"the chat template fails: {summary(error)}") from error
+        encoded: Any = self.tokenizer(text, add_special_tokens=self.plain, return_tensors="pt", verbose=False)
+        return encoded["input_ids"]  # type: ignore[no-any-return]
+
+
+def read_template(settings: ChatSettings) -> str | None:
+    """Read the template that the settings name, `None` if they name none."""
+    if settings.template is None:
+        return None
+    if settings.raw:
+        raise InvalidArgumentError(
+            f"--raw uses no template, but --template {settings.template} names one; choose one of the two"
+        )
+    return read_text(settings.template, "the template", "--template")
+
+
+def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedModel, notes: Console) -> TurnFormat:
+    """Choose the format by the settings, and try it on a first turn."""
+    plain = settings.raw
+    if settings.model is None:
+        notes.print(
+            "note: no --model was given, so the demonstration model is used; it is a small model of Python code: it "
+            "continues code, it does not answer questions"
+        )
+        plain = plain or template is None
+    if not (plain or template or loaded.tokenizer.chat_template):
+        raise InvalidArgumentError(
+            f"--model {settings.model}: the tokenizer has no chat template; give a Jinja template with --template "
+            "FILE, or send turns as plain text with --raw"
+        )
+    turns, question = TurnFormat(loaded.tokenizer, template, plain), _turn("user", "Hello")
+    if settings.system is None:
+        turns.encode([question])
+        return turns
+    both = turns.encode([_turn("system", checked(settings.system, "the text of --system")), question])
+    with suppress(InvalidArgumentError):  # a template may insist on a system message
+        if settings.system and torch.equal(both, turns.encode([question])):
+            notes.print("note: the chat template ignores the message of --system")
+    return turns

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from lookahead.backends.loading import LoadedModel
 from lookahead.bench.summary import first_difference, repeated_cycle_share
-from lookahead.cli import process, signals
 from lookahead.cli.generate import (
     PromptInput,
     Recording,
@@ -30,6 +29,7 @@ from lookahead.cli.generate import (
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
+from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK
 from lookahead.demo import DEMO_PROMPT
 from lookahead.text import Tokenizer
 
@@ -76,8 +76,8 @@ def run(settings: CompareSettings, consoles: Consoles, text: str) -> int:
         if report["first_difference"] is not None:
             consoles.out.print(_difference_line(report["first_difference"], loaded))
     if interrupted:
-        return signals.INTERRUPTED
-    return process.OK if report["first_difference"] is None else process.DIFFERENT
+        return INTERRUPTED
+    return OK if report["first_difference"] is None else DIFFERENT
 
 
 def _run_rounds(

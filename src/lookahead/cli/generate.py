@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
@@ -13,13 +15,15 @@ from rich.console import Console
 
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel
-from lookahead.cli import process, signals
+from lookahead.bench.rows import versions
 from lookahead.cli.loading import load_for_decoding, memory_errors_explained
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings
+from lookahead.cli.signals import INTERRUPTED, OK, handling, raise_on_interrupt
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
+from lookahead.parallel.settings import environment_number, started_together
 from lookahead.text import Tokenizer
 from lookahead.trace import Trace
 
@@ -29,10 +33,21 @@ if TYPE_CHECKING:
 
 def run(settings: DecodingSettings, consoles: Consoles, text: str) -> int:
     """Continue `text`, print the new tokens, and return the exit code."""
-    if process.started_together():
-        signals.raise_on_interrupt()  # so that rank 0 can stop the other ranks
-    with process.joined_ranks() as group:
-        return _run(settings if group is None else process.on_own_device(settings), consoles, text, group)
+    if not started_together():
+        return _run(settings, consoles, text, None)
+    raise_on_interrupt()  # so that rank 0 can stop the other ranks
+    from lookahead.parallel import join  # late, as it imports torch.distributed
+
+    with ExitStack() as stack:
+        group = stack.enter_context(join())
+        if group.rank:  # only rank 0 prints
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        if settings.device is None and torch.cuda.is_available():
+            number = environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
+            settings = replace(settings, device=f"cuda:{number}")
+        return _run(settings, consoles, text, group)
 
 
 def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: ParallelGroup | None) -> int:
@@ -41,9 +56,12 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
     printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
     recording = Recording(None if printer is None else printer.step)
     seed_draws(settings)
+    # The launcher of ranks turns Ctrl-C into SIGTERM for rank 0.
+    is_first = group is not None and group.rank == 0
+    stopping = handling(signal.SIGTERM, signal.default_int_handler) if is_first else nullcontext()
     with traced(settings, loaded, consoles.notes) as config:
         # After KeyboardInterrupt `recording.complete` stays False, and the tokens so far are printed.
-        with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
+        with suppress(KeyboardInterrupt), stopping:
             options = text_options(loaded, settings)
             decode_with_lookahead(loaded, prompt, config, recording, parallel=group, **options)
         if printer is None:
@@ -52,7 +70,7 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
         else:
             printer.finish()
             print_statistics(consoles.notes, recording)
-    return process.OK if recording.complete else signals.INTERRUPTED
+    return OK if recording.complete else INTERRUPTED
 
 
 def print_statistics(notes: Console, recording: Recording) -> None:
@@ -283,7 +301,7 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "repetition_penalty": settings.repetition_penalty,
         "stop": settings.stop or [],
         "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
-        "versions": process.versions(),
+        "versions": versions(),
     }
 
 

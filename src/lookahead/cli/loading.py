@@ -18,8 +18,7 @@ from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memo
 from lookahead.backends.number_type import use_faster_type
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
-from lookahead.cli import signals
-from lookahead.cli.inputs import FoundModel
+from lookahead.cli.model_files import FoundModel
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import (
     BatchSettings,
@@ -32,6 +31,7 @@ from lookahead.cli.settings import (
     TraceSettings,
     WarmUpSettings,
 )
+from lookahead.cli.signals import raise_on_interrupt
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.background import BACKGROUND
 from lookahead.drafting.warm_up import compile_loops
@@ -148,7 +148,7 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     if waits:
         compile_drafting(notes)
     if not isinstance(settings, ServeSettings):  # the server handles signals itself
-        signals.raise_on_interrupt()
+        raise_on_interrupt()
     return loaded
 
 

@@ -65,22 +65,13 @@ def measuring_progress(notes: Console, auto_refresh: bool = False) -> Progress:
 
 
 def spinner(notes: Console, message: str) -> Live:
-    """Spinner with a message, on a terminal only."""
+    """Spinner with a message, on a terminal only; shown at once, where `Console.status` waits for its thread."""
     return Live(Spinner("dots", text=message), console=notes, transient=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Text of generated tokens, without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def bytes_in_words(count: float) -> str:
-    """Number of bytes with a decimal unit (1 kB is 1000 bytes)."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def counts_line(tokens: int, steps: int, seconds: float) -> str:

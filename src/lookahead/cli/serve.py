@@ -7,11 +7,11 @@ from pathlib import Path
 
 from lookahead.backends.loading import LoadedModel, with_adapter
 from lookahead.backends.machine import free_bytes
-from lookahead.cli import process
 from lookahead.cli.inputs import adapter_folders, read_api_keys
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
+from lookahead.cli.signals import OK
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, extra_hint
 from lookahead.serving import Engine
@@ -72,7 +72,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
             longest = min(limit for limit in (loaded.context_length, _longest_text(engine)) if limit is not None)
             models.append(ServedModel(**vars(loaded), name=name, engine=engine, config=config, max_length=longest))
         serve(models, server, listener, tracing)
-    return process.OK
+    return OK
 
 
 def _rounding(loaded: LoadedModel, config: LookaheadConfig) -> str | None:

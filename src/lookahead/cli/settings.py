@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lookahead.cli import process
-from lookahead.cli.inputs import FoundModel
+from rich.console import Console
+
+from lookahead.cli.model_files import FoundModel, find_model
 from lookahead.cli.options import (
     CONVERSATION,
     LIMITS,
@@ -34,6 +35,7 @@ from lookahead.cli.options import (
 )
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
+from lookahead.parallel.settings import environment_number, scale_config, started_together
 
 
 def _dtype(default: str) -> Any:
@@ -82,6 +84,10 @@ class ModelSettings(Settings):
     local_model: FoundModel | None = None  # local files of the model, once found or downloaded
     dtype: str = _dtype("auto")
     device: str | None = _device()
+
+    def find_model(self, notes: Console) -> FoundModel:
+        """Find or download the model; see `model_files.find_model`."""
+        return find_model(self.model, self.revision, self.trust_remote_code, self.allow_pickle, notes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +210,8 @@ class GenerateSettings(DecodingSettings, PromptSource):
         """Configuration of drafting, scaled to the number of ranks unless sizes are given."""
         config = super().configuration(options)
         sized = any(options[name] is not None for name in ("step_budget", "window_size", "guess_set_size"))
-        return config if sized else process.scaled(config, options["parallel"])
+        ranks = options["parallel"] or (environment_number("WORLD_SIZE", 1) if started_together() else 1)
+        return config if sized or ranks == 1 else scale_config(config, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

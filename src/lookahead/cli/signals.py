@@ -1,4 +1,4 @@
-"""Signals that end this process. This module is imported first, and imports no other module of the package."""
+"""Exit codes, and signals that end this process. Imported first; imports no other module of the package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+OK = 0
+DIFFERENT = 1
+"""Outputs differ, or prompts were not answered."""
+ERROR = 2
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
+BROKEN_PIPE = 141
+"""128 + SIGPIPE: the reader of the output has closed it."""
 
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -75,11 +81,6 @@ def raise_on_interrupt() -> None:
 def end_requested() -> bool:
     """Whether the last signal ends the program: any signal but SIGINT, which interrupts an answer."""
     return _current().number not in (None, signal.SIGINT)
-
-
-def exit_code(code: int, number: int | None) -> int:
-    """Exit code of a run: 128 plus the signal's number if a signal interrupted it, else `code`."""
-    return 128 + number if code == INTERRUPTED and number is not None else code
 
 
 def _is_ours(number: int) -> bool:

@@ -10,8 +10,7 @@ import torch
 
 from compared.case import Case
 from compared.outcome import BOTH_RAISE, EQUAL, KINDS, NEAR_TIE, NOT_BUILT, REFUSED, WRONG, Outcome, run_case
-from lookahead.bench.rows import Row, RowsFile, describe_machine, kept_lines
-from lookahead.cli import process
+from lookahead.bench.rows import Row, RowsFile, describe_machine, kept_lines, versions
 
 
 def report(outcomes: list[Outcome], table: str) -> str:
@@ -154,4 +153,4 @@ def _row(outcome: Outcome, table: str) -> Row:
 
 def _header() -> Row:
     machine = describe_machine(torch.device("cpu"))
-    return {"kind": "header", "machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
+    return {"kind": "header", "machine": machine, "versions": versions(), "date": date.today().isoformat()}
