@@ -65,7 +65,6 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn errors of loading into an error that names the model."""
     try:
         yield
     except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
@@ -181,12 +180,7 @@ class MethodRunner:
     def run(self, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Row:
         """Measure one call, and return its output, times, and nodes and added tokens per step as fields of a row.
 
-        Nodes do not include the prompt, but the root.
-
-        Args:
-            input_ids: Prompt, `[1, S]`.
-            task: Task with the length of the output and the sampling.
-            number: Index of the prompt in its file, which is added to the seed.
+        Nodes include the root, not the prompt. `number`, the index of the prompt in its file, is added to the seed.
         """
         return self._call(self.method, input_ids, task, number)
 
@@ -247,10 +241,7 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Row, Any
 class TimedRun:
     """One run of a benchmark.
 
-    Attributes:
-        order: Index of the method in the suite.
-        repeat: Index of the pass over the prompts.
-        input_ids: Tokens of the prompt after cutting, `[1, S]`.
+    `order` is the index of the method in the suite, `repeat` of the pass over the prompts; `input_ids` is `[1, S]`.
     """
 
     model: BenchModel
@@ -387,10 +378,7 @@ class Benchmark:
         ]
 
     def _forget_unfinished(self, requests: Sequence[Sequence[TimedRun]], file: RowsFile) -> None:
-        """Drop the rows of methods with a memory that did not finish the pass.
-
-        Their memory is lost, so a pass resumed in the middle would measure another case.
-        """
+        """Drop the rows of an unfinished pass of methods with a memory: it is lost, so the rest would differ."""
         for method in self._suite.methods:
             if method.has_memory:
                 keys = {request.key for of_prompt in requests for request in of_prompt if request.method == method}

@@ -58,15 +58,12 @@ class RowsFile:
     """
 
     def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
-        """Rewrite the file with the rows to keep, without a last line that a crash has cut off.
+        """Write the file with the rows to keep, without a last line that a crash has cut off.
 
         Args:
             path: Path of the file. Missing folders are made, and a symbolic link is kept.
             kept: Rows to begin with, from `kept_lines`.
             key: Function that returns the key of a row.
-
-        Raises:
-            OSError: The file cannot be written.
         """
         self.path = path
         plain, compressed = _names(path)
@@ -134,13 +131,7 @@ class RowsFile:
 
 
 def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
-    """Check that the rows of a file were measured with the same settings.
-
-    Args:
-        path: Path of the file.
-        then: Row or header of the file.
-        now: Values that must be equal in `then`.
-        what: Description of the row for the error.
+    """Check that row `then` of a file has the settings `now`; `what` describes the row in the error.
 
     Raises:
         InvalidArgumentError: A value differs; the message names it.
@@ -256,7 +247,6 @@ def results(path: Path, rows: list[Row]) -> list[Row]:
 
 
 def _difference(then: Any, now: Any) -> str:
-    """Describe the first value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             if then.get(name) != now.get(name):
@@ -297,12 +287,9 @@ class Prompt:
 
 
 def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = False) -> list[Prompt]:
-    """Read the prompts of a task, in the order of the file.
+    """Read the prompts of a task, in the order of the file, at most `limit` of its selection.
 
-    Args:
-        task: Task with the file and the selection of prompts.
-        limit: Maximum number of prompts, after the task's own selection.
-        faulty: Return prompts without a usable text too, with the error in `fault`.
+    With `faulty`, prompts without a usable text are returned too, with the error in `fault`.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or a line is malformed; the message names the line.
@@ -355,13 +342,7 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
 
 
 def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, context: int | None) -> torch.Tensor:
-    """Encode a prompt, cut so that the context has room for `max_new_tokens`. Shape [1, S], int64.
-
-    Args:
-        prompt: Prompt to encode.
-        task: Task with the lengths, and the end of the prompt to keep.
-        tokenizer: Tokenizer of the model.
-        context: Context length of the model in tokens, `None` if unlimited.
+    """Encode a prompt, cut so that the context of the model has room for `max_new_tokens`. Shape [1, S], int64.
 
     Raises:
         InvalidArgumentError: The context has no room for a prompt, or the prompt has no tokens.

@@ -114,11 +114,7 @@ class TaskSpec:
 class MethodSpec:
     """Decoding method: this library, or transformers' own `generate` with further arguments.
 
-    Attributes:
-        name: Name in rows and tables.
-        lookahead: Configuration of this library; `None` for transformers.
-        transformers: Further arguments of `generate`.
-        assistant: Folder of the draft model for transformers' assisted generation, or `"demo"`.
+    `assistant` is the folder of the draft model for transformers' assisted generation, or `"demo"`.
     """
 
     name: str = _key(str)

@@ -99,12 +99,7 @@ def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
 
 
 def differences(rows: Sequence[Row], expected: Mapping[Any, list[int]]) -> list[Difference]:
-    """Outputs that differ from the reference; outputs without a reference are skipped.
-
-    Args:
-        rows: Rows to compare.
-        expected: Outputs from `references`.
-    """
+    """Outputs that differ from the reference (`expected`); outputs without a reference are skipped."""
     compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
     places = [(row, first_difference(row["output"], text)) for row, text in compared]
     return [Difference(row, place, bool(row["exact"])) for row, place in places if place is not None]
@@ -278,7 +273,6 @@ def run_of(row: Row) -> tuple[Any, ...]:
 
 
 def _seconds(row: Row | None, clock: str) -> float | None:
-    """Seconds per token of a run; `None` without tokens."""
     return row[f"{clock}_seconds"] / row["tokens"] if row and row["tokens"] else None
 
 

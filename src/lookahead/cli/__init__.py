@@ -59,7 +59,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _end(codes: Sequence[int]) -> None:
-    """End this process with the exit code in `codes`, if there is one, without Python's own shutdown."""
     from contextlib import suppress
 
     if not codes:

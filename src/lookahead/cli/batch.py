@@ -68,7 +68,6 @@ def run(settings: BatchSettings, consoles: Consoles) -> int:
 
 
 def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Counts of tokens and steps over all answers."""
     return {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "tokens", "steps")}
 
 
@@ -102,7 +101,6 @@ def _submit(settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt
 
 
 def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any]:
-    """Output row of a finished request."""
     try:
         handle.result()
     except Exception as error:

@@ -60,15 +60,10 @@ def run(settings: ChatSettings, consoles: Consoles) -> int:
 
 
 class Chat:
-    """Loop that reads turns and commands, and prints answers.
+    """Loop that reads turns and commands, and prints answers; with `json` each turn as one JSON object.
 
     With typed input, an error is printed and the next turn is read. With piped input, an error also sets the exit code,
     and Ctrl-C ends the chat.
-
-    Args:
-        consoles: Consoles for answers and for notes.
-        conversation: Conversation that answers the turns.
-        json: Print each turn as one JSON object.
     """
 
     def __init__(self, consoles: Consoles, conversation: Conversation, json: bool) -> None:
@@ -90,7 +85,6 @@ class Chat:
         return OK if types else code
 
     def _take(self, line: str | InvalidArgumentError) -> int:
-        """Handle one line, and return its exit code."""
         try:
             if isinstance(line, InvalidArgumentError):
                 raise line
@@ -137,8 +131,7 @@ class Chat:
 def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str | InvalidArgumentError]:
     """Yield lines from the keyboard, or the error of a line that is not valid UTF-8.
 
-    Lines can be edited if `readline` is available. The prompt marker is printed on standard output if `marker_on_out`
-    is set and it is a terminal, else on standard error.
+    The marker is printed on standard output if `marker_on_out` is set and it is a terminal, else on standard error.
     """
     with suppress(ImportError):  # missing on some systems; `input` uses it once it is imported
         import readline  # noqa: F401
@@ -201,11 +194,6 @@ class Conversation:
 
     Each turn encodes the whole conversation again, as a template may change the text of earlier turns. The cache is
     reused up to the first token that differs.
-
-    Args:
-        loaded: Model and tokenizer.
-        turns: Format that encodes the messages.
-        settings: System message, and options of decoding.
 
     Attributes:
         name: Title of the model.
@@ -328,23 +316,13 @@ def _turn(role: str, content: str) -> Message:
 
 
 class Interruption(StoppingCriteria):  # type: ignore[misc]
-    """Stopping criterion that a signal sets.
-
-    Generation ends between two tokens, with a regular output and cache.
-
-    Attributes:
-        requested: Whether generation should stop.
-    """
+    """Stopping criterion that a signal sets: generation ends between two tokens, with a regular output and cache."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Request a stop.
-
-        Raises:
-            KeyboardInterrupt: A stop was requested before.
-        """
+        """Request a stop; the second request raises `KeyboardInterrupt`."""
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

@@ -87,12 +87,9 @@ def print_statistics(notes: Console, recording: Recording) -> None:
 
 @dataclass(frozen=True)
 class PromptInput:
-    """Prompt as text and as the model's input.
+    """Prompt as text and as input `[1, S]` on the model's device.
 
-    Attributes:
-        text: Text of the prompt, unchanged.
-        input_ids: Tokens of the prompt on the model's device. Shape [1, S].
-        max_new_tokens: Maximum number of new tokens, within the model's context.
+    `max_new_tokens` is within the model's context.
     """
 
     text: str
@@ -121,16 +118,9 @@ def fitted(
 ) -> PromptInput:
     """Make a prompt of tokens `[1, S]`, with `max_new_tokens` clipped to the rest of the model's context.
 
-    Args:
-        loaded: Model with its context length.
-        text: Text of the prompt.
-        input_ids: Tokens of the prompt, `[1, S]`.
-        max_new_tokens: Maximum number of new tokens.
-        what: Start of the error message for a prompt that is too long.
-        advice: Remedy in that message.
-
     Raises:
-        InvalidArgumentError: The prompt has no tokens, or leaves no room for a new one.
+        InvalidArgumentError: The prompt has no tokens, or no room for a new one: a message of `what`, the length, and
+            `advice`.
     """
     length, context = input_ids.shape[1], loaded.context_length
     if length == 0:
@@ -184,15 +174,7 @@ class Recording:
 def decode_with_lookahead(
     loaded: LoadedModel, prompt: PromptInput, config: LookaheadConfig, recording: Recording, **options: Any
 ) -> Any:
-    """Decode with lookahead into `recording`, and return the output of `lookahead.generate`.
-
-    Args:
-        loaded: Model and tokenizer.
-        prompt: Prompt to continue.
-        config: Configuration of drafting.
-        recording: Record of the run, filled step by step.
-        **options: Further arguments of `lookahead.generate`.
-    """
+    """Decode with lookahead into `recording`, and return the output of `lookahead.generate`, which takes `options`."""
     with _timed(loaded, recording):
         output: Any = generate(
             loaded.model,
@@ -307,11 +289,7 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
 
 @contextmanager
 def traced(settings: DecodingSettings, loaded: LoadedModel, notes: Console) -> Iterator[LookaheadConfig]:
-    """Yield the configuration, with a trace if the settings name a page for it; the page is written at the end.
-
-    Raises:
-        InvalidArgumentError: The page cannot be written.
-    """
+    """Yield the configuration, with a trace if the settings name a page for it; the page is written at the end."""
     path, config = settings.page, settings.config
     if path is None:
         yield config

@@ -55,6 +55,8 @@ class _Bar(tqdm):
 class Repository:
     """One commit of a repository: from the Hub or, if the Hub cannot be reached, from the cache.
 
+    Failures become an `InvalidArgumentError`.
+
     Args:
         repo: Name of the repository.
         revision: Branch, tag or commit; the main branch if not given.
@@ -63,9 +65,6 @@ class Repository:
         repo: Name of the repository.
         commit: Hash of the commit.
         names: File names of the commit; offline, its files in the cache.
-
-    Raises:
-        InvalidArgumentError: The repository does not exist or is not accessible.
     """
 
     def __init__(self, repo: str, revision: str | None) -> None:
@@ -84,11 +83,7 @@ class Repository:
             self.names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
     def get(self, names: Sequence[str]) -> Path:
-        """Download missing files, with a progress bar on a terminal, and return the folder.
-
-        Raises:
-            InvalidArgumentError: The files cannot be downloaded.
-        """
+        """Download missing files, with a progress bar on a terminal, and return the folder."""
         if all(self._cached_file(name) for name in names):
             folder = self._cached_folder()
             assert folder is not None
@@ -106,11 +101,7 @@ class Repository:
         return folder
 
     def read(self, name: str) -> bytes:
-        """Read a small file.
-
-        Raises:
-            InvalidArgumentError: The file cannot be downloaded.
-        """
+        """Read a small file."""
         path = self._cached_file(name)
         try:
             if path is None:
@@ -131,7 +122,6 @@ class Repository:
         return Path(file) if isinstance(file, str) and self.commit in Path(file).parts else None
 
     def _cached_folder(self) -> Path | None:
-        """Folder of the revision in the cache."""
         try:
             # Without patterns a partial download is found too; its files are checked one by one.
             path = snapshot_download(self.repo, revision=self._revision, local_files_only=True, allow_patterns=[])

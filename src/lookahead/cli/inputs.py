@@ -10,12 +10,9 @@ from lookahead.errors import InvalidArgumentError
 
 
 def read_prompt(prompt: str | None, file: Path | None, default: str = "") -> str:
-    """Read the prompt from the argument, a file, or standard input.
+    """Read the prompt from the argument, a file, or standard input (`-`).
 
-    Args:
-        prompt: Argument; `-` for standard input.
-        file: File of the option `--file`; `-` for standard input.
-        default: Prompt if none is given and standard input is empty, as in a scheduled job.
+    `default` applies if none is given and standard input is empty, as in a scheduled job.
 
     Raises:
         InvalidArgumentError: No prompt, an empty one, or two are given.

@@ -68,11 +68,7 @@ def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
 
 
 def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]:
-    """Arguments of `load_gguf`; none for a transformers model.
-
-    Raises:
-        InvalidArgumentError: An option does not apply to this kind of model.
-    """
+    """Arguments of `load_gguf`; none for a transformers model. Options of the other kind of model are refused."""
     name = settings.model or source.path
     if not isinstance(settings, TextSettings):
         if source.is_gguf or source.is_mlx:
@@ -156,10 +152,7 @@ def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
 def quiet_libraries(worded: Callable[[str], str] = str) -> Iterator[None]:
     """Hide warnings, logs and progress bars of other libraries.
 
-    Warnings of this library are printed in one line on standard error.
-
-    Args:
-        worded: Function that adapts their text to the command line.
+    Warnings of this library are printed in one line on standard error, adapted to the command line by `worded`.
     """
 
     def say(message: Warning | str, *where: Any, **more: Any) -> None:

@@ -110,11 +110,7 @@ def _check_folder(path: Path, pickles: bool) -> None:
 
 
 def _weights_among(names: Collection[str], pickles: bool, model: str) -> str | None:
-    """File name of the weights, or of the index of their parts; `None` if there are none.
-
-    Raises:
-        InvalidArgumentError: The only weights are pickles, and `pickles` is not set.
-    """
+    """File name of the weights, or of the index of their parts, if there are any. Pickles may be refused."""
     weights = next((name for name in (*SAFE, *PICKLED) if name in names), None)
     if weights in PICKLED and not pickles:
         raise InvalidArgumentError(
@@ -165,9 +161,6 @@ def _chosen_gguf(repository: Repository, pattern: str, notes: Console) -> str:
     """GGUF file that matches `pattern`: its whole name, else the end of its name, else a part of it.
 
     Several matches are listed for a choice on a terminal. An empty `pattern` matches all files.
-
-    Raises:
-        InvalidArgumentError: No file matches, or several and nobody can choose.
     """
     if pattern in repository.names and pattern.lower().endswith(".gguf"):
         return pattern

@@ -34,7 +34,7 @@ _SettingsT = TypeVar("_SettingsT", bound="Settings")
 
 
 def _number(kind: type[Any], allowed: str = "", fits: Callable[[Any], bool] = lambda number: True) -> Any:
-    """Make a parser of numbers that raises an error for texts that are not numbers or not in range."""
+    """Make a parser of numbers that refuses other texts, and numbers out of range."""
 
     def parse(text: str) -> Any:
         try:
@@ -59,10 +59,7 @@ probability = _number(float, "above 0 and at most 1", lambda number: 0 < number 
 
 
 def not_empty(text: str) -> str:
-    """Return `text`, or raise an error if it is empty.
-
-    An empty stop text would match at once, and an empty path is the current folder.
-    """
+    """Refuse an empty text: a stop text would match at once, and an empty path is the current folder."""
     if not text:
         raise typer.BadParameter("'' is empty; give a text, or leave the option out")
     return text
@@ -96,8 +93,7 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
         usage: Names on the command line and, unless the parser has one, a placeholder for the value.
         panel: Panel of the help text.
         help: Help text.
-        parser: Function that converts the text of the option or raises an error; typer's own for the field's type if
-            not given.
+        parser: Function that converts the text or raises an error; by default typer's own for the field's type.
         default: Value without the option; `...` if the option is required.
         label: Default in the help text; `True` for the value, `False` for none.
     """

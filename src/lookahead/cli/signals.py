@@ -39,11 +39,7 @@ class Ending:
         self.number: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal.
-
-        Raises:
-            KeyboardInterrupt: `raises` is set.
-        """
+        """Handle a signal."""
         self.number = number
         if self.raises:
             raise KeyboardInterrupt

@@ -104,11 +104,7 @@ def _store_curve(loaded: LoadedModel, points: Sequence[Point], pack_weights: boo
 
 
 def _fitting_contexts(requested: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
-    """Text lengths to measure at. Defaults longer than the model's context are left out.
-
-    Raises:
-        InvalidArgumentError: A requested length exceeds the model's context.
-    """
+    """Text lengths to measure at. Defaults longer than the model's context are left out; requested ones are errors."""
     limit = loaded.context_length
     contexts = sorted(set(requested or CONTEXTS))
     fitting = [context for context in contexts if limit is None or context <= limit]
@@ -122,7 +118,6 @@ def _fitting_contexts(requested: Sequence[int] | None, loaded: LoadedModel, note
 def _measured_steps(
     loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], repeats: int, pack_weights: bool, notes: Console
 ) -> list[Point]:
-    """Time steps of each size in `nodes` after texts of each length in `contexts`, with a progress bar."""
     advice = "a shorter --context, fewer --nodes or --dtype bfloat16"
     with measuring_progress(notes) as bar, memory_errors_explained(f"on {loaded.model.device} while measuring", advice):
         task = bar.add_task("warming up", total=timings(nodes, contexts, repeats))
@@ -134,7 +129,6 @@ def _measured_steps(
 
 
 def _measurement_table(points: Sequence[Point], cost: StepCosts, clock: str) -> Table:
-    """Table with a row for each size and length: time, ratio to a one-token step, fitted time."""
     table = Table(title=f"{'CPU' if clock == 'cpu' else 'wall'} time of a step")
     for title in ("context", "nodes", "ms", "over one token", "fit, ms"):
         table.add_column(title, justify="right")

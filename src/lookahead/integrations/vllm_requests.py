@@ -109,7 +109,6 @@ def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextAr
 
 @compiled
 def _precedes(place: int, tokens: NDArray[np.int32], texts: TextArrays) -> bool:
-    """Whether `tokens` begin with the text in slot `place`."""
     return bool(_is_begun_by(place, tokens, len(tokens), texts))
 
 

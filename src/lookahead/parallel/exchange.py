@@ -168,7 +168,8 @@ Bytes = NDArray[np.uint8]
 class Exchange:
     """All-gather of bytes over a process group of CPU tensors.
 
-    Python writes and reads the messages, so they stay in main memory, whatever device the model is on.
+    Messages stay in main memory, whatever device the model is on, as Python writes and reads them. An exchange raises a
+    `ParallelError` that names the rank if one does not take part.
 
     Args:
         group: A process group that carries CPU tensors, `gloo` for example.
@@ -191,22 +192,14 @@ class Exchange:
         self.failure: ParallelError | None = None
 
     def gather(self, message: Bytes) -> list[Bytes]:
-        """Send `message` to all ranks; return the messages of all ranks in rank order, all of the same length.
-
-        Raises:
-            ParallelError: A rank does not take part; the message names it.
-        """
+        """Send `message` to all ranks; return the messages of all ranks in rank order, all of the same length."""
         sent = torch.from_numpy(message.copy())
         received = [torch.empty_like(sent) for _ in self._names]
         self._complete(lambda: dist.all_gather(received, sent, group=self._group, async_op=True))
         return [tensor.numpy() for tensor in received]
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite `tensor`, a CPU tensor, with the values that `rank` passes.
-
-        Raises:
-            ParallelError: A rank does not take part; the message names it.
-        """
+        """Overwrite `tensor`, a CPU tensor, with the values that `rank` passes."""
         source = self._names[rank]
         self._complete(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
 
@@ -293,11 +286,7 @@ def settings(config: GenerationConfig) -> str:
 
 
 def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
-    """Compare `values` between the ranks.
-
-    Args:
-        exchange: Communication with the other ranks.
-        values: Values that must be equal on all ranks, by name.
+    """Compare `values`, which must be equal on all ranks, by name.
 
     Raises:
         ParallelError: A value differs; the message names it and the ranks. All ranks raise it.

@@ -114,7 +114,6 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect signals that ask this process to end, except ignored ones."""
     caught: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -173,7 +172,6 @@ def _failed(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
 
 
 def _wait_for(rank: _Rank, seconds: float, caught: Sequence[int]) -> None:
-    """Wait until the rank has ended, a signal arrives, or `seconds` have passed."""
     end = time.monotonic() + seconds
     while rank.code is None and not caught and time.monotonic() < end:
         time.sleep(_POLL)
@@ -235,7 +233,6 @@ def end_after(pipe: int) -> None:
 
 
 def _open_store(listener: int) -> Any:
-    """Create the store of the run on a listening socket."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its own list
 
     return TCPStore(

@@ -280,7 +280,6 @@ class ParallelRunner(Backend):
         self._local.commit([range(len(tokens)) if place == row else [] for place in range(len(trees))])
 
     def _share(self) -> None:
-        """Send the predictions of this rank to the others, and store theirs."""
         answers = [np.flatnonzero(self._owners == rank) for rank in range(self._exchange.size)]  # nodes of all trees
         local = self._predictions[answers[self.rank]]
         padded = np.zeros(max(map(len, answers)), dtype=local.dtype)
@@ -323,7 +322,6 @@ class ParallelRunner(Backend):
         return token, bool(stopped)
 
     def _checksum(self) -> Bytes:
-        """Checksum of the trees, which must be the same on every rank."""
         drafted = np.concatenate([self._forest.firsts, self._forest.tokens, self._forest.parents])
         return np.array([zlib.crc32(drafted.tobytes())], dtype=np.uint32).view(np.uint8)
 
@@ -337,8 +335,7 @@ def _held(path: Sequence[int], held: Sequence[int]) -> int:
 def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int, int]:
     """Add the nodes of `tree` that this rank runs to `local_tree`, which holds its pending tokens.
 
-    Returns:
-        Index in `local_tree` of each node of `tree` that this rank runs.
+    Returns the index in `local_tree` of each of these nodes.
     """
     extra = local_tree.root - tree.root
     places = {node: node + extra for node in range(tree.root + 1)}

@@ -49,11 +49,7 @@ def environment_number(name: str, minimum: int, maximum: int | None = None) -> i
 
 
 def check_memory(config: LookaheadConfig, ranks: int) -> None:
-    """Refuse a draft memory that several ranks cannot keep equal.
-
-    Raises:
-        UnsupportedArgumentError: The memory outlives a call.
-    """
+    """Refuse a draft memory that outlives a call, as several ranks cannot keep it equal."""
     if config.memory != "request" and ranks > 1:
         raise UnsupportedArgumentError(
             f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'

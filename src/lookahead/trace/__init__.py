@@ -98,12 +98,7 @@ class TracedStep:
 
 @dataclass
 class TracedText:
-    """Trace of one text, which is one row of a call.
-
-    Attributes:
-        prompt: Token ids of the prompt.
-        steps: Steps so far.
-    """
+    """Trace of one text, which is one row of a call: token ids of the prompt, and the steps so far."""
 
     prompt: list[int]
     steps: list[TracedStep] = field(default_factory=list)
@@ -225,7 +220,6 @@ def check_path(path: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file is empty or a trace page."""
     with path.open("rb") as file:
         beginning = file.read(_HEAD)
     return not beginning or _MARK in beginning

@@ -77,11 +77,7 @@ def replaced_code(model: PreTrainedModel) -> str | None:
 
 
 def check_code(model: PreTrainedModel) -> None:
-    """Refuse a GGUF model with hooks or a replaced forward pass, which our steps would skip.
-
-    Raises:
-        UnsupportedModelError: The model has such code.
-    """
+    """Refuse a GGUF model with hooks or a replaced forward pass, which our steps would skip."""
     if found := replaced_code(model):
         raise UnsupportedModelError(
             f"model={type(model).__name__} has {found}, which steps of llama.cpp do not run; remove them, or use "
@@ -108,11 +104,7 @@ def largest_difference(model: LlamaModel) -> float:
 
 
 def check_settings(config: LookaheadConfig) -> None:
-    """Refuse settings that only apply to models of transformers.
-
-    Raises:
-        InvalidArgumentError: A setting does not apply to GGUF models.
-    """
+    """Refuse settings that only apply to models of transformers."""
     for name, is_set in (
         ("pack_weights", config.pack_weights),
         ("invariant", config.invariant),
@@ -126,12 +118,7 @@ def check_settings(config: LookaheadConfig) -> None:
 
 
 def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> None:
-    """Refuse a call that llama.cpp cannot run.
-
-    Raises:
-        InvalidArgumentError: The rows or nodes exceed llama.cpp's sequences, or a prompt is too long.
-        UnsupportedArgumentError: A cache is given, or several rows for a model with running states.
-    """
+    """Refuse a call that llama.cpp cannot run: caches, too many rows or nodes, too long prompts."""
     check_settings(config)
     refuse_cache(prompts.cache)
     if prompts.rows > MOST_SEQUENCES:
@@ -158,12 +145,7 @@ def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> 
 
 
 def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> None:
-    """Refuse models and settings that cannot run with rows that join and leave.
-
-    Raises:
-        InvalidArgumentError: `max_rows` exceeds llama.cpp's sequences.
-        UnsupportedModelError: The model has running states.
-    """
+    """Refuse models and settings that cannot run with rows that join and leave."""
     check_settings(config)
     if model.has_states:
         raise UnsupportedModelError(
@@ -177,11 +159,7 @@ def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> Non
 
 
 def refuse_cache(cache: object) -> None:
-    """Refuse a cache passed by the caller.
-
-    Raises:
-        UnsupportedArgumentError: `cache` is not `None`.
-    """
+    """Refuse a cache passed by the caller."""
     if cache is not None:
         raise UnsupportedArgumentError(
             "cache (past_key_values) is not supported for a GGUF model, whose keys and values are llama.cpp's; "

@@ -318,11 +318,7 @@ class LlamaChainRunner(LlamaRunner):
         return True
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult:
-        """Run the model on one chain. `commit` keeps or restores the state.
-
-        Raises:
-            InvalidArgumentError: The tree has branches.
-        """
+        """Run the model on one chain. `commit` keeps or restores the state."""
         (tree,) = trees
         check_chain(tree)
         if not tree.is_chain:
@@ -350,9 +346,6 @@ class LlamaRowsRunner(LlamaRunner):
         model: The model in transformers' interface.
         cells: Number of cells, one for the keys and values of each token.
         max_rows: Most rows of a step; at most the number of sequence ids.
-
-    Raises:
-        InvalidArgumentError: llama.cpp cannot allocate the memory.
     """
 
     keeps_apart = True
@@ -373,12 +366,7 @@ _ROOM = 256
 
 
 class PlainReader:
-    """Read rows of text in plain decoding, and compute only new tokens.
-
-    Args:
-        model: The model.
-        texts: Token ids of the first texts, by row.
-    """
+    """Read rows of text in plain decoding, and compute only new tokens; `texts` are the first ones."""
 
     def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
         self._cells = 2 * sum(map(len, texts)) + _ROOM

@@ -82,11 +82,7 @@ class GGUFSession(Session):
 
 
 class GGUFWatch:
-    """Detect changes of a GGUF model. Its weights cannot change, as only llama.cpp holds them.
-
-    Args:
-        model: The model.
-    """
+    """Detect changes of a GGUF model. Its weights cannot change, as only llama.cpp holds them."""
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
