@@ -54,17 +54,17 @@ COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given and given[0] in COMMANDS:
-        return guarded(lambda console: COMMANDS[given[0]](given[1:], console))
-    name = given[0] if given and given[0] in PROBES else None
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in COMMANDS:
+        return guarded(lambda console: COMMANDS[words[0]](words[1:], console))
+    name = words[0] if words and words[0] in PROBES else None
     module = None if name is None else importlib.import_module(name)
-    options = parse(given, name, module)
+    options = parse(words, name, module)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    chosen = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
-    return guarded(lambda console: run(name, module.probe(chosen), chosen, options, console))
+    probe_options = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
+    return guarded(lambda console: run(name, module.probe(probe_options), probe_options, options, console))
 
 
 def guarded(command: Callable[[Console], int]) -> int:
@@ -80,11 +80,11 @@ def guarded(command: Callable[[Console], int]) -> int:
         return ERROR
 
 
-def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
+def run(name: str, probe: Probe, probe_options: Any, options: argparse.Namespace, console: Console) -> int:
     """Measure the units that the file lacks, and return the exit status."""
     compile_loops()  # before any unit is timed
-    machine = machine_of(torch.device(getattr(chosen, "device", "cpu")))
-    header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
+    machine = machine_of(torch.device(getattr(probe_options, "device", "cpu")))
+    header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(probe_options)}
     header |= {"machine": machine, "versions": versions(), "date": date.today().isoformat()}
     lines = kept_lines(options.output, lambda row: row.get("benchmark") == name, restart=options.restart)
     if lines:  # options may differ from the header's
@@ -116,7 +116,7 @@ def named(options: Any) -> Row:
     return {key: name(value) for key, value in asdict(options).items()}
 
 
-def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
+def parse(arguments: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
     """Parse the command line, with the options of the named probe."""
     listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
     commands = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
@@ -144,7 +144,7 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
             nargs="*" if many else None,
             help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
         )
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:

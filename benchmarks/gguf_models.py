@@ -121,29 +121,29 @@ class Bench:
         """Method of llama-cpp-python; a step is a call of `eval`."""
 
         def run(case: Case, _: int) -> Counts:
-            sent: list[int] = []
+            passes: list[int] = []
             evaluate = type(llama).eval
-            llama.eval = lambda new: (sent.append(len(new)), evaluate(llama, new))  # on this object only
+            llama.eval = lambda new: (passes.append(len(new)), evaluate(llama, new))  # on this object only
             llama.reset()
             begin, tokens = now("cpu"), []
             for token in llama.generate(case.prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
                 tokens.append(int(token))
                 if len(tokens) == self._length:
                     break
-            return Counts(tokens, len(sent), sum(sent), now("cpu") - begin)
+            return Counts(tokens, len(passes), sum(passes), now("cpu") - begin)
 
         return run
 
 
 def probe(options: Options) -> Probe:
     """Make a unit for each prompt and type."""
-    kept = tempfile.TemporaryDirectory()  # removed with the units
+    folder_of_files = tempfile.TemporaryDirectory()  # removed with the units
 
     @lru_cache(maxsize=1)
     def bench(kind: str) -> Bench:
-        file, folder = Path(kept.name) / f"{kind}.gguf", model_folder(options.model)
+        file, folder = Path(folder_of_files.name) / f"{kind}.gguf", model_folder(options.model)
         if options.model in RANDOM:
-            folder = save_random(options.model, Path(kept.name) / options.model)
+            folder = save_random(options.model, Path(folder_of_files.name) / options.model)
         subprocess.run([sys.executable, TOOL, folder, file, "--type", kind], check=True, capture_output=True)
         return Bench(options, kind, folder, file)
 

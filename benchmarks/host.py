@@ -72,7 +72,7 @@ class Sides:
         kind = "step" if rows else "generate"
         for turn in range(self._options.turns):
             for side in list(workers)[:: -1 if turn % 2 else 1]:
-                found = workers[side].ask(turn=turn)
+                figures = workers[side].ask(turn=turn)
                 row = {
                     "kind": kind,
                     "commit": side,
@@ -80,7 +80,7 @@ class Sides:
                     "rows": rows or 1,
                     "order": rows,
                     "turn": turn,
-                    **found,
+                    **figures,
                 }
                 yield row | ({} if row["equal"] else {"error": f"{side}, {way}, {rows} rows: another text"})
 
@@ -139,13 +139,13 @@ def probe(options: Options) -> Probe:
         if unknown := [one for one in names if one not in known]:
             raise InvalidArgumentError(f"--{name} {unknown[0]!r}: choose from {', '.join(map(repr, known))}")
     sides = Sides(options)
-    made: dict[str, list[tuple[str, Callable[[], Iterator[Row]]]]] = {
+    measurements: dict[str, list[tuple[str, Callable[[], Iterator[Row]]]]] = {
         "steps": [
             (f"{way}, {rows} rows", partial(sides.of_steps, way, rows)) for rows in options.rows for way in options.ways
         ],
         "generate": [(f"generate, {way}", partial(sides.of_steps, way, 0)) for way in CALLS],
         "path": [(f"path, {name}, {rows} rows", partial(sides.of_path, rows)) for rows, name in PATHS.items()],
     }
-    units = [Unit(name, measure) for part in options.parts for name, measure in made[part]]
+    units = [Unit(name, measure) for part in options.parts for name, measure in measurements[part]]
     settings: dict[str, Any] = {"prompt": options.prompt, "new_tokens": options.new_tokens}
     return Probe(units, {"commits": sides.commits, "prices": "H200, 8B", **settings})

@@ -163,7 +163,7 @@ class EngineRun:
         engine.step()
         for number in range(STEPS):
             marks.switch(number % 3 == 2)
-            marks.noted.clear()
+            marks.times.clear()
             DEVICE.launches.clear()
             nodes, tokens = counts.nodes, counts.tokens
             begin = DEVICE.host()
@@ -174,24 +174,24 @@ class EngineRun:
             yield {
                 "host": end - begin,
                 "before": DEVICE.launches[0] - begin,
-                "parts": _parts(marks.noted, DEVICE.launches[0], begin, end),
+                "parts": _parts(marks.times, DEVICE.launches[0], begin, end),
                 "nodes": counts.nodes - nodes,
                 "tokens": counts.tokens - tokens,
             }
         marks.switch(False)
 
 
-def _parts(noted: Sequence[tuple[str, int]], launch: int, begin: int, end: int) -> dict[str, int]:
+def _parts(times: Sequence[tuple[str, int]], launch: int, begin: int, end: int) -> dict[str, int]:
     """Return nanoseconds of each part of a step. The part around the pass is split there."""
     parts: dict[str, int] = {}
     since = begin
-    for name, at in noted:
+    for name, at in times:
         if since < launch <= at:
             parts["stage"] = launch - since
             since, name = launch, "launched" if name == "forward" else name
         parts[name] = parts.get(name, 0) + at - since
         since = at
-    if noted:
+    if times:
         parts["notify"] = end - since
     return parts
 
@@ -213,14 +213,14 @@ class CallRun:
         for number, case in enumerate(self._texts.cases[:CALLED]):
             in_parts = number % 3 == 2
             self._marks.switch(in_parts)
-            self._marks.noted.clear()
+            self._marks.times.clear()
             DEVICE.launches.clear()
             output = self._generate(case)
             equal &= output.sequences[0, len(case.prompt) :].tolist() == case.answer
             counted = DEVICE.launches[1:]
             counted = counted[len(counted) // SKIPPED :]
             if in_parts:
-                parts += _between(self._marks.noted, counted)
+                parts += _between(self._marks.times, counted)
             else:
                 plain += np.diff(counted).tolist()
             steps, nodes = steps + output.statistics.steps, nodes + sum(output.statistics.nodes_per_step)
@@ -241,11 +241,11 @@ class CallRun:
         )
 
 
-def _between(noted: Sequence[tuple[str, int]], launches: Sequence[int]) -> Iterator[dict[str, float]]:
+def _between(times: Sequence[tuple[str, int]], launches: Sequence[int]) -> Iterator[dict[str, float]]:
     """Yield nanoseconds of the parts of each step from pass to pass."""
     for begin, end in pairwise(launches):
         since, parts = begin, dict[str, float]()
-        for name, at in [*(mark for mark in noted if begin < mark[1] <= end), ("stage", end)]:
+        for name, at in [*(mark for mark in times if begin < mark[1] <= end), ("stage", end)]:
             name = {"forward": "launched", "plan": "notify"}.get(name, name)
             parts[name], since = parts.get(name, 0) + at - since, at
         yield parts

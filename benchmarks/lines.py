@@ -190,8 +190,8 @@ class Runner:
             self._text_memory = DraftMemory.of_texts()
         begin = now("cpu")
         drafter = AutoDrafter(self._text_memory if across else DraftMemory.of_texts(), nodes, chains=chains)
-        sent = play_text(case.prompt, case.answer, drafter).nodes_per_step
-        return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
+        nodes_per_step = play_text(case.prompt, case.answer, drafter).nodes_per_step
+        return Counts(case.answer, len(nodes_per_step), sum(nodes_per_step), now("cpu") - begin)
 
     def forget(self) -> None:
         """Reset the memory of earlier requests."""

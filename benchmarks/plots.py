@@ -77,7 +77,7 @@ MEMORIES = {True: "drafts from earlier requests as well", False: "drafts from it
 REPLAYED = {"kind": "replay", "method": "auto, text only", "size": "tree of 32"}
 
 
-def draw_plots(given: Sequence[str], notes: Console) -> int:
+def draw_plots(arguments: Sequence[str], notes: Console) -> int:
     """Draw the plots of the pages from the rows of this repository.
 
     Returns:
@@ -89,7 +89,7 @@ def draw_plots(given: Sequence[str], notes: Console) -> int:
     """
     parser = argparse.ArgumentParser(prog="python benchmarks plots", description=draw_plots.__doc__)
     parser.add_argument("folder", type=Path, help="folder for the plots, with a subfolder for each page")
-    folder = parser.parse_args(given).folder
+    folder = parser.parse_args(arguments).folder
     if find_spec("matplotlib") is None:
         raise InvalidArgumentError(f"plots in {folder} need matplotlib; {extra_hint('plot')}")
     if folder.exists() and not folder.is_dir():

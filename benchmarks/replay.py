@@ -64,7 +64,7 @@ def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Itera
     for size, (nodes, branches) in SIZES.items():
         make = drafters_of(name, nodes, branches, across)
         for number, case in enumerate(cases):
-            sent = play_text(case.prompt, case.answer, make(case)).nodes_per_step
+            nodes_per_step = play_text(case.prompt, case.answer, make(case)).nodes_per_step
             yield {
                 "kind": "replay",
                 "task": task,
@@ -74,8 +74,8 @@ def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Itera
                 "across": across,
                 "size": size,
                 "tokens": len(case.answer),
-                "steps": len(sent),
-                "drafted": sum(sent) - len(sent),
+                "steps": len(nodes_per_step),
+                "drafted": sum(nodes_per_step) - len(nodes_per_step),
             }
 
 

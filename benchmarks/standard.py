@@ -76,10 +76,10 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
     times = {name: np.array(values) for name, values in seconds.items()}
     speeds = {name: times["plain"] / values for name, values in times.items()}
     parts = np.arange(len(times["auto"])) % 2
-    chosen, best = [], np.zeros(len(parts))
+    best_names, best = [], np.zeros(len(parts))
     for part in (0, 1):
         name = max((name for name in seconds if name != "auto"), key=lambda way: np.median(speeds[way][parts != part]))
-        chosen.append(name)
+        best_names.append(name)
         best[parts == part] = times[name][parts == part]
     compared = estimate({str(place): [ratio] for place, ratio in enumerate(best / times["auto"])})
     figures = {
@@ -87,7 +87,7 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
         "over_best": 1 + compared.median, "low": 1 + compared.low, "high": 1 + compared.high,
     }  # fmt: skip
     return {
-        "best": " / ".join(dict.fromkeys(chosen[::-1])),
+        "best": " / ".join(dict.fromkeys(best_names[::-1])),
         **{name: round(float(x), 4) for name, x in figures.items()},
     }
 

@@ -165,21 +165,21 @@ class Marks:
     """Host time at the end of each part of a step, as the library marks it, while switched on."""
 
     def __init__(self) -> None:
-        self.noted: list[tuple[str, int]] = []
+        self.times: list[tuple[str, int]] = []
         self._timer = _named("StepTimer")
         self._plain = self._timer.begin, self._timer.mark
 
     def switch(self, on: bool) -> None:
         """Start or stop noting times."""
         begin, mark = self._plain
-        noted, host = self.noted, DEVICE.host
+        times, host = self.times, DEVICE.host
 
         def begun(timer: Any, *arguments: Any) -> None:
-            noted.append(("plan", host()))
+            times.append(("plan", host()))
             begin(timer, *arguments)
 
         def marked(timer: Any, phase: Any) -> None:
-            noted.append((phase, host()))
+            times.append((phase, host()))
             mark(timer, phase)
 
         self._timer.begin, self._timer.mark = (begun, marked) if on else self._plain

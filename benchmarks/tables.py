@@ -63,7 +63,7 @@ Where = Mapping[str, Any]
 """Required values of fields, by path."""
 
 
-def fill_tables(given: Sequence[str], notes: Console) -> int:
+def fill_tables(arguments: Sequence[str], notes: Console) -> int:
     """Update the tables of Markdown pages from rows.
 
     A table is between `<!-- table: NAME -->` and `<!-- end -->`; TABLES declares its rows, lines and columns.
@@ -77,7 +77,7 @@ def fill_tables(given: Sequence[str], notes: Console) -> int:
     parser.add_argument(
         "--check", action="store_true", help="change nothing; the exit status is 1 if a table is outdated"
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     tables, is_old = TableFile(options.tables), False
     for path in options.pages:
         old = path.read_text(encoding="utf-8")
@@ -133,19 +133,19 @@ class TableFile:
 def build(spec: Row, rows: Sequence[Row]) -> Table:
     """Build a table from rows, by its declaration."""
     limits, names = spec.get("where", {}), spec.get("names", {})
-    chosen = sorted((row for row in rows if _matches(row, limits)), key=lambda row: row.get("order", 0))
+    selected = sorted((row for row in rows if _matches(row, limits)), key=lambda row: row.get("order", 0))
     if spec.get("derived") == "law fit":
-        return law_fit(chosen)
+        return law_fit(selected)
     runs = RunSet(of_suite) if (of_suite := [row for row in rows if "settings" in row]) else None
     lines: list[Row] = spec.get("lines") or [
         {"cells": [_name(value, names) for value in values], "where": dict(zip(spec["by"], values, strict=True))}
-        for values in _found(chosen, spec["by"])
+        for values in _distinct(selected, spec["by"])
     ]
-    columns = list(_columns(spec, chosen, names))
+    columns = list(_columns(spec, selected, names))
     elsewhere = {name for cell in (*columns, *lines) for name in cell.get("over", {})}
-    remaining = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
+    remaining = {name: value for name, value in limits.items() if name not in elsewhere}
     rows = [row for row in rows if _matches(row, remaining)]  # rows that cells may be compared with
-    body = [[*line["cells"], *_cells(rows, chosen, line, columns, limits, runs)] for line in lines]
+    body = [[*line["cells"], *_cells(rows, selected, line, columns, limits, runs)] for line in lines]
     return [*(spec.get("head") or spec["by"]), *(column["title"] for column in columns)], body
 
 
@@ -194,9 +194,9 @@ class Figures(string.Formatter):
             found = self.value(self._column["value"])
             return None if found is None else found * self._column.get("scale", 1)
         if name == "ratio":
-            return _over(self.value("named"), Figures(self._column, self._base, runs=self._runs).value("named"))
+            return _quotient(self.value("named"), Figures(self._column, self._base, runs=self._runs).value("named"))
         if "/" in name:
-            return _over(*map(self.value, name.split("/")))
+            return _quotient(*map(self.value, name.split("/")))
         first, *rest = name.split(".")
         if self._runs is not None and (hasattr(MethodSummary, first) or first == "size"):
             found = getattr(MethodSummary(self._rows, self._runs), first)
@@ -216,7 +216,7 @@ class _MissingError(Exception):
     """Raised for a figure that was not measured."""
 
 
-def _over(upper: Any, lower: Any) -> Any:
+def _quotient(upper: Any, lower: Any) -> Any:
     return None if upper is None or not lower else upper / lower
 
 
@@ -243,7 +243,7 @@ def _fits(value: Any, condition: Any) -> bool:
     return bool(value == condition)
 
 
-def _found(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
+def _distinct(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
     """Distinct values of fields in rows, sorted by the first field first.
 
     Numbers are in ascending order, other values in order of appearance.
@@ -264,18 +264,18 @@ def _columns(spec: Row, rows: Sequence[Row], names: Mapping[str, str]) -> Iterat
     for column in spec["columns"]:
         if isinstance(column, str):
             column = dict(zip(("title", "format"), COLUMNS[column], strict=True))
-        for values in _found(rows, across) if "{" in column["title"] else [()]:
+        for values in _distinct(rows, across) if "{" in column["title"] else [()]:
             where = {**dict(zip(across, values, strict=False)), **column.get("where", {})}
             title = column["title"].format(*(_name(value, names) for value in values))
             yield {**column, "where": where, "title": title}
 
 
 def _cells(
-    rows: Sequence[Row], chosen: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None
+    rows: Sequence[Row], selected: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None
 ) -> Iterator[str]:
-    """Yield the cells of a line; `chosen` are the `rows` of the table's files within `limits`."""
+    """Yield the cells of a line; `selected` are the `rows` of the table's files within `limits`."""
     here = line.get("where", {})
-    of_line = [row for row in chosen if _matches(row, here)]
+    of_line = [row for row in selected if _matches(row, here)]
     for column in columns:
         cell, of_cell, base = {**column, **line}, [row for row in of_line if _matches(row, column["where"])], []
         if "over" in cell:

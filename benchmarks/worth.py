@@ -198,14 +198,14 @@ class Comparison:
 
     def ratios(self, line: str, turns: int, what: str) -> dict[str, list[float]]:
         """Ratios of the base's steps or seconds to this checkout's, by case."""
-        by, found = "steps" if what == "S" else "seconds", dict[str, list[float]]()
+        by, ratios = "steps" if what == "S" else "seconds", dict[str, list[float]]()
         for turn in range(turns):
             for number, (base, here) in enumerate(zip(*self.rows(line, turn), strict=True)):
                 assert base["case"] == here["case"]
                 assert base["tokens"] == here["tokens"], f"{line}, {base['case']}: texts of other lengths"
                 key = f"{number}: {base['case']}"  # a file may have the same name twice
-                found.setdefault(key, []).append(base[by] / here[by])
-        return found
+                ratios.setdefault(key, []).append(base[by] / here[by])
+        return ratios
 
 
 def unit_of(row: Row) -> tuple[str, int]:
@@ -239,7 +239,7 @@ def _show(name: str, ratios: Mapping[str, Sequence[float]], limit: float) -> str
     return verdict
 
 
-def compare_commits(given: Sequence[str], notes: Console) -> int:
+def compare_commits(arguments: Sequence[str], notes: Console) -> int:
     """Compare this checkout with another commit, in pairs.
 
     Returns:
@@ -253,7 +253,7 @@ def compare_commits(given: Sequence[str], notes: Console) -> int:
     parser.add_argument("--turns", type=int, help="total number of turns (1 if quick, else 3)")
     parser.add_argument("--only", default="", metavar="TEXT", help="compare only lines with this text in their names")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(FOLDER / "lock", timeout=0):  # rows and times of two runs at once would mix

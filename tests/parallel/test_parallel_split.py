@@ -36,13 +36,13 @@ def paper_tree(window_size: int, ngram_size: int, guesses: int, seed: int = 0, s
 
 def loads(split: Split, pending: list[int]) -> list[int]:
     """Return the number of nodes of each rank."""
-    return [own + len(nodes) for own, nodes in zip(pending, split.held, strict=True)]
+    return [own + len(nodes) for own, nodes in zip(pending, split.nodes_by_rank, strict=True)]
 
 
 def check(tree: TokenTree, split: Split) -> None:
     """Check the invariants of a split."""
-    held = [set(nodes) for nodes in split.held]
-    for nodes in held:
+    nodes_by_rank = [set(nodes) for nodes in split.nodes_by_rank]
+    for nodes in nodes_by_rank:
         for node in nodes:
             assert node > tree.root
             assert tree.parents[node] == tree.root or tree.parents[node] in nodes, "an ancestor is missing"
@@ -52,10 +52,10 @@ def check(tree: TokenTree, split: Split) -> None:
         elif node <= tree.root:
             assert split.owners[node] == 0
         else:
-            assert node in held[split.owners[node]], "the owner does not run it"
+            assert node in nodes_by_rank[split.owners[node]], "the owner does not run it"
     for node in range(tree.root + 1, len(tree)):
         if tree.kinds[node] is NodeKind.CANDIDATE:
-            assert any(node in nodes for nodes in held), "candidates are run"
+            assert any(node in nodes for nodes in nodes_by_rank), "candidates are run"
 
 
 @st.composite
@@ -120,10 +120,10 @@ def best_load(tree: TokenTree, ranks: int) -> int:
     pieces = [*branches.values(), *columns]
     best = len(tree)
     for dealt in product(range(ranks), repeat=len(pieces)):
-        held: list[set[int]] = [set() for _ in range(ranks)]
+        nodes_by_rank: list[set[int]] = [set() for _ in range(ranks)]
         for rank, piece in zip(dealt, pieces, strict=True):
-            held[rank] |= piece
-        best = min(best, max(map(len, held)) + 1)
+            nodes_by_rank[rank] |= piece
+        best = min(best, max(map(len, nodes_by_rank)) + 1)
     return best
 
 
@@ -146,7 +146,7 @@ def test_the_papers_sizes(ranks: int, most: int) -> None:
 def test_a_rank_with_more_pending_tokens_gets_fewer_nodes() -> None:
     split = split_tree(paper_tree(15, 5, 15), [1, 5, 5, 5])
     assert max(loads(split, [1, 5, 5, 5])) <= 37
-    assert len(split.held[0]) > max(map(len, split.held[1:]))
+    assert len(split.nodes_by_rank[0]) > max(map(len, split.nodes_by_rank[1:]))
 
 
 def test_the_likeliest_candidates_are_on_rank_0() -> None:
@@ -157,5 +157,5 @@ def test_the_likeliest_candidates_are_on_rank_0() -> None:
 
 def test_every_rank_finds_the_same_split() -> None:
     first, second = (split_tree(paper_tree(9, 4, 9), [1, 3, 2]) for _ in range(2))
-    assert first.held == second.held
+    assert first.nodes_by_rank == second.nodes_by_rank
     assert first.owners.tolist() == second.owners.tolist()

@@ -129,7 +129,7 @@ def steps_of(passes: Sequence[Pass], prompt_tokens: int, tokens: int) -> tuple[l
     """
     ends = [cached + 1 - prompt_tokens for _, cached in passes[1:]] + [tokens]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    nodes = [sent for sent, _ in passes]
+    nodes = [read_tokens for read_tokens, _ in passes]
     if nodes:
         nodes[0] -= prompt_tokens - 1  # its last token is the root
     return nodes, lengths
@@ -199,11 +199,11 @@ class MethodRunner:
 
     def _with_lookahead(self, method: MethodSpec, arguments: dict[str, Any]) -> Row:
         row, output = timed(partial(generate, self._model, lookahead_config=method.lookahead), arguments)
-        found: Any = output.statistics
-        seconds = {part: round(seconds, 6) for part, seconds in asdict(found.seconds).items()}
+        statistics: Any = output.statistics
+        seconds = {part: round(seconds, 6) for part, seconds in asdict(statistics.seconds).items()}
         return row | {
-            "nodes_per_step": found.nodes_per_step,
-            "accepted_lengths": found.accepted_lengths,
+            "nodes_per_step": statistics.nodes_per_step,
+            "accepted_lengths": statistics.accepted_lengths,
             "seconds": seconds,
         }
 

@@ -57,12 +57,12 @@ class RowsFile:
     that a crash loses no row.
     """
 
-    def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
+    def __init__(self, path: Path, rows: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
         """Write the file with the rows to keep, without a last line that a crash has cut off.
 
         Args:
             path: Path of the file. Missing folders are made, and a symbolic link is kept.
-            kept: Rows to begin with, from `kept_lines`.
+            rows: Rows to begin with, from `kept_lines`.
             key: Function that returns the key of a row.
         """
         self.path = path
@@ -71,7 +71,7 @@ class RowsFile:
         self._compressed = compressed if path == compressed or compressed.exists() else None
         self._key = key
         self._rows: dict[Hashable, list[Row]] = {}
-        self._add(kept)
+        self._add(rows)
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._rewrite()
 

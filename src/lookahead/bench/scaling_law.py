@@ -82,9 +82,9 @@ def fit(points: Sequence[Measured]) -> tuple[ScalingLaw, float]:
     """
     gains = np.array([point.step_compression - 1 for point in points])
     alphas = np.linspace(0, 1, 10_001)[1:]
-    most = np.stack([expected_tokens(alphas, point.ngram_size - 1, point.window_size) - 1 for point in points])
-    rates = np.clip(gains @ most / (most**2).sum(axis=0), 0, 1)  # 1/f for each alpha
-    costs = ((gains[:, None] - rates * most) ** 2).sum(axis=0)
+    max_gains = np.stack([expected_tokens(alphas, point.ngram_size - 1, point.window_size) - 1 for point in points])
+    rates = np.clip(gains @ max_gains / (max_gains**2).sum(axis=0), 0, 1)  # 1/f for each alpha
+    costs = ((gains[:, None] - rates * max_gains) ** 2).sum(axis=0)
     best = int(np.argmin(costs))
     if rates[best] <= 0:
         raise InvalidArgumentError("no measured S is above 1, so alpha and f cannot be fitted")

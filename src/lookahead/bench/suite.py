@@ -27,10 +27,13 @@ _NOT_FOR_METHODS = (
 
 _RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     bool: (lambda value, _: isinstance(value, bool), "true or false"),
-    int: (lambda value, about: type(value) is int and value >= about["least"], "a whole number of at least {least}"),
+    int: (
+        lambda value, about: type(value) is int and value >= about["minimum"],
+        "a whole number of at least {minimum}",
+    ),
     float: (
-        lambda value, about: type(value) in (int, float) and about["above"] < value <= about["most"],
-        "a number above {above:g} and at most {most:g}",
+        lambda value, about: type(value) in (int, float) and about["above"] < value <= about["maximum"],
+        "a number above {above:g} and at most {maximum:g}",
     ),
     str: (lambda value, about: isinstance(value, str) and value in about.get("choices", [value or None]), "{words}"),
     tuple: (
@@ -44,10 +47,10 @@ _RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
 
 
 def _key(kind: type, default: Any = MISSING, **about: Any) -> Any:
-    """Declare a field that is a key of the file; `least`, `above`, `most` and `choices` limit its values."""
+    """Declare a field that is a key of the file; `minimum`, `above`, `maximum` and `choices` limit its values."""
     choices = about.get("choices", ())
     words = f"one of {', '.join(choices)}" if choices else "a text in quotes"
-    metadata = {"kind": kind, "least": 1, "most": float("inf"), "words": words} | about
+    metadata = {"kind": kind, "minimum": 1, "maximum": float("inf"), "words": words} | about
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,15 +63,15 @@ class ModelSpec:
     name: str = _key(str)
     path: Path | str | None = _key(str, None)
     random: Mapping[str, Any] = _key(dict, {})
-    seed: int = _key(int, 0, least=0)
+    seed: int = _key(int, 0, minimum=0)
     tokenizer: Path | str | None = _key(str, None)
     dtype: str = _key(str, "float32", choices=DTYPES)
     exact: bool = _key(bool, True)
 
     def settings(self) -> dict[str, Any]:
         """Settings that affect the figures, except the weights; without local paths."""
-        made = {"random": dict(self.random), "seed": self.seed} if self.path is None else {}
-        return {"name": self.name, "dtype": self.dtype, "exact": self.exact, **made}
+        random = {"random": dict(self.random), "seed": self.seed} if self.path is None else {}
+        return {"name": self.name, "dtype": self.dtype, "exact": self.exact, **random}
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ class SamplingSpec:
     """Sampling arguments of `generate`; prompt n of a task is sampled with seed + n."""
 
     temperature: float = _key(float, 1.0, above=0)
-    top_k: int = _key(int, 0, least=0)
-    top_p: float = _key(float, 1.0, above=0, most=1)
+    top_k: int = _key(int, 0, minimum=0)
+    top_p: float = _key(float, 1.0, above=0, maximum=1)
     repetition_penalty: float = _key(float, 1.0, above=0)
-    seed: int = _key(int, 0, least=0)
+    seed: int = _key(int, 0, minimum=0)
 
 
 @dataclass(frozen=True)

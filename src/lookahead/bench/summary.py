@@ -150,9 +150,9 @@ class RunSet:
 
     def engine_base(self, row: Row) -> str | None:
         """Name of the method without drafts that has the same engine settings as a row; `None` without one."""
-        wanted = _engine_settings(row)
+        settings = _engine_settings(row)
         for method in self.methods:
-            if method.preset == "autoregressive" and _engine_settings(method.rows[0]) == wanted:
+            if method.preset == "autoregressive" and _engine_settings(method.rows[0]) == settings:
                 return method.method
         return None
 
@@ -201,12 +201,12 @@ class MethodSummary:
     @property
     def over_reference(self) -> Ratio | None:
         """Speed over plain `model.generate`."""
-        return self._over(self.runs.plain)
+        return self._speed_over(self.runs.plain)
 
     @property
     def over_plain(self) -> Ratio | None:
         """Speed over decoding without drafts in the same engine."""
-        return self._over(self.runs.engine_base(self.rows[0]))
+        return self._speed_over(self.runs.engine_base(self.rows[0]))
 
     @property
     def compared(self) -> int:
@@ -228,9 +228,9 @@ class MethodSummary:
         """Cell text: `yes`, or the number of identical outputs, with NO if they must be identical."""
         if not self.differences:
             return "yes" if self.compared else "not compared"
-        return "NO, " * any(found.is_error for found in self.differences) + f"{self.same} of {self.compared}"
+        return "NO, " * any(difference.is_error for difference in self.differences) + f"{self.same} of {self.compared}"
 
-    def _over(self, base: str | None) -> Ratio | None:
+    def _speed_over(self, base: str | None) -> Ratio | None:
         """Speed per token over another method: the median over passes for each prompt, then quartiles over prompts."""
         at = {run_of(row): row for row in self.runs.by_method.get(base or "", [])}
         ratios: dict[Any, list[float]] = {}

@@ -90,8 +90,8 @@ class StepBench:
         steps = None
         if runs_static(model, engine, invariant=False):
             sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine)
-            found = acquire_steps(module, sizes, 1, context + 2)
-            steps = None if isinstance(found, str) else found
+            passes = acquire_steps(module, sizes, 1, context + 2)
+            steps = None if isinstance(passes, str) else passes
         self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length

@@ -126,8 +126,8 @@ class TextSettings(ModelSettings):
         declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
         values = {name: options[name] for name in declared if options.get(name) is not None}
         config = LookaheadConfig.from_dict(values)
-        chosen = cls.learning.get(config.preset)
-        return LookaheadConfig.from_dict({**chosen, **values}) if chosen else config
+        defaults = cls.learning.get(config.preset)
+        return LookaheadConfig.from_dict({**defaults, **values}) if defaults else config
 
 
 @dataclass(frozen=True, kw_only=True)

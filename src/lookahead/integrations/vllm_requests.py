@@ -95,13 +95,13 @@ class Requests:
 
 
 @inner
-def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextArrays) -> bool:
-    """Whether `tokens` begin with the text in slot `place`; only the last `most` tokens of the text are compared."""
+def _is_begun_by(place: int, tokens: NDArray[np.int32], compared: int, texts: TextArrays) -> bool:
+    """Whether `tokens` begin with the text in slot `place`; only its last `compared` tokens are read."""
     length = texts.lengths[place]
     dropped = texts.dropped[place]
     if length == 0 or dropped + length > len(tokens):
         return False
-    at = max(length - most, 0)
+    at = max(length - compared, 0)
     while at < length and texts.tokens[place, at] == tokens[dropped + at]:
         at += 1
     return bool(at == length)

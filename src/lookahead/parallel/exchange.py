@@ -193,9 +193,9 @@ class Exchange:
 
     def gather(self, message: Bytes) -> list[Bytes]:
         """Send `message` to all ranks; return the messages of all ranks in rank order, all of the same length."""
-        sent = torch.from_numpy(message.copy())
-        received = [torch.empty_like(sent) for _ in self._names]
-        self._complete(lambda: dist.all_gather(received, sent, group=self._group, async_op=True))
+        data = torch.from_numpy(message.copy())
+        received = [torch.empty_like(data) for _ in self._names]
+        self._complete(lambda: dist.all_gather(received, data, group=self._group, async_op=True))
         return [tensor.numpy() for tensor in received]
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:

@@ -66,8 +66,8 @@ def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | N
         ranks: list[_Rank] = []
         stack.callback(_end, ranks)
         # Ranks read this pipe; it ends when this process closes it or dies.
-        sentinel, held = os.pipe()
-        stack.callback(os.close, held)
+        sentinel, write_end = os.pipe()
+        stack.callback(os.close, write_end)
         with open(sentinel, "rb"), socket.create_server(("127.0.0.1", 0)) as listener, _interrupts_blocked():
             for rank in range(count):
                 ranks.append(_start(rank, count, listener, sentinel, [entry, *arguments], stdin or b"", stack))

@@ -43,11 +43,11 @@ class Split:
 
     Attributes:
         owners: Rank that provides the prediction after each node, `[nodes]` int64; -1 where none is needed.
-        held: For each rank the nodes below the root that it runs, ascending, ancestors included.
+        nodes_by_rank: For each rank the nodes below the root that it runs, ascending, ancestors included.
     """
 
     owners: NDArray[np.int64]
-    held: list[list[int]]
+    nodes_by_rank: list[list[int]]
 
 
 def split_tree(tree: TokenTree, pending: Sequence[int]) -> Split:
@@ -62,14 +62,14 @@ def split_tree(tree: TokenTree, pending: Sequence[int]) -> Split:
     """
     ranks = len(pending)
     columns = _columns(tree)
-    least = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
-    branches = _branches(tree, len(tree) if ranks == 1 else max(1, least // 2))
-    loads = range(least, max(pending) + len(tree) + 1)  # at the last one a single rank can run all nodes
+    smallest_load = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
+    branches = _branches(tree, len(tree) if ranks == 1 else max(1, smallest_load // 2))
+    loads = range(smallest_load, max(pending) + len(tree) + 1)  # at the last one a single rank can run all nodes
     return next(split for load in loads if (split := _deal(tree, branches, columns, pending, load)) is not None)
 
 
-def _branches(tree: TokenTree, most: int) -> list[set[int]]:
-    """Subtrees of candidates below the root, cut at branching nodes while larger than `most`; largest first.
+def _branches(tree: TokenTree, limit: int) -> list[set[int]]:
+    """Subtrees of candidates below the root, cut at branching nodes while larger than `limit`; largest first.
 
     Each piece also holds the ancestors below the root, since its rank has to run them.
     """
@@ -87,7 +87,7 @@ def _branches(tree: TokenTree, most: int) -> list[set[int]]:
         chain = [top]
         while len(below := children.get(chain[-1], [])) == 1:
             chain += below
-        if below and len(nodes) > most:  # cut it where it branches
+        if below and len(nodes) > limit:  # cut it where it branches
             waiting.extend(([*above, *chain], child) for child in reversed(below))
         else:
             pieces.append({*above, *nodes})
@@ -101,31 +101,31 @@ def _columns(tree: TokenTree) -> list[set[int]]:
     rank with several of them runs it once.
     """
     columns: list[set[int]] = []
-    seen: set[int] = set()
+    ancestors: set[int] = set()
     for node in range(len(tree) - 1, tree.root, -1):
-        if tree.kinds[node] is not NodeKind.WINDOW or not tree.needs_logits[node] or node in seen:
+        if tree.kinds[node] is not NodeKind.WINDOW or not tree.needs_logits[node] or node in ancestors:
             continue
         column = set()
         above = node
         while above > tree.root:
             column.add(above)
             above = tree.parents[above]
-        seen |= column
+        ancestors |= column
         columns.append(column)
     return columns
 
 
 def _deal(
-    tree: TokenTree, branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], most: int
+    tree: TokenTree, branches: list[set[int]], columns: list[set[int]], pending: Sequence[int], limit: int
 ) -> Split | None:
-    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if that fails."""
-    held: list[set[int]] = [set() for _ in pending]
+    """Assign columns and branches so that no rank runs more than `limit` nodes; `None` if that fails."""
+    nodes_by_rank: list[set[int]] = [set() for _ in pending]
 
     def takes(rank: int, piece: set[int]) -> bool:
-        new = piece - held[rank]
-        if pending[rank] + len(held[rank]) + len(new) > most:
+        new = piece - nodes_by_rank[rank]
+        if pending[rank] + len(nodes_by_rank[rank]) + len(new) > limit:
             return False
-        held[rank] |= new
+        nodes_by_rank[rank] |= new
         return True
 
     rank = len(pending) - 1
@@ -138,11 +138,11 @@ def _deal(
         if not any(takes(rank, branch) for rank in range(len(pending))):
             return None
     owners = np.full(len(tree), -1, dtype=np.int64)
-    for rank, nodes in reversed(list(enumerate(held))):  # the first rank that runs a node owns it
+    for rank, nodes in reversed(list(enumerate(nodes_by_rank))):  # the first rank that runs a node owns it
         owners[list(nodes)] = rank
     owners[: tree.root + 1] = 0  # every rank runs these; one of them decides, as rounding may differ
     owners[~np.array(tree.needs_logits)] = -1
-    return Split(owners, [sorted(nodes) for nodes in held])
+    return Split(owners, [sorted(nodes) for nodes in nodes_by_rank])
 
 
 class ParallelRunner(Backend):
@@ -267,7 +267,7 @@ class ParallelRunner(Backend):
                 continue
             places = self._places[row]
             path = nodes[tree.root + 1 :]
-            run = [_held(path, held) for held in split.held]
+            run = [_common_length(path, nodes) for nodes in split.nodes_by_rank]
             self._behind[row] = [len(path) - count for count in run]
             local_kept.append([*range(places[tree.root] + 1), *(places[node] for node in path[: run[self.rank]])])
         self._local.commit(local_kept)
@@ -326,9 +326,9 @@ class ParallelRunner(Backend):
         return np.array([zlib.crc32(drafted.tobytes())], dtype=np.uint32).view(np.uint8)
 
 
-def _held(path: Sequence[int], held: Sequence[int]) -> int:
-    """Number of first nodes of `path`, from the root downwards, that are in `held`."""
-    run_here = set(held)
+def _common_length(path: Sequence[int], nodes: Sequence[int]) -> int:
+    """Number of first nodes of `path`, from the root downwards, that are in `nodes`."""
+    run_here = set(nodes)
     return next((place for place, node in enumerate(path) if node not in run_here), len(path))
 
 
@@ -341,7 +341,7 @@ def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> di
     places = {node: node + extra for node in range(tree.root + 1)}
     for node in range(tree.root):
         local_tree.needs_logits[node + extra] = bool(split.owners[node] == rank)
-    for node in split.held[rank]:
+    for node in split.nodes_by_rank[rank]:
         parent = places[tree.parents[node]]
         token = tree.tokens[node]
         if tree.kinds[node] is NodeKind.CANDIDATE:

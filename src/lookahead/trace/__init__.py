@@ -179,16 +179,16 @@ class Trace:
         """
         if path is not None:
             check_any_path("path", path, _PATH)
-        chosen = self.path if path is None else Path(path)
-        if chosen is None:
+        target = self.path if path is None else Path(path)
+        if target is None:
             raise InvalidArgumentError("path is not given; give the path of the page, as in write('trace.html')")
-        check_path(chosen)
+        check_path(target)
         try:
-            with replaced(chosen) as file:
+            with replaced(target) as file:
                 file.write(make_page(self.texts, self.tokenizer, self.title, self.facts))
         except OSError as error:
-            raise _refusal(chosen, error) from error
-        return chosen
+            raise _refusal(target, error) from error
+        return target
 
     def __enter__(self) -> Trace:
         return self

@@ -78,9 +78,9 @@ def replaced_code(model: PreTrainedModel) -> str | None:
 
 def check_code(model: PreTrainedModel) -> None:
     """Refuse a GGUF model with hooks or a replaced forward pass, which our steps would skip."""
-    if found := replaced_code(model):
+    if code := replaced_code(model):
         raise UnsupportedModelError(
-            f"model={type(model).__name__} has {found}, which steps of llama.cpp do not run; remove them, or use "
+            f"model={type(model).__name__} has {code}, which steps of llama.cpp do not run; remove them, or use "
             "model.generate"
         )
 

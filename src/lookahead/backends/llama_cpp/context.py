@@ -80,21 +80,21 @@ class TokenBatch:
     """Tokens of one llama.cpp call, in arrays with a fixed address.
 
     Args:
-        most: Largest number of tokens.
+        capacity: Largest number of tokens.
 
     Attributes:
-        tokens: Token ids, `[most]` int32.
-        positions: Positions of the tokens, `[most]` int32.
-        sequences: Address of the sequence ids (int32) of each token, `[most]` uint64.
-        counts: Number of sequence ids of each token, `[most]` int32.
-        reads: Whether logits after each token are needed, `[most]` int8.
+        tokens: Token ids, `[capacity]` int32.
+        positions: Positions of the tokens, `[capacity]` int32.
+        sequences: Address of the sequence ids (int32) of each token, `[capacity]` uint64.
+        counts: Number of sequence ids of each token, `[capacity]` int32.
+        reads: Whether logits after each token are needed, `[capacity]` int8.
         struct: The arrays as a `llama_batch`.
     """
 
-    def __init__(self, most: int) -> None:
-        self.tokens, self.positions, self.counts = np.zeros((3, most), dtype=np.int32)
-        self.sequences = np.zeros(most, dtype=np.uint64)
-        self.reads = np.zeros(most, dtype=np.int8)
+    def __init__(self, capacity: int) -> None:
+        self.tokens, self.positions, self.counts = np.zeros((3, capacity), dtype=np.int32)
+        self.sequences = np.zeros(capacity, dtype=np.uint64)
+        self.reads = np.zeros(capacity, dtype=np.int8)
         self.struct = binding().llama_batch()
         self.struct.token = _pointer(self.tokens)
         self.struct.pos = _pointer(self.positions)

@@ -134,8 +134,8 @@ class LlamaModel:
         self.handle = handle = self.owner.handle
         self.vocabulary = Vocabulary(library.llama_model_get_vocab(handle))
         content = ctypes.create_string_buffer(_LONGEST_VALUE)
-        found = library.llama_model_meta_val_str(handle, b"tokenizer.chat_template", content, len(content))
-        self.chat_template = content.value.decode(errors="replace") if found >= 0 else None
+        size = library.llama_model_meta_val_str(handle, b"tokenizer.chat_template", content, len(content))
+        self.chat_template = content.value.decode(errors="replace") if size >= 0 else None
         library.llama_model_desc(handle, content, len(content))
         self.name = content.value.decode(errors="replace")
         self.parameters = int(library.llama_model_n_params(handle))

@@ -113,8 +113,8 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Pass the whole text at every step; `forward` computes only its new part."""
-        chosen = past_key_values if cache is None else cache
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": chosen}
+        cache = past_key_values if cache is None else cache
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": cache}
 
     def forward(
         self,

@@ -149,12 +149,12 @@ class SequenceIds:
                 continue
             if len(self._spare) < missing:
                 self._reclaim(missing, dict(zip(rows, counts, strict=True)))
-            taken = self._spare[:missing]
+            ids = self._spare[:missing]
             self._spare = self._spare[missing:]
             if row.length:
-                for sequence in taken:
+                for sequence in ids:
                     self.context.copy(row.ids[0], sequence)
-            row.set_ids([*row.ids, *taken])
+            row.set_ids([*row.ids, *ids])
             self._holders.add(row)
 
     def take_back(self, row: LlamaRow, left: int = 0) -> None:
@@ -200,7 +200,7 @@ class LlamaRunner(Runner):
         self.context = self.last_length = last_length
         self._ids = SequenceIds(context)
         self.rows = [self.new_row() for _ in range(rows)]
-        self._sent: list[Branches | None] = []
+        self._branches: list[Branches | None] = []
         self._plain_steps = 0  # one after another
         self._first: Sequence[int] = ()  # the first row's text, which grows
 
@@ -240,23 +240,23 @@ class LlamaRunner(Runner):
         if self._plain_steps == RESTS:
             for row in self.rows:
                 self._ids.take_back(row, left=1)
-        self._sent = [
+        self._branches = [
             None if tree is self._idle else branches(tree, forest.layout(row)) for row, tree in enumerate(forest)
         ]
-        self._ids.give(self.rows, [0 if sent is None else sent.leaves for sent in self._sent])
+        self._ids.give(self.rows, [0 if below is None else below.leaves for below in self._branches])
         count = 0
-        for row, sent in zip(self.rows, self._sent, strict=True):
-            if sent is not None:
-                self._place(row, sent, count)
-                count += len(sent.layout.order)
+        for row, below in zip(self.rows, self._branches, strict=True):
+            if below is not None:
+                self._place(row, below, count)
+                count += len(below.layout.order)
         logits = torch.from_numpy(self.llama_context.run(count, len(forest.read_slots)))
         return pass_result(forest, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the accepted nodes of the last trees, and remove the other nodes."""
-        for row, sent, path in zip(self.rows, self._sent, kept, strict=True):
-            if sent is not None:
-                self._commit(row, sent, path)
+        for row, below, path in zip(self.rows, self._branches, kept, strict=True):
+            if below is not None:
+                self._commit(row, below, path)
 
     def _place(self, row: LlamaRow, below: Branches, start: int) -> None:
         """Write the nodes of a row's tree into the batch, from index `start`."""
@@ -327,8 +327,8 @@ class LlamaChainRunner(LlamaRunner):
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the state if all nodes of the last tree are `kept`; otherwise restore the state before it."""
-        assert self._sent[0] is not None
-        if len(kept[0]) == len(self._sent[0].layout.order):
+        assert self._branches[0] is not None
+        if len(kept[0]) == len(self._branches[0].layout.order):
             self.rows[0].length += len(kept[0])
         else:
             self._copy(_SAVED, _TEXT)

@@ -60,13 +60,13 @@ class GGUFSession(Session):
         self.check()
         llama = self._model.llama
         check_rows(llama, config, max_rows)
-        most = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
-        prefix_bytes = min(prefix_bytes, most // _KEPT_SHARE)
-        most -= prefix_bytes
+        kv_limit = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
+        prefix_bytes = min(prefix_bytes, kv_limit // _KEPT_SHARE)
+        kv_limit -= prefix_bytes
         if kv_bytes is None:
-            most = min(most, llama.token_bytes * max_rows * llama.trained_context)
-        runner = LlamaRowsRunner(llama, self._model, max(most // llama.token_bytes, 1), max_rows)
-        return runner, most, prefix_bytes
+            kv_limit = min(kv_limit, llama.token_bytes * max_rows * llama.trained_context)
+        runner = LlamaRowsRunner(llama, self._model, max(kv_limit // llama.token_bytes, 1), max_rows)
+        return runner, kv_limit, prefix_bytes
 
     def keep_text(self) -> None:
         """Let calls of one row leave their text in llama.cpp, so that the next call can reuse its common start."""
@@ -117,15 +117,15 @@ class GGUFCall(Call):
         check_call(llama, prompts, config)
         self.clock = clock
         rows = prompts.rows
-        most = most_nodes(model, config, prompts.rows)
-        nodes = min(config.max_nodes, most)
+        node_limit = most_nodes(model, config, prompts.rows)
+        nodes = min(config.max_nodes, node_limit)
         cells = rows * (generation_config.max_length - min(prompts.padding) + nodes)
         sequences = 2 if llama.has_states else min(MOST_SEQUENCES, rows * max(nodes - 1, 1))
         self._keeps = model.keeps_text and rows == 1
         self._context = context = llama.acquire(cells, sequences, resumes=self._keeps)
         kind = LlamaChainRunner if llama.has_states else LlamaRunner
         self.runner = kind(context, rows, llama.last_length)
-        self.runner.most_nodes = most
+        self.runner.most_nodes = node_limit
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
     def restore(self, error: BaseException) -> None:
