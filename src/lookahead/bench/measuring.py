@@ -33,12 +33,9 @@ from lookahead.errors import InvalidArgumentError, LookaheadError
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Loaded model of a benchmark.
+    """Loaded model of a benchmark, with sampling removed from its generation configuration.
 
-    Attributes:
-        spec: Entry of the benchmark file.
-        loaded: Model and tokenizer, with sampling removed from its generation configuration.
-        settings: Settings that affect the figures, with the identity of the weights.
+    `settings` are those that affect the figures, with the identity of the weights.
     """
 
     spec: ModelSpec
@@ -143,9 +140,6 @@ class MethodRunner:
 
     It has its own model object with shared weights. So predictions and step times that the library learns about the
     model are not shared with other methods.
-
-    Raises:
-        InvalidArgumentError: The assistant model cannot be loaded.
     """
 
     def __init__(self, bench_model: BenchModel, method: MethodSpec) -> None:
@@ -302,11 +296,7 @@ class Benchmark:
     """
 
     def __init__(self, suite: Suite, device: torch.device, limit: int | None = None) -> None:
-        """Read the prompts; with `limit` only the first ones of each task.
-
-        Raises:
-            InvalidArgumentError: A file of prompts cannot be read or is malformed.
-        """
+        """Read the prompts; with `limit` only the first ones of each task."""
         self._suite = suite
         self._device = device
         self._prompts = {task.name: read_prompts(task, limit) for task in suite.tasks}

@@ -70,11 +70,8 @@ def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[in
 class Difference:
     """Output that differs from the reference.
 
-    Attributes:
-        row: Row of the run.
-        position: Index of the first differing new token; the length of the shorter output if it is a prefix of the
-            other.
-        is_error: Whether the outputs must be identical.
+    `position` is the index of the first differing new token; the length of the shorter output if it is a prefix of the
+    other. `is_error` says whether the outputs must be identical.
     """
 
     row: Row

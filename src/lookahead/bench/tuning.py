@@ -66,13 +66,9 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 
 class StepBench:
-    """Bench with a text of a fixed length in the cache, for steps of any size after it.
+    """Bench with a random text of `context` tokens in the cache, for steps of any size after it.
 
-    Args:
-        model: Model to run.
-        context: Number of tokens of random text in the cache.
-        pack_weights: Pack the weights; see `LookaheadConfig`.
-        engine: Engine to run the model with; see `LookaheadConfig`.
+    `pack_weights` and `engine` are fields of `LookaheadConfig`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.
@@ -148,9 +144,9 @@ def measure(
 
     Args:
         model: Model, on its device and in its type.
-        node_counts: Sizes of the steps in nodes, root included; at least 1.
-        contexts: Lengths of the text before the step, in tokens; at least 1.
-        repeats: Number of timed steps for each size and length; at least 1.
+        node_counts: Sizes of the steps in nodes, root included.
+        contexts: Lengths of the text before the step, in tokens.
+        repeats: Number of timed steps for each size and length.
         progress: Called before each timing with its description; `timings` is the number of calls.
         pack_weights: See `LookaheadConfig.pack_weights`.
 

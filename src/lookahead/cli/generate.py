@@ -135,13 +135,8 @@ def fitted(
 class Recording:
     """Record of one run. It grows step by step, so that an interruption loses nothing.
 
-    Attributes:
-        on_step: Called with the token ids of each step.
-        tokens_by_step: Generated token ids, grouped by step.
-        complete: Whether the run finished.
-        statistics: Counts, updated after each step; the times by part are set at the end.
-        wall_seconds: Wall time of the run.
-        cpu_seconds: CPU time of the run, summed over all threads.
+    `on_step` is called with the token ids of each step. `statistics` are updated after each step, their times
+    by part at the end. Seconds of the CPU are summed over all threads.
     """
 
     on_step: Callable[[list[int]], None] | None = None

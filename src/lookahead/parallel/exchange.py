@@ -37,13 +37,10 @@ STORE_PATIENCE = 5.0
 
 @dataclass
 class Heartbeat:
-    """State of a rank.
+    """State of a rank: its earlier heartbeats, and the exchanges that it has entered.
 
-    Attributes:
-        count: Number of earlier heartbeats.
-        exchanges: Number of exchanges that the rank has entered.
-        failure: Reason why the rank joins no further exchange; empty while it works.
-        blamed: Whether `failure` already names the rank to blame; otherwise the sender failed itself.
+    `failure` is the reason why the rank joins no further exchange; empty while it works. `blamed` says whether it names
+    the rank to blame; otherwise the sender failed itself.
     """
 
     count: int = 0

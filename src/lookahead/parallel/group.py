@@ -91,11 +91,7 @@ class ParallelGroup:
 
 
 class RanksSession(CallSession):
-    """A model that all ranks run together.
-
-    Attributes:
-        speaks: Whether this rank serves streamers and `on_step`.
-    """
+    """A model that all ranks run together. `speaks` says whether this rank serves streamers and `on_step`."""
 
     refuses_inputs = "one process has to read it; leave parallel out"
 

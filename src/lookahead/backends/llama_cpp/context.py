@@ -155,16 +155,9 @@ class LlamaContext:
     def run(self, count: int, reads: int) -> NDArray[np.float32]:
         """Compute the first `count` tokens of `batch`, and keep their keys and values.
 
-        Args:
-            count: Number of tokens.
-            reads: Number of these tokens with `batch.reads` set.
-
         Returns:
-            Logits after the `reads` tokens, in the order of the tokens, `[reads, vocabulary]`; a view of a buffer that
-            the next call overwrites.
-
-        Raises:
-            LookaheadError: llama.cpp fails.
+            Logits after the `reads` tokens with `batch.reads` set, `[reads, vocabulary]`; a view of a buffer that the
+            next call overwrites.
         """
         self.batch.struct.n_tokens = count
         code = self._library.llama_decode(self._handle, self.batch.struct)

@@ -20,17 +20,11 @@ _NO_TOKEN = -1  # LLAMA_TOKEN_NULL
 
 
 class Vocabulary:
-    """Tokenizer of a GGUF file.
-
-    Args:
-        handle: llama.cpp's vocabulary; valid as long as its model.
+    """Tokenizer of a GGUF file; `handle` is llama.cpp's vocabulary, valid as long as its model.
 
     Attributes:
-        bos: Token id that begins a text; `None` if the file has none.
-        eos: Token id that ends a text; `None` if the file has none.
-        pad: Token id of padding; `None` if the file has none.
-        adds_bos: Whether texts begin with `bos`.
-        adds_eos: Whether texts end with `eos`.
+        bos, eos, pad: Token ids of the beginning and the end of a text, and of padding; `None` if the file has none.
+        adds_bos, adds_eos: Whether texts begin with `bos`, or end with `eos`.
     """
 
     def __init__(self, handle: Any) -> None:
