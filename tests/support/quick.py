@@ -23,8 +23,14 @@ def quickly(values: Iterable[Any], quick: Collection[Any] = REPRESENTATIVES) -> 
 def diagonal(*axes: Collection[Any]) -> list[Any]:
     """Return all combinations of the axes' values as parameters.
 
-    `make test` runs as few of them as have every value of each axis, `make test-exact` all others.
+    `make test` runs as few of them as have every value of each axis, `make test-exact` all others. Values may be
+    parameters of `quickly`.
     """
     quick = {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))}
-    pairs = zip(product(*map(range, map(len, axes))), product(*axes), strict=True)
-    return [pytest.param(*values, marks=() if place in quick else pytest.mark.exact) for place, values in pairs]
+    parameters = []
+    for place, values in zip(product(*map(range, map(len, axes))), product(*axes), strict=True):
+        marked = [value for value in values if hasattr(value, "marks")]
+        plain = [value.values[0] if hasattr(value, "marks") else value for value in values]
+        is_quick = place in quick and not marked
+        parameters.append(pytest.param(*plain, marks=() if is_quick else pytest.mark.exact))
+    return parameters

@@ -183,5 +183,6 @@ def selected(probabilities: torch.Tensor, noise: torch.Tensor | None) -> torch.T
     if noise is None:
         return probabilities.argmax(dim=-1)
     scores = probabilities / noise
-    tokens = torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.is_cpu else scores.argmax(dim=-1)
+    by_numpy = scores.is_cpu and scores.dtype == torch.float32  # a tenth of torch's time
+    tokens = torch.from_numpy(scores.numpy().argmax(axis=-1)) if by_numpy else scores.argmax(dim=-1)
     return tokens.masked_fill(probabilities.gather(1, tokens[:, None])[:, 0].isnan(), -1)
