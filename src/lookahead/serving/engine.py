@@ -137,8 +137,9 @@ class Engine:
         if on_step is not None:
             check_callable("on_step", on_step, 1, ON_STEP)
         model, runner = self._loop.model, self._loop.runner
-        config = self._loop.config if lookahead_config is None else lookahead_config
-        check_engine_config(config, runner.most_nodes)
+        config = self._loop.config
+        if lookahead_config is not None:
+            config = check_engine_config(lookahead_config, runner.most_nodes)
         ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
         arguments: Arguments = prepare_call(
