@@ -117,16 +117,16 @@ def load_model(
         return LoadedModel(path, mlx_model, mlx_model.tokenizer)
     part = "its tokenizer"
     # trust_remote_code=False refuses code instead of asking at the terminal.
-    given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        read_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **given)
+        read_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **options)
         part = "the model"
-        sees = type(AutoConfig.from_pretrained(path, **given)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        sees = type(AutoConfig.from_pretrained(path, **options)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        processor = AutoProcessor.from_pretrained(path, **given) if sees else None
-        given |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        given["use_safetensors"] = None if allow_pickle else True
-        model, report = kind.from_pretrained(path, dtype=dtype, **given)
+        processor = AutoProcessor.from_pretrained(path, **options) if sees else None
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        options["use_safetensors"] = None if allow_pickle else True
+        model, report = kind.from_pretrained(path, dtype=dtype, **options)
     except Exception as error:  # whatever a broken file makes transformers raise
         if is_out_of_memory(error):
             raise
@@ -215,8 +215,8 @@ def check_device(name: str | None) -> torch.device:
         if len(missing) > _LONGEST_REASON:
             missing = "torch has no such device here"
     choices = ["cpu"]
-    if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        choices += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        choices += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
     raise InvalidArgumentError(f"--device {name} is not available here; choose {' or '.join(choices)} ({missing})")
 
 

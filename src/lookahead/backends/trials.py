@@ -29,7 +29,7 @@ def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: 
         `[tokens - prompt, vocabulary]` float32 for each text: after its prompt's last token, and each that follows.
     """
     decided = [min(prompt, len(text) - 1) for text in texts]
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    by_text: list[list[torch.Tensor]] = [[] for _ in texts]
     while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
         trees = [runner.idle_tree() for _ in texts]
         paths = dict[int, list[int]]()
@@ -38,14 +38,14 @@ def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: 
                 trees[row] = tree = runner.begin_tree(row, text[: decided[row]])
                 paths[row] = draft(tree, text[decided[row] : -1]) if runner.wants_draft(tree) else []
         results: Any = runner.forward(trees)
-        kept: list[list[int]] = [[] for _ in texts]
+        accepted: list[list[int]] = [[] for _ in texts]
         for row, path in paths.items():
             root = trees[row].root
-            kept[row] = [*range(root + 1), *path]
-            found[row] += [results[row].logits_after(node) for node in (root, *path)]
+            accepted[row] = [*range(root + 1), *path]
+            by_text[row] += [results[row].logits_after(node) for node in (root, *path)]
             decided[row] += 1 + len(path)
-        runner.commit(kept)
-    return [torch.cat(logits).float() for logits in found]
+        runner.commit(accepted)
+    return [torch.cat(logits).float() for logits in by_text]
 
 
 def nothing(tree: TokenTree, following: Sequence[int]) -> list[int]:
@@ -74,20 +74,20 @@ def among_decoys(size: int, decoys: int, tokens: Sequence[int]) -> Draft:
     return draft
 
 
-def chains(draws: random.Random, most: int = 3) -> Draft:
-    """Drafts chains of up to `most` right tokens; a wrong one follows half of them."""
+def chains(draws: random.Random, max_tokens: int = 3) -> Draft:
+    """Drafts chains of up to `max_tokens` right tokens; a wrong one follows half of them."""
 
     def draft(tree: TokenTree, following: Sequence[int]) -> list[int]:
-        right = list(following[: draws.randrange(most + 1)])
+        right = list(following[: draws.randrange(max_tokens + 1)])
         wrong = [tree.tokens[0]] if draws.random() < 0.5 else []
         return tree.add_candidates([*right, *wrong])[: len(right)]
 
     return draft
 
 
-def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def difference(logits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest difference between logits; not a number if some are none."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(logits, expected, strict=True)
     return float(torch.stack([(mine.float() - theirs.float()).abs().max() for mine, theirs in pairs]).max())
 
 

@@ -61,8 +61,8 @@ class SuffixDecodingDrafter:
             longer = [place for place in places if place > length and text[place - length - 1] == text[-length - 1]]
             # With the same occurrences the longer suffix drafts at least as much, unless its depth cuts the draft.
             if len(longer) < len(places) or self.depth - length < self.budget:
-                most = max(min(self.budget - 1, int(length * self._factor + self._offset + 1e-6)), 0)
-                other = self._guess(places, most, min(self.depth - length, tree.room))
+                max_tokens = max(min(self.budget - 1, int(length * self._factor + self._offset + 1e-6)), 0)
+                other = self._guess(places, max_tokens, min(self.depth - length, tree.room))
                 if sum(other.likely) >= best:
                     guess, best = other, sum(other.likely)
             places = longer
@@ -91,8 +91,8 @@ class SuffixDecodingDrafter:
             self._text.append(token)
             self._ends.setdefault(token, []).append(len(self._text))
 
-    def _guess(self, places: list[int], most: int, levels: int) -> _Guess:
-        """Draft up to `most` tokens, at most `levels` deep, after the occurrences of a suffix that end at `places`."""
+    def _guess(self, places: list[int], max_tokens: int, levels: int) -> _Guess:
+        """Draft up to `max_tokens` tokens, at most `levels` deep, after occurrences that end at `places`."""
         guess, order = _Guess([], [], []), count()
         queue: list[tuple[float, int, int, list[int], int]] = []  # minus the probability, order, parent, places, level
 
@@ -108,7 +108,7 @@ class SuffixDecodingDrafter:
                     heappush(queue, (-likely, next(order), parent, group, level))
 
         extend(1.0, len(places) + 1, -1, places, 1)
-        while queue and len(guess.tokens) < most:
+        while queue and len(guess.tokens) < max_tokens:
             negative, _, parent, group, level = heappop(queue)
             guess.tokens.append(self._text[group[0] - 1])
             guess.parents.append(parent)

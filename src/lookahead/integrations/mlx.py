@@ -101,12 +101,12 @@ def _stream(
     temperature = 0.0 if sampler is None else 1.0
     pace = draft_pace(model, config, 1, temperature, runner.chains) if config.chooses_nodes else None
     drafting = Drafting(model, config, pace, None, runner.most_nodes, runner.chains)
-    most = None if max_tokens < 0 else len(stream.tokens) + max_tokens
+    max_length = None if max_tokens < 0 else len(stream.tokens) + max_tokens
 
     def is_complete(sequence: SequenceState) -> bool:
-        return sequence.tokens[-1] in stream.ends or len(sequence.tokens) == most
+        return sequence.tokens[-1] in stream.ends or len(sequence.tokens) == max_length
 
-    sequence = SequenceState(stream.tokens, drafting.drafter(None), stream.sampler, is_complete, most_tokens=most)
+    sequence = SequenceState(stream.tokens, drafting.drafter(None), stream.sampler, is_complete, most_tokens=max_length)
     steps = Steps(runner, open_session(model).clock, pace)
     requests: Any = [_Text(sequence, drafting, temperature)]
     _prefill(runner, stream.tokens, options)

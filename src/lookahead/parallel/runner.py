@@ -258,10 +258,10 @@ class ParallelRunner(Backend):
                 walks.set(row, follow(forest[row], partial(self._take, sequence, result, split.owners)))
         return walks
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep this rank's pending tokens and its part of the accepted paths in its cache."""
         local_kept: list[list[int]] = []
-        for row, (nodes, tree, split) in enumerate(zip(kept, self._forest, self._splits, strict=True)):
+        for row, (nodes, tree, split) in enumerate(zip(paths, self._forest, self._splits, strict=True)):
             if not nodes:
                 local_kept.append([])
                 continue

@@ -61,7 +61,7 @@ def attributes(generation: Generation) -> dict[str, Any]:
     ]
     waited = [count.queue_seconds for count in counts if count.queue_seconds is not None]
     first = [answer.first_token_seconds for answer in answers if answer.first_token_seconds is not None]
-    found = {
+    attributes = {
         "gen_ai.response.model": generation.served.name,
         "gen_ai.response.finish_reasons": [answer.handle.finish_reason or "cancelled" for answer in answers],
         "gen_ai.request.max_tokens": arguments["max_new_tokens"],
@@ -78,7 +78,7 @@ def attributes(generation: Generation) -> dict[str, Any]:
         "lookahead.draft_tokens": sum(sent for sent, _ in drafts),
         "lookahead.accepted_draft_tokens": sum(accepted for _, accepted in drafts),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def open_tracing(endpoint: str) -> Tracing:

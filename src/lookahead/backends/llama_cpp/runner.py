@@ -252,9 +252,9 @@ class LlamaRunner(Runner):
         logits = torch.from_numpy(self.llama_context.run(count, len(forest.read_slots)))
         return pass_result(forest, logits, top_k, borrowed=True)
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, nodes_to_keep: Sequence[Sequence[int]]) -> None:
         """Keep the accepted nodes of the last trees, and remove the other nodes."""
-        for row, below, path in zip(self.rows, self._branches, kept, strict=True):
+        for row, below, path in zip(self.rows, self._branches, nodes_to_keep, strict=True):
             if below is not None:
                 self._commit(row, below, path)
 
@@ -325,11 +325,11 @@ class LlamaChainRunner(LlamaRunner):
             self._copy(_TEXT, _SAVED)
         return super().forward(trees, top_k)
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the state if all nodes of the last tree are `kept`; otherwise restore the state before it."""
+    def commit(self, nodes_to_keep: Sequence[Sequence[int]]) -> None:
+        """Keep the state if all nodes of the last tree are `nodes_to_keep`; otherwise restore the state before it."""
         assert self._branches[0] is not None
-        if len(kept[0]) == len(self._branches[0].layout.order):
-            self.rows[0].length += len(kept[0])
+        if len(nodes_to_keep[0]) == len(self._branches[0].layout.order):
+            self.rows[0].length += len(nodes_to_keep[0])
         else:
             self._copy(_SAVED, _TEXT)
 

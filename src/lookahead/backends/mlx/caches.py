@@ -97,8 +97,8 @@ class _LayerCache:
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Append the nodes `[nodes, heads, 1, size]` to the text; return a view of all tokens for each node."""
         nodes = keys.shape[0]
-        found = self._cache.update_and_fetch(keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3))
-        wide = [mx.broadcast_to(part, (nodes, *part.shape[1:])) for part in found]
+        states = self._cache.update_and_fetch(keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3))
+        wide = [mx.broadcast_to(part, (nodes, *part.shape[1:])) for part in states]
         return wide[0], wide[1]
 
 

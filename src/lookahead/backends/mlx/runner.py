@@ -87,11 +87,11 @@ class MLXResult(PassResult):
             likeliest, logits = mx.argmax(self.logprobs, axis=-1), raw.astype(mx.float32)
             mx.eval(likeliest, logits)
             best, wide = np.array(likeliest).astype(np.int64), np.array(logits, copy=False)
-        found = pass_result(forest, torch.from_numpy(wide), top_k)
-        rows = found.logit_rows
+        result = pass_result(forest, torch.from_numpy(wide), top_k)
+        rows = result.logit_rows
         predictions = np.where(rows < 0, -1, best[rows]) if len(best) else np.full(len(rows), -1)
-        listed = Listed(found.top_ids, found.top_probabilities, predictions)
-        super().__init__(forest, found.logits, rows, lambda: listed)
+        listed = Listed(result.top_ids, result.top_probabilities, predictions)
+        super().__init__(forest, result.logits, rows, lambda: listed)
 
 
 class MLXRunner(Runner):
@@ -121,7 +121,7 @@ class MLXRunner(Runner):
         self._way = way
         self.chains = way == "chains" or not all(map(are_plain, caches)) or not are_plain(make_prompt_cache(module))
         self.shares_beginnings = not self.chains
-        self.rows = [MLXRow(given) for given in caches]
+        self.rows = [MLXRow(caches_of_row) for caches_of_row in caches]
         if vocabulary is not None:
             self.vocabulary = vocabulary
         self._sent: list[Layout | None] = []
@@ -140,14 +140,14 @@ class MLXRunner(Runner):
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """Return the tree of pending tokens of `row`. Like mlx-lm, read the last token of a prompt alone."""
-        kept = self.rows[row]
-        pending = len(text) + kept.before - kept.length
-        begins = kept.length == kept.before
+        state = self.rows[row]
+        pending = len(text) + state.before - state.length
+        begins = state.length == state.before
         room = PREFILL_TOKENS
-        if kept.last_chain is not None and not begins:
-            room = max(kept.last_chain - kept.length, 1)
+        if state.last_chain is not None and not begins:
+            room = max(state.last_chain - state.length, 1)
         if pending > min(MOST_PENDING if self.chains and not begins else 1, room):
-            tree = TokenTree(self._pending(kept, text)[: min(pending - 1, room, PREFILL_TOKENS)])
+            tree = TokenTree(self._pending(state, text)[: min(pending - 1, room, PREFILL_TOKENS)])
             tree.needs_logits[tree.root] = False
             return tree
         tree = super().begin_tree(row, text)
@@ -225,9 +225,9 @@ class MLXRunner(Runner):
         caches = TreePass(row.length, layout, self._way == "grouped trees").caches(row.caches)
         return self._module(mx.array(layout.tokens.astype(np.int32))[:, None], cache=caches)[:, 0]
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted nodes of the last trees. A state that has read others is restored."""
-        for row, layout, restore, path in zip(self.rows, self._sent, self._restore, kept, strict=True):
+        for row, layout, restore, path in zip(self.rows, self._sent, self._restore, paths, strict=True):
             if layout is None:
                 continue
             if restore is not None and len(path) < len(layout.order):

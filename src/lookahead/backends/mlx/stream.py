@@ -50,15 +50,15 @@ class Stream:
     ) -> None:
         check_settings(config)
         wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        given, max_kv_size = caches
+        prompt_cache, max_kv_size = caches
         self.tokens = _token_ids(wrapper, prompt, model.findings.vocabulary)
         self.ends = frozenset(wrapper.eos_token_ids)
         self.sampler = MLXSampler(sampler, logits_processors or ())
-        self._keeps = given is not None
-        if given is None:
-            given = make_prompt_cache(model.mlx, max_kv_size)
-        check_caches(given)
-        self.runner: MLXRunner = MLXSession(model).runner_of([given])
+        self._keeps = prompt_cache is not None
+        if prompt_cache is None:
+            prompt_cache = make_prompt_cache(model.mlx, max_kv_size)
+        check_caches(prompt_cache)
+        self.runner: MLXRunner = MLXSession(model).runner_of([prompt_cache])
         self._detokenizer = wrapper.detokenizer
         self._start = perf_counter()
         self._speed = 0.0
