@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -466,3 +468,22 @@ def test_an_engine_refuses_a_model_that_reads_prompts_in_parts_otherwise() -> No
     with pytest.raises(lookahead.UnsupportedModelError, match="read in parts"):
         Engine(model, DRAFTS)
     assert outcome(lambda: by_generate(model)) == plainly(model)
+
+
+COMPILES = """
+import torch, lookahead
+from model_zoo import build
+model = build("llama", seed=0)
+prompt = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+assert torch.equal(lookahead.generate(model, prompt, max_new_tokens=12, do_sample=False), expected)
+"""
+
+
+@pytest.mark.slow_by_nature("only the first compilation of a process replaces methods of torch's modules")
+def test_the_first_compilation_of_a_process_may_happen_in_a_call() -> None:
+    paths = [str(Path(__file__).parents[1] / "support"), *sys.path]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{COMPILES}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

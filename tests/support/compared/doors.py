@@ -134,7 +134,9 @@ class Doors(ExitStack):
                     handles[number].cancel()
             if step == turn.change_after:
                 submitted = (handles.get(number) for number in range(len(rows)))
-                early = [isinstance(handle, RequestHandle) and handle.done for handle in submitted]
+                # a request has the generation configuration of its submission
+                kept = "generation configuration" in (turn.change or "")
+                early = [isinstance(handle, RequestHandle) and (kept or handle.done) for handle in submitted]
                 self.change(turn.change)
             with suppress(Exception):  # requests report the error
                 self._engine.step()

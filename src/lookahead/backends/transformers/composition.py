@@ -24,6 +24,9 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 _MODEL_FILES = ("transformers.models.", "transformers_modules.")
 """Packages of model code. Modules of other packages may contain variables of the caller."""
 
+_OF_COMPILING = frozenset({"__init__", "__setstate__"})
+"""Methods of torch's `Module` that torch replaces when it first compiles; passes do not call them."""
+
 _OF_LOADING = frozenset({"init_weights", "tie_weights"})
 """Methods that transformers replaces while it loads another model."""
 
@@ -95,7 +98,8 @@ def _is_of_torch(kind: type) -> bool:
 def _code_names(space: Namespace) -> list[str]:
     """Return the names of functions, methods and classes."""
     kinds = (classmethod, property)
-    return [n for n, value in space.items() if n not in _OF_LOADING and (callable(value) or isinstance(value, kinds))]
+    unread = _OF_LOADING | (_OF_COMPILING if space.get("__module__") == torch.nn.Module.__module__ else frozenset())
+    return [n for n, value in space.items() if n not in unread and (callable(value) or isinstance(value, kinds))]
 
 
 class Composition:
