@@ -231,6 +231,28 @@ def check_chain(tree: TokenTree) -> None:
         raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")
 
 
+def check_settings(config: LookaheadConfig, model: str) -> None:
+    """Refuse settings that only apply to models of transformers.
+
+    Args:
+        config: The settings.
+        model: Kind of the model, for the message.
+
+    Raises:
+        InvalidArgumentError: A setting does not apply.
+    """
+    for name, is_set in (
+        ("pack_weights", config.pack_weights),
+        ("invariant", config.invariant),
+        ("engine", config.engine not in ("auto", "dynamic")),
+    ):
+        if is_set:
+            raise InvalidArgumentError(
+                f"{name}={getattr(config, name)!r} applies to models of transformers only, but this is {model}; leave "
+                "it out"
+            )
+
+
 class Call:
     """Resources of one call of `generate`, acquired on creation and released at the end.
 

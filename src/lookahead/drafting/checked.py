@@ -34,7 +34,7 @@ class CheckedDrafter:
 
     Args:
         make: Factory of the drafter, which serves one sequence.
-        most: Maximum number of nodes of a step, the root included.
+        max_nodes: Maximum number of nodes of a step, the root included.
         chain: Maximum number of nodes of a chain, the root included, for a model that runs only chains. Of the tree one
             path is sent, the first-added child of each node, and `StepResult.tree` has this path. `None` for trees.
 

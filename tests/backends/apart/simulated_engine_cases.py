@@ -91,6 +91,26 @@ def test_steps_wait_as_often_as_they_must(
     assert CAPTURE not in kinds
 
 
+def events_of_four_steps(
+    device: Simulation, model: PreTrainedModel, prompt: torch.Tensor, config: LookaheadConfig, options: dict[str, Any]
+) -> list[Event]:
+    """Return the events of four steps of eight requests that wait once a step; their texts equal the CPU's."""
+    engine = Engine(on_cuda(copy.deepcopy(model)), config, max_rows=8)
+    prompts = [prompt[:, : 90 - row] for row in range(8)]
+    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    device.take()
+    for _ in range(4):
+        engine.step()
+    events = device.take()
+    engine.run()
+    assert sum(event.kind == WAIT for event in events) == 4
+    for row in (0, 3, 7):
+        assert handles[row].tokens == new_tokens(model, prompts[row], row, **options)
+    return events
+
+
 MOST_OF_A_SAMPLED_STEP = {"temperature": ({"top_k": 0}, 25), "top-k, top-p": ({"top_k": 50, "top_p": 0.9}, 37)}
 """Settings of sampling, and the largest number of operations in a step of 8 rows."""
 
@@ -102,20 +122,8 @@ def test_rows_that_are_set_alike_are_sampled_together(
     how, most_operations = MOST_OF_A_SAMPLED_STEP[kind]
     options = {**OPTIONS, "max_new_tokens": 16, "do_sample": True, "temperature": 0.8, **how}
     config = LookaheadConfig(memory="process", step_budget=32)
-    engine = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=8)
-    prompts = [demo_prompt[:, : 90 - row] for row in range(8)]
-    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
-    for _ in range(4):
-        engine.step()
-    device.take()
-    for _ in range(4):
-        engine.step()
-    events = [event for event in device.take() if not event.in_model]
-    engine.run()
-    assert sum(event.kind == WAIT for event in events) == 4
-    assert sum(event.kind == OPERATION for event in events) <= 4 * most_operations
-    for row in (0, 3, 7):
-        assert handles[row].tokens == new_tokens(demo_model, prompts[row], row, **options)
+    events = events_of_four_steps(device, demo_model, demo_prompt, config, options)
+    assert sum(event.kind == OPERATION and not event.in_model for event in events) <= 4 * most_operations
 
 
 @pytest.mark.parametrize("samples", [False, True])
@@ -124,19 +132,7 @@ def test_rows_whose_processors_use_the_text_wait_once(
 ) -> None:
     options = {**OPTIONS, "repetition_penalty": 1.2, "no_repeat_ngram_size": 4, "min_new_tokens": 4, "eos_token_id": 1}
     options |= {"do_sample": True, "temperature": 0.9, "top_p": 0.9} if samples else GREEDY
-    engine = Engine(on_cuda(copy.deepcopy(demo_model)), LookaheadConfig(preset="autoregressive"), max_rows=8)
-    prompts = [demo_prompt[:, : 90 - row] for row in range(8)]
-    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
-    for _ in range(4):
-        engine.step()
-    device.take()
-    for _ in range(4):
-        engine.step()
-    events = device.take()
-    engine.run()
-    assert sum(event.kind == WAIT for event in events) == 4
-    for row in (0, 3, 7):
-        assert handles[row].tokens == new_tokens(demo_model, prompts[row], row, **options)
+    events_of_four_steps(device, demo_model, demo_prompt, LookaheadConfig(preset="autoregressive"), options)
 
 
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, []))

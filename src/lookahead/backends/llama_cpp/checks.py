@@ -19,7 +19,7 @@ import numpy as np
 from torch.nn.modules import module
 from transformers import PreTrainedModel
 
-from lookahead.backends.base import Prompts
+from lookahead.backends.base import Prompts, check_settings
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, binding
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRunner
@@ -103,23 +103,9 @@ def largest_difference(model: LlamaModel) -> float:
     return difference([drafted], [plain]) / float(plain.std())
 
 
-def check_settings(config: LookaheadConfig) -> None:
-    """Refuse settings that only apply to models of transformers."""
-    for name, is_set in (
-        ("pack_weights", config.pack_weights),
-        ("invariant", config.invariant),
-        ("engine", config.engine not in ("auto", "dynamic")),
-    ):
-        if is_set:
-            raise InvalidArgumentError(
-                f"{name}={getattr(config, name)!r} applies to models of transformers only, but this is a GGUF model; "
-                "leave it out"
-            )
-
-
 def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> None:
     """Refuse a call that llama.cpp cannot run: caches, too many rows or nodes, too long prompts."""
-    check_settings(config)
+    check_settings(config, "a GGUF model")
     refuse_cache(prompts.cache)
     if prompts.rows > MOST_SEQUENCES:
         raise InvalidArgumentError(
@@ -146,7 +132,7 @@ def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> 
 
 def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> None:
     """Refuse models and settings that cannot run with rows that join and leave."""
-    check_settings(config)
+    check_settings(config, "a GGUF model")
     if model.has_states:
         raise UnsupportedModelError(
             f"path={str(model.path)!r}: the model has layers with a running state, and is run on chains of tokens, "

@@ -25,8 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, QuantizedKVC
 from lookahead.backends.mlx.caches import Caches
 from lookahead.backends.mlx.runner import MLXRunner, Way
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing
-from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 TOLERANCE = 1e-3
 """Maximum difference to the logits of plain decoding with weights in float32, in standard deviations of the logits."""
@@ -123,22 +122,4 @@ def check_caches(caches: Caches) -> None:
             raise UnsupportedArgumentError(
                 f"prompt_cache has a {type(cache).__name__}, which lookahead decoding does not support; use the caches "
                 "of mlx_lm.models.cache.make_prompt_cache"
-            )
-
-
-def check_settings(config: LookaheadConfig) -> None:
-    """Refuse settings that only apply to models of transformers.
-
-    Raises:
-        InvalidArgumentError: A setting does not apply to models of MLX.
-    """
-    for name, is_set in (
-        ("pack_weights", config.pack_weights),
-        ("invariant", config.invariant),
-        ("engine", config.engine not in ("auto", "dynamic")),
-    ):
-        if is_set:
-            raise InvalidArgumentError(
-                f"{name}={getattr(config, name)!r} applies to models of transformers only, but this is a model of MLX; "
-                "leave it out"
             )

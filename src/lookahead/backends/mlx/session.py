@@ -9,9 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from transformers import GenerationConfig
 
-from lookahead.backends.base import Call, Prompts, Session
+from lookahead.backends.base import Call, Prompts, Session, check_settings
 from lookahead.backends.mlx.caches import Caches
-from lookahead.backends.mlx.checks import check_settings
 from lookahead.backends.mlx.model import MLXModel, refuse_cache
 from lookahead.backends.mlx.runner import MLXRunner
 from lookahead.config import LookaheadConfig
@@ -39,7 +38,7 @@ class MLXSession(Session):
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> MLXCall:
         """Check a call, and make the caches of its rows."""
-        check_settings(config)
+        check_settings(config, "a model of MLX")
         refuse_cache(prompts.cache)
         return MLXCall(self, prompts)
 
@@ -47,7 +46,7 @@ class MLXSession(Session):
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[MLXRunner, int | None, int]:
         """Return a runner of rows that join and leave, and the given limits."""
-        check_settings(config)
+        check_settings(config, "a model of MLX")
         return self.runner(0), kv_bytes, prefix_bytes
 
     def sharing_weights(self) -> MLXModel:

@@ -11,7 +11,8 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from lookahead.backends.mlx.checks import check_caches, check_settings
+from lookahead.backends.base import check_settings
+from lookahead.backends.mlx.checks import check_caches
 from lookahead.backends.mlx.model import MLXModel
 from lookahead.backends.mlx.runner import MLXRunner
 from lookahead.backends.mlx.sampler import MLXSampler, Processor
@@ -48,7 +49,7 @@ class Stream:
         caches: tuple[Any, int | None],
         config: LookaheadConfig,
     ) -> None:
-        check_settings(config)
+        check_settings(config, "a model of MLX")
         wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         prompt_cache, max_kv_size = caches
         self.tokens = _token_ids(wrapper, prompt, model.findings.vocabulary)

@@ -203,7 +203,7 @@ class StaticInputs:
         batch: Number of rows.
         nodes: Nodes of each row, padding included.
         device: Device of the model.
-        most: Nodes of the largest tree, if larger: several passes process it in parts.
+        max_nodes: Nodes of the largest tree, if larger: several passes process it in parts.
 
     Attributes:
         tokens: `[batch, nodes]` int32.
@@ -265,8 +265,8 @@ class StaticSteps:
         batch: Number of texts.
         capacity: Initial capacity for tokens of each text and nodes of a step.
         sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `max_nodes`.
-        most: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The number of
-            rows is then a divisor of `FIXED_ROWS`.
+        max_nodes: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The
+            number of rows is then a divisor of `FIXED_ROWS`.
         is_trial: See `FixedPasses`.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import isnan
 from typing import Any
 
@@ -142,17 +143,17 @@ class TextSampler:
         self.records = keep_logits or keep_scores
         self.needs_logits = bool(self._processors) or self.samples or self.records
 
-    @property
+    @cached_property
     def ignores_text(self) -> bool:
         """Whether no processor uses the text."""
         return bool(self.alike)
 
-    @property
+    @cached_property
     def is_pure(self) -> bool:
         """Whether processors are transformers' own, with scores that depend only on the text and the logits."""
         return all(type(member) in _PURE for member in self._processors)
 
-    @property
+    @cached_property
     def selects(self) -> bool:
         """Whether tokens may differ from the likeliest ones of the raw logits."""
         return self.samples or bool(self._processors)
