@@ -10,13 +10,12 @@ Rows of an Engine lie in pages as on a GPU; tokens are sampled as on a CPU. Two 
   (results, second check of the model), `verify`, `commit`, `watch`, `learn`, `notify` (handles, pace). `submit_us` is
   the time of a call of `submit`.
 - **generate**: the same for one text, from pass to pass, on the path of a CPU and with fixed shapes ("static").
-- **path**: calls, functions and files of the library in a step of the demo model. `_around` counts from step to step.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,17 +27,11 @@ from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 from worth import ROOT, Source, Worker
 
-PARTS = ("steps", "generate", "path")
-
-PATHS = {0: "generate", 1: "Engine", 8: "Engine"}
-"""Names by number of rows; 0 rows mean `generate`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of the command."""
 
-    parts: tuple[str, ...] = option(PARTS, f"of {', '.join(PARTS)}")
     base: str = option("", "commit to compare with")
     rows: tuple[int, ...] = option((1, 4, 16, 64, 256), "rows of the Engine")
     ways: tuple[str, ...] = option(tuple(WAYS), "drafting and sampling of the Engine")
@@ -61,7 +54,6 @@ class Sides:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.commits = {**({"base": _commit(options.base)} if options.base else {}), "here": _here()}
-        self._sources: dict[str, Source] = {}
         self._workers: dict[str, Worker] = {}
 
     def of_steps(self, way: str, rows: int) -> Iterator[Row]:
@@ -84,29 +76,15 @@ class Sides:
                 }
                 yield row | ({} if row["equal"] else {"error": f"{side}, {way}, {rows} rows: another text"})
 
-    def of_path(self, rows: int) -> Iterator[Row]:
-        """Yield the calls of a step for each commit, from processes without the stub."""
-        for side in self.commits:
-            worker = self._start(side)
-            yield {"kind": "path", "commit": side, "way": PATHS[rows], "rows": rows or 1, **worker.ask(path=rows)}
-            worker.close()
-
     def _worker(self, side: str) -> Worker:
-        if side not in self._workers:
-            self._workers[side] = self._start(side)
-        return self._workers[side]
-
-    def _start(self, side: str) -> Worker:
         options = self._options
-        if side not in self._sources:
-            self._sources[side] = Source(options.base if side == "base" else None)
-        return Worker(
-            self._sources[side],
-            [
+        if side not in self._workers:
+            program = [
                 *("host_worker.py", "--texts", str(Path(options.texts).resolve())),
                 *("--prompt", str(options.prompt), "--new-tokens", str(options.new_tokens)),
-            ],
-        )
+            ]
+            self._workers[side] = Worker(Source(options.base if side == "base" else None), program)
+        return self._workers[side]
 
 
 def _commit(name: str) -> str:
@@ -135,17 +113,12 @@ def probe(options: Options) -> Probe:
     Raises:
         InvalidArgumentError: An option has an unknown value.
     """
-    for name, names, known in (("parts", options.parts, PARTS), ("ways", options.ways, WAYS)):
-        if unknown := [one for one in names if one not in known]:
-            raise InvalidArgumentError(f"--{name} {unknown[0]!r}: choose from {', '.join(map(repr, known))}")
+    if unknown := [way for way in options.ways if way not in WAYS]:
+        raise InvalidArgumentError(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
     sides = Sides(options)
-    measurements: dict[str, list[tuple[str, Callable[[], Iterator[Row]]]]] = {
-        "steps": [
-            (f"{way}, {rows} rows", partial(sides.of_steps, way, rows)) for rows in options.rows for way in options.ways
-        ],
-        "generate": [(f"generate, {way}", partial(sides.of_steps, way, 0)) for way in CALLS],
-        "path": [(f"path, {name}, {rows} rows", partial(sides.of_path, rows)) for rows, name in PATHS.items()],
-    }
-    units = [Unit(name, measure) for part in options.parts for name, measure in measurements[part]]
+    units = [
+        Unit(f"{way}, {rows} rows", partial(sides.of_steps, way, rows)) for rows in options.rows for way in options.ways
+    ]
+    units += [Unit(f"generate, {way}", partial(sides.of_steps, way, 0)) for way in CALLS]
     settings: dict[str, Any] = {"prompt": options.prompt, "new_tokens": options.new_tokens}
     return Probe(units, {"commits": sides.commits, "prices": "H200, 8B", **settings})

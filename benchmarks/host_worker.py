@@ -1,17 +1,16 @@
 """The measuring process of `python benchmarks host`, with the library that `PYTHONPATH` names.
 
 It answers each line of JSON with one line. `{"open": WAY, "rows": ROWS}` opens an Engine, or `generate` for 0 rows.
-`{"turn": NUMBER}` decodes the texts and returns the figures. `{"path": ROWS}` counts calls.
+`{"turn": NUMBER}` decodes the texts and returns the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from cases import Case, encoder_of, forced, read_cases
 from lookahead import Engine, LookaheadConfig
 from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
-from models import load_model, load_tokenizer
+from models import load_tokenizer
 from stubbed import DEVICE, Marks, Table, table_model
 
 TEXTS = 16
@@ -251,69 +250,6 @@ def _between(times: Sequence[tuple[str, int]], launches: Sequence[int]) -> Itera
         yield parts
 
 
-def count_path(rows: int) -> dict[str, Any]:
-    """Count calls, functions and files of the library in a step of the demo model.
-
-    Args:
-        rows: Rows of an Engine; 0 for `generate`.
-
-    Returns:
-        Counts within the function `step`, and counts from one step to the next (`_around`).
-    """
-    model, tokenizer = load_model("demo"), load_tokenizer("demo")
-    ids = tokenizer(lookahead.demo.DEMO_PROMPT, return_tensors="pt").input_ids
-    root, calls = os.path.dirname(lookahead.__file__) + os.sep, list[tuple[str, str]]()
-
-    def run() -> None:
-        if not rows:
-            config = LookaheadConfig(step_budget=16)
-            lookahead.generate(model, ids, max_new_tokens=64, lookahead_config=config)
-            return
-        engine = Engine(model, LookaheadConfig(memory="process", step_budget=16 * rows))
-        for row in range(rows):
-            engine.submit(ids[:, row:], max_new_tokens=64)
-        engine.run()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            calls.append((frame.f_code.co_filename[len(root) :], frame.f_code.co_qualname))
-
-    run()
-    step = sys.modules["lookahead.core.step"].step
-    owners = [module for name, module in sys.modules.items() if name.startswith("lookahead") and _has(module, step)]
-    count = 0
-
-    def traced(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 5:
-            sys.setprofile(None)
-        if count != 4:
-            return step(*arguments, **options)
-        sys.setprofile(note)
-        inside.append(len(calls))
-        done = step(*arguments, **options)
-        inside.append(len(calls))
-        return done
-
-    inside: list[int] = []
-    for owner in owners:
-        owner.step = traced  # type: ignore[attr-defined]
-    run()
-    for owner in owners:
-        owner.step = step  # type: ignore[attr-defined]
-    of_step = calls[inside[0] : inside[1]]
-    return {**_counts(of_step), **{f"{name}_around": value for name, value in _counts(calls).items()}}
-
-
-def _has(module: Any, step: Callable[..., Any]) -> bool:
-    return getattr(module, "step", None) is step
-
-
-def _counts(calls: Sequence[tuple[str, str]]) -> dict[str, int]:
-    return {"calls": len(calls), "functions": len(set(calls)), "files": len({file for file, _ in calls})}
-
-
 def main() -> None:
     """Answer requests until the input ends."""
     compile_loops()  # no unit is to wait for them, nor to go without
@@ -327,24 +263,19 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
+    DEVICE.install()
+    texts = Texts(options.texts, options.prompt, options.new_tokens)
     run: Any = None
     print(json.dumps(True), flush=True)
-    texts: Texts | None = None
     for line in sys.stdin:
         request = json.loads(line)
         answer: Any = True
-        if "path" in request:
-            answer = count_path(request["path"])
+        if "open" in request:
+            run = None  # with its memory
+            rows = request["rows"]
+            run = EngineRun(texts, request["open"], rows) if rows else CallRun(texts, request["open"])
         else:
-            if texts is None:
-                DEVICE.install()
-                texts = Texts(options.texts, options.prompt, options.new_tokens)
-            if "open" in request:
-                run = None  # with its memory
-                rows = request["rows"]
-                run = EngineRun(texts, request["open"], rows) if rows else CallRun(texts, request["open"])
-            else:
-                answer = run.turn()
+            answer = run.turn()
         print(json.dumps(answer), flush=True)
 
 

@@ -142,13 +142,9 @@ class Runner:
         if expects:
             more["prediction"] = torch.tensor(case.expected)
         torch.manual_seed(1000 * turn + len(case.prompt))
-        counts = self.generate(self._models.load(name), case, config, **more)
+        counts = generate(self._models.load(name), case, config, **more)
         assert not case.answer or counts.tokens == list(case.answer)
         return counts
-
-    def generate(self, model: Any, case: Case, config: Config, **more: Any) -> Counts:
-        """Run `generate` on a case."""
-        return generate(model, case, config, **more)
 
     def serve(self, load: int, config: Config, case: Case, turn: int) -> Counts:
         """Run an engine with `load` rows; the first request is the case, and every second one is sampled.

@@ -1,4 +1,4 @@
-"""Compare `auto` with its best fixed setting and with methods of others, in CPU time or simulated time (`prices.py`).
+"""Compare `auto` with its best fixed setting and with methods of others, in CPU time.
 
 Every case of a line is decoded in every way in one process, twice, in an order that changes from case to case: with
 transformers, with `auto`, and with fixed settings. The best setting is chosen on half of the cases and compared on the
@@ -18,8 +18,6 @@ import numpy as np
 from lines import Config, Line, Models, Runner, text_lines
 from lookahead import LookaheadConfig
 from lookahead.bench.rows import Row
-from lookahead.errors import InvalidArgumentError
-from prices import PRICES, PricedRunner
 from probe import Probe, Turns, Unit, option
 from worth import estimate
 
@@ -45,12 +43,10 @@ class Options:
     only: str = option("", "measure only lines with this text in their names")
     cases: int = option(12, "number of cases of a line")
     repeats: int = option(2, "number of runs of each case in each way; the fastest is used")
-    prices: str = option("", f"table of simulated step times in place of CPU time: {', '.join(PRICES)}")
 
 
-def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
+def measure(line: Line, repeats: int) -> Iterator[Row]:
     """Yield the rows of a line."""
-    measured = "plain_steps" if prices else "cpu_seconds"
     left_out = ("auto, 16", "auto, 32", "suffix decoding, 16", "RACER, 16") if line.name in FULL else ()
     ways = {name: partial(line.run, config) for name, config in WAYS.items() if name not in left_out}
     turns = Turns(ways, exact="bfloat16" not in line.name, repeats=repeats)
@@ -59,7 +55,6 @@ def measure(line: Line, prices: str, repeats: int) -> Iterator[Row]:
         for row in turns.rows(case):
             if row["kind"] == "run":
                 seconds.setdefault(row["method"], []).append(row["cpu_seconds"])
-                row[measured] = row.pop("cpu_seconds")
             yield {"line": line.name, **row}
     yield {"kind": "line", "line": line.name, "cases": len(line.cases), **held_out(seconds)}
 
@@ -95,11 +90,5 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
 def probe(options: Options) -> Probe:
     """Make a unit for each line."""
     models = Models(Path(options.shared))
-    if options.prices not in ("", *PRICES):
-        raise InvalidArgumentError(f"--prices {options.prices}: must be one of {', '.join(PRICES)}")
-    runner = PricedRunner(models, options.prices) if options.prices else Runner(models)
-    lines = [line for line in text_lines(models, runner, options.cases) if options.only in line.name]
-    if options.prices:  # tables cover one number type each, and no engines
-        lines = [line for line in lines if not ("bfloat16" in line.name or "Engine" in line.name)]
-    repeats = 1 if options.prices else options.repeats  # prices are the same each time
-    return Probe([Unit(line.name, partial(measure, line, options.prices, repeats)) for line in lines])
+    lines = [line for line in text_lines(models, Runner(models), options.cases) if options.only in line.name]
+    return Probe([Unit(line.name, partial(measure, line, options.repeats)) for line in lines])

@@ -58,7 +58,7 @@ def test_recorded_texts_are_served_and_their_steps_timed_by_part(tmp_path: Path)
         assert figures["tokens"] >= 1
 
 
-@pytest.mark.parametrize("option", ["--ways", "--parts", "--base"])
+@pytest.mark.parametrize("option", ["--ways", "--base"])
 def test_unknown_values_are_refused_before_a_file_is_written(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

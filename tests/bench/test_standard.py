@@ -1,14 +1,7 @@
 """Comparison of `auto` with the best other method, chosen by speed on held-out cases."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from cases import Case
-from lines import Models
-from lookahead import LookaheadConfig
-from prices import PRICES, PricedRunner
 from standard import held_out
 
 
@@ -24,20 +17,3 @@ def test_compares_with_the_way_that_is_best_on_the_other_half() -> None:
     assert result["auto_speed"] == 2.0
     assert result["over_best"] == pytest.approx((8.0 / 2 + 1.6 / 2) / 2)  # the median of four values
     assert result["low"] <= result["over_best"] <= result["high"]
-
-
-def test_step_times_follow_the_table_of_prices(demo: tuple[Any, Any]) -> None:
-    model, tokenizer = demo
-    case = Case("count", tokenizer("def count(words):\n    counts = {}\n").input_ids)
-    runner = PricedRunner(Models(Path("nowhere")), "gpu")
-
-    def texts(config: LookaheadConfig | None) -> Any:
-        return runner.generate(model, case, config, max_new_tokens=40, min_new_tokens=40)
-
-    plain, alone, fixed = texts(None), texts(LookaheadConfig(step_budget=1)), texts(LookaheadConfig(step_budget=16))
-    assert plain.tokens == alone.tokens == fixed.tokens
-    assert alone.seconds == plain.seconds == len(plain.tokens) - 1
-    assert fixed.steps - 1 < fixed.seconds <= (fixed.steps - 1) * PRICES["gpu"][4]
-    first, again = (texts(LookaheadConfig()) for _ in range(2))
-    assert first.tokens == plain.tokens == again.tokens
-    assert first.seconds < plain.seconds
