@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
 from lookahead.backends.transformers.model_state import ModelState
 from lookahead.backends.transformers.snapshots import fingerprint, in_threads
+from lookahead.core.dict_versions import DictVersions, has_dict_versions
 
 _READ = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 
@@ -28,6 +29,7 @@ _SETTLED = 8
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _version = attrgetter("_version")
+_place = torch.Tensor.data_ptr
 
 
 class ModelWatch:
@@ -121,6 +123,19 @@ class _Snapshot:
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
+        containers = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, (dict, list, set)) and name not in _UNREAD
+        ]
+        dictionaries = [container for container in containers if isinstance(container, dict)]
+        self._versions = DictVersions([*map(vars, modules), *dictionaries], modules) if has_dict_versions() else None
+        # Lists have no versions, and those of an `OrderedDict` do not change with its order.
+        self._unversioned: list[Any] = [
+            one for one in containers if not isinstance(one, dict) or (one and type(one) is not dict)
+        ]
+        self._unversioned_contents: list[Any] = list(map(copy.copy, self._unversioned))
         self._kinds = list(map(type, modules))
         self._models = [module for module in modules if isinstance(module, PreTrainedModel)]
         spaces = [vars(module) for module in modules if not isinstance(module, PreTrainedModel)]
@@ -130,12 +145,6 @@ class _Snapshot:
         self._settings = [
             {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in fields.items()}
             for fields in map(vars, self._configs)
-        ]
-        containers = [
-            value
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, (dict, list, set)) and name not in _UNREAD
         ]
         self._empty: list[Any] = [container for container in containers if not container]
         self._filled: list[Any] = [container for container in containers if container]
@@ -149,16 +158,30 @@ class _Snapshot:
         """Return whether the modules are unchanged."""
         try:
             return (
-                list(map(type, self._modules)) == self._kinds
-                and self._attributes == self._current_attributes()
-                and not any(self._empty)
-                and self._filled == self._contents
+                (self._is_unwritten() or self._has_same_modules())
                 and [vars(config) for config in self._configs] == self._settings
                 and self._weights.holds()
                 and self._others.holds()
             )
         except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
             return False
+
+    def _is_unwritten(self) -> bool:
+        """Return whether nothing was written to the modules since the last look."""
+        return self._versions is not None and self._versions.hold() and self._unversioned == self._unversioned_contents
+
+    def _has_same_modules(self) -> bool:
+        """Return whether modules have the same attributes, hooks, parameters and submodules."""
+        words = None if self._versions is None else self._versions.read()  # before the comparison, which others overlap
+        is_same = (
+            list(map(type, self._modules)) == self._kinds
+            and self._attributes == self._current_attributes()
+            and not any(self._empty)
+            and self._filled == self._contents
+        )
+        if is_same and self._versions is not None and words is not None:
+            self._versions.note(words)
+        return is_same
 
     def weights_hold(self) -> bool:
         """Return whether the weights are unwritten."""
@@ -188,7 +211,7 @@ class _Memory:
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = list(map(_version, self._counted))
         self._placed = [tensor for tensor in tensors if _has_place(tensor)]
-        self._places = [tensor.data_ptr() for tensor in self._placed]
+        self._places = list(map(_place, self._placed))
         # References that keep the memory alive.
         on_cpu = [tensor for tensor in self._placed if tensor.device.type == "cpu" and tensor.is_contiguous()]
         self._memory = [tensor.detach() for tensor in on_cpu if tensor.nbytes >= 4]
@@ -197,7 +220,7 @@ class _Memory:
 
     def is_in_place(self) -> bool:
         """Return whether the addresses are unchanged."""
-        return [tensor.data_ptr() for tensor in self._placed] == self._places
+        return list(map(_place, self._placed)) == self._places
 
     def holds(self) -> bool:
         """Return whether the memory is unchanged."""

@@ -1,0 +1,155 @@
+"""Versions of dictionaries: thousands of them are checked for writes in microseconds.
+
+CPython gives a dictionary a new number with each write (PEP 509), and has it in the dictionary's header. Versions of
+Python without it (from 3.14 on), free-threaded ones and loops in plain Python have no `DictVersions`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import config, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import LOOPS, compiled
+
+Integers = NDArray[np.int64]
+
+_TYPE = 8
+"""Offset in bytes of an object's type."""
+
+_VERSION = 24
+"""Offset in bytes of a dictionary's version."""
+
+_WRITES = 64
+"""Writes of the trial; CPython replaces its own code for attributes after a few."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _load(context: Any, address: Any) -> Any:
+    """Read the 64-bit word at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@compiled
+def _read(addresses: Integers, words: Integers) -> None:
+    for index in range(len(addresses)):
+        words[index] = _load(addresses[index])
+
+
+@compiled
+def _are_equal(addresses: Integers, words: Integers) -> bool:
+    is_equal = True
+    for index in range(len(addresses)):
+        is_equal &= _load(addresses[index]) == words[index]
+    return is_equal
+
+
+class DictVersions:
+    """Versions of dictionaries and types of objects, as they are now.
+
+    Args:
+        dictionaries: Dictionaries. The order of an `OrderedDict` is not checked.
+        objects: Objects whose types are checked.
+    """
+
+    def __init__(self, dictionaries: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:
+        self._held = dictionaries, objects  # their addresses stay valid
+        addresses = [id(one) + _VERSION for one in dictionaries] + [id(one) + _TYPE for one in objects]
+        self._addresses = np.array(addresses, dtype=np.int64)
+        self._words = self.read()
+
+    def read(self) -> Integers:
+        """Return the versions and types of now."""
+        words = np.empty_like(self._addresses)
+        _read(self._addresses, words)
+        return words
+
+    def note(self, words: Integers) -> None:
+        """Take versions and types that were read before as unchanged."""
+        self._words = words
+
+    def hold(self) -> bool:
+        """Return whether no dictionary was written, and no type replaced, since the noted ones were read."""
+        return _are_equal(self._addresses, self._words)
+
+
+def has_dict_versions() -> bool:
+    """Return whether this Python has versions of dictionaries, and their loops can be compiled now."""
+    return not LOOPS.awaited and not config.DISABLE_JIT and _are_right()
+
+
+@cache
+def _are_right() -> bool:
+    """Try versions on dictionaries and attributes of the kinds that models have."""
+    is_known = sys.implementation.name == "cpython" and (3, 10) <= sys.version_info < (3, 14)
+    if not is_known or sys.maxsize < 1 << 32 or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    return all(map(_follows_writes, ({}, {"a": 0, "b": 1}, OrderedDict(a=0, b=1)))) and _follows_attributes(_Object())
+
+
+class _Object:
+    """Object with attributes."""
+
+    a: object = None
+    b: object = None
+
+
+class _OtherObject(_Object):
+    """Object of another type."""
+
+
+def _follows_writes(content: dict[str, Any]) -> bool:
+    """Return whether the version of a dictionary changes with each write, and only then."""
+    versions = DictVersions([content])
+    return all(
+        _is_noticed(versions, write)
+        for number in range(_WRITES)
+        for write in (
+            partial(content.__setitem__, "a", (number,)),
+            partial(content.update, b=(number,)),
+            partial(content.pop, "a"),
+            partial(content.setdefault, "a", number),
+            content.clear,
+        )
+    )
+
+
+def _follows_attributes(example: _Object) -> bool:
+    """Return whether the version changes with each write of an attribute, and the type with the class."""
+    versions = DictVersions([vars(example)], [example])
+    return all(
+        _is_noticed(versions, write)
+        for number in range(_WRITES)
+        for write in (
+            partial(_set_attribute, example, number),
+            partial(setattr, example, "b", (number,)),
+            partial(delattr, example, "b"),
+            partial(setattr, example, "__class__", _Object if number % 2 else _OtherObject),
+        )
+    )
+
+
+def _set_attribute(example: _Object, number: int) -> None:
+    """Write an attribute by bytecode, which CPython specialises for the object."""
+    example.a = (number,)
+
+
+def _is_noticed(versions: DictVersions, write: Callable[[], object]) -> bool:
+    """Return whether `versions` change with a write, and not before it."""
+    held = versions.hold()
+    write()
+    changed = not versions.hold()
+    versions.note(versions.read())
+    return held and changed
