@@ -88,7 +88,7 @@ class Surroundings:
     def _current_code(self) -> list[object]:
         chosen = ALL_ATTENTION_FUNCTIONS.get(self._attention), ALL_MASK_ATTENTION_FUNCTIONS.get(self._attention)
         hooks = tuple(tuple(map(id, hooks.values())) for hooks in _GLOBAL_HOOKS)
-        return [chosen, hooks, list(map(len, self._classes)), *(get(space) for space, get in self._spaces)]
+        return [chosen, hooks, list(map(len, self._classes)), *[get(space) for space, get in self._spaces]]
 
 
 def _is_of_torch(kind: type) -> bool:

@@ -66,13 +66,14 @@ class ModelWatch:
         self._note()
         self._bits = _fingerprints(model) if compares_bits else None
 
-    def has_changed(self, thorough: bool) -> bool:
+    def has_changed(self, thorough: bool, compares_places: bool = True) -> bool:
         """Return whether the model has changed.
 
         Args:
             thorough: Whether to compare all bits of the weights, which takes about as long as a plain step.
+            compares_places: Whether to compare the addresses of weights.
         """
-        if not (self._composition.has_same_code_around() and self._whole.holds()):
+        if not (self._composition.has_same_code_around() and self._whole.holds(compares_places)):
             # A pass may have written the other values: check after later ones.
             self._state.passes_write |= self._whole.weights_hold() and self._composition.holds(self._model)
             return True
@@ -98,7 +99,7 @@ class ModelWatch:
         later pass counts as a change once.
         """
         if self._is_quiet:
-            return self.has_changed(thorough=False)
+            return self.has_changed(thorough=False, compares_places=not self._is_recorded)
         self._settled += 1
         if self._shared.holds() or not self._whole.weights_hold():
             return False
@@ -154,13 +155,13 @@ class _Snapshot:
             value for module in modules for value in (*module._buffers.values(), *vars(module).values())
         )
 
-    def holds(self) -> bool:
-        """Return whether the modules are unchanged."""
+    def holds(self, compares_places: bool = True) -> bool:
+        """Return whether the modules are unchanged; see `ModelWatch.has_changed`."""
         try:
             return (
                 (self._is_unwritten() or self._has_same_modules())
                 and [vars(config) for config in self._configs] == self._settings
-                and self._weights.holds()
+                and self._weights.holds(compares_places)
                 and self._others.holds()
             )
         except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
@@ -222,11 +223,11 @@ class _Memory:
         """Return whether the addresses are unchanged."""
         return list(map(_place, self._placed)) == self._places
 
-    def holds(self) -> bool:
+    def holds(self, compares_places: bool = True) -> bool:
         """Return whether the memory is unchanged."""
         return (
             list(map(_version, self._counted)) == self._versions
-            and self.is_in_place()
+            and (not compares_places or self.is_in_place())
             and [word.value for word in self._words] == self._values
         )
 
