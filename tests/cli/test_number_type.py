@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.backends import number_type
+from lookahead.backends import loading
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
 
@@ -26,7 +26,7 @@ def products_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], N
 
     def replace(slow: float, fast: float) -> None:
         readings = chain.from_iterable(zip(repeat(0.0), [slow] * PRODUCTS + [fast] * PRODUCTS, strict=False))
-        monkeypatch.setattr(number_type, "perf_counter", cycle(readings).__next__)
+        monkeypatch.setattr(loading, "perf_counter", cycle(readings).__next__)
 
     return replace
 

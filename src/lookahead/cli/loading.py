@@ -14,8 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from lookahead.backends import loading
-from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memory
-from lookahead.backends.number_type import use_faster_type
+from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memory, use_faster_type
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli.model_files import FoundModel
@@ -34,7 +33,7 @@ from lookahead.cli.settings import (
 from lookahead.cli.signals import raise_on_interrupt
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.background import BACKGROUND
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.drafting.background import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
 

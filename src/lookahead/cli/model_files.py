@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.prompt import IntPrompt
 
-from lookahead.backends.mlx.folder import is_mlx_folder
+from lookahead.backends.mlx import is_mlx_folder
 from lookahead.cli.inputs import stdin_is
 from lookahead.cli.rendering import spinner
 from lookahead.demo import demo_model_path
