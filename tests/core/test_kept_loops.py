@@ -147,5 +147,5 @@ def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
 
 
 def test_loops_run_as_plain_python_if_numba_is_disabled() -> None:
-    code = "from lookahead.drafting.warm_up import compile_loops; compile_loops()"
+    code = "from lookahead.drafting.background import compile_loops; compile_loops()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"})

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.drafting.background import compile_loops
 from model_zoo import build
 
 

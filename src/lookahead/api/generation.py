@@ -21,7 +21,7 @@ from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.drafting.background import BACKGROUND
-from lookahead.drafting.pool import check_pool
+from lookahead.drafting.paper import check_pool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 from lookahead.serving.arguments import (
     Arguments,

@@ -32,8 +32,7 @@ from lookahead.cli.settings import (
 )
 from lookahead.cli.signals import raise_on_interrupt
 from lookahead.core.compiled import on_first_compilation
-from lookahead.drafting.background import BACKGROUND
-from lookahead.drafting.background import compile_loops
+from lookahead.drafting.background import BACKGROUND, compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
 

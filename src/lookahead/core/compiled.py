@@ -14,6 +14,7 @@ read-only disk.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, TypeVar, cast
 
 import numba
@@ -314,3 +316,22 @@ def _load(files: Any, name: str, key: Any) -> Any:
         return None
     _held.add(name)
     return data
+
+
+_uncollected = Lock()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection in this process inside the `with` block.
+
+    One block runs at a time, so that no block re-enables it for another.
+    """
+    with _uncollected:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()

@@ -13,16 +13,13 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import Source, TokenPaths
-from lookahead.drafting.background import once_compiled
+from lookahead.drafting.background import compile_loops, once_compiled
 from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 from lookahead.drafting.jacobi import JacobiBlockDrafter
-from lookahead.drafting.paper import PaperDrafter
-from lookahead.drafting.pool import NGramPool
+from lookahead.drafting.paper import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.drafting.racer import RacerDrafter
 from lookahead.drafting.suffix_decoding import SuffixDecodingDrafter
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
-from lookahead.drafting.warm_up import compile_loops
-from lookahead.drafting.window import JacobiWindow
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 __all__ = [

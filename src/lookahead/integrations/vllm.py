@@ -25,8 +25,8 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import OUTCOME, Step
 from lookahead.drafting.auto.search import LIMITS
+from lookahead.drafting.background import compile_loops
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm_requests import Requests, Rows
 

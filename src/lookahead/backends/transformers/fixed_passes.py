@@ -26,7 +26,7 @@ from lookahead.backends.transformers.layouts import PassPlan, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
-from lookahead.core.garbage import uncollected
+from lookahead.core.compiled import uncollected
 from lookahead.core.packed_masks import packed_width
 from lookahead.errors import LookaheadWarning
 
