@@ -53,7 +53,7 @@ def propose(
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence goes on without drafts."""
     sharing = set[int]()
     if pace is not None and pace.is_shared:
-        sharing.update(row for row in rows if getattr(sequences[row].drafter, "shares", False))
+        sharing = {row for row in rows if getattr(sequences[row].drafter, "shares", False)}
     for row in rows:
         if row not in sharing:
             sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)

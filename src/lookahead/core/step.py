@@ -36,6 +36,7 @@ class Batch:
         statistics: Counts are added to it.
         pace: Chooses nodes by the time of steps, if that is known.
         mark: Called with each part of a step when it is over.
+        launched: Called after the launch of a pass, while a device computes.
         notify: Called with the results of a step before the listeners of the sequences.
     """
 
@@ -43,6 +44,7 @@ class Batch:
     statistics: Statistics = field(default_factory=Statistics)
     pace: StepPace | None = None
     mark: Callable[[Phase], None] = lambda phase: None
+    launched: Callable[[], None] | None = None
     notify: Callable[[StepResults], None] | None = None
 
     @property
@@ -64,6 +66,8 @@ def step(backend: Backend, batch: Batch) -> StepResults:
 
     outputs = backend.forward(forest, top_k)
     early = _look_ahead(sequences, forest, outputs)
+    if batch.launched is not None:
+        batch.launched()
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
     walk: Callable[..., Walks] = getattr(backend, "walk", walk_trees)

@@ -15,7 +15,7 @@ from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.protocols import StepPace
 from lookahead.core.results import StepResults
 from lookahead.core.statistics import OnStep, Statistics
-from lookahead.core.step import Batch, Phase, step
+from lookahead.core.step import Batch, step
 from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
 from lookahead.drafting.background import BACKGROUND
@@ -43,6 +43,7 @@ class Request:
         rule: Stop rule.
         row: Keys and values (`TextRow`); `None` if the runner has the rows of a call.
         handle: Handle of the caller, in an engine.
+        notes: Sampler that records log-probabilities; `None` without them.
         reads_inputs: Whether the prompt has inputs beside tokens (images). Its keys and values are not shared then.
         temperature: Temperature of sampling; 0 for greedy decoding.
         group: Group of the request; see `Engine.submit`.
@@ -81,7 +82,7 @@ class Request:
             keep_logits=keeps and bool(config.output_logits),
             keep_scores=keeps and bool(config.output_scores),
         )
-        self._notes = sampler if isinstance(sampler, LogprobSampler) else None
+        self.notes = sampler if isinstance(sampler, LogprobSampler) else None
         tokens = prompts.tokens[index]
         self.sequence = TextSequence(
             prompts.input_ids[index : index + 1].long(),  # dtype of the texts that transformers returns
@@ -120,7 +121,7 @@ class Request:
         """Make this a request of an engine: `handle`, `on_step` and the streamer get each step."""
         self.handle = handle
         self.urgency = urgency
-        handle.follow(self.sequence.tokens, self._notes is not None)
+        handle.follow(self.sequence.tokens, self.notes is not None)
         listeners: list[OnStep] = []
         if on_step is not None:
             listeners.append(on_step)
@@ -128,13 +129,6 @@ class Request:
             self._feeder = StreamFeeder(self.arguments.streamer, self.arguments.prompts.input_ids, None)
             listeners.append(self._feeder.add)
         self.sequence.listeners = listeners
-
-    def add(self, nodes: int, tokens: int) -> None:
-        """Pass a step on to the handle; see `RequestHandle.add`."""
-        try:
-            self.handle.add(nodes, tokens, () if self._notes is None else self._notes.take())
-        except Exception as error:
-            self.sequence.fail(error)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the request, and pass its output, its error or its cancellation to the handle."""
@@ -178,7 +172,10 @@ def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
     rows = zip(requests, results.nodes.tolist(), results.walks.counts.tolist(), strict=True)
     for request, nodes, tokens in rows:
         if tokens:
-            request.add(nodes, tokens)
+            try:
+                request.handle.add(nodes, tokens, () if request.notes is None else request.notes.take())
+            except Exception as error:
+                request.sequence.fail(error)
 
 
 class Steps:
@@ -211,14 +208,7 @@ class Steps:
         self._notify = notify
         # Without a pace the cheaper clock is enough: CPU time needs a system call.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
-        timer = self._timer
-
-        def mark(phase: Phase) -> None:
-            if phase == "forward" and launched is not None:
-                launched()
-            timer.mark(phase)
-
-        self.batch = Batch((), mark=self._timer.mark if launched is None else mark)
+        self.batch = Batch((), mark=self._timer.mark, launched=launched)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Run one step, and add its counts to `statistics`. Errors of a request are stored in `SequenceState.error`."""

@@ -8,7 +8,7 @@ and `None` in place of weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import pairwise
@@ -79,22 +79,39 @@ def folded_sdpa(
 
     The mask `[batch, 1, nodes, keys]` is added to the scores; without one, attention is causal.
     """
-    batch, heads, nodes, head_size = query.shape
-    groups = heads // key.shape[1]
-    # In float32 the sum of a single row has another order, so plain steps use transformers' own function.
-    single = nodes == 1 and query.dtype != torch.float32
-    masked = nodes > 1 and attention_mask is not None
-    foldable = groups > 1 and dropout == 0 and (single or masked) and kwargs.get("position_bias") is None
-    if not foldable or (attention_mask is not None and attention_mask.shape[1] != 1):
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output, None
-    rows = query.reshape(batch, key.shape[1], groups * nodes, head_size)
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    folded = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
-    return folded.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return _fold(module, [query], [(key, value)], [attention_mask], dropout, scaling, **kwargs)[0], None
+
+
+def _fold(
+    module: torch.nn.Module,
+    queries: Sequence[torch.Tensor],
+    states: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    masks: Sequence[torch.Tensor | None],
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> list[torch.Tensor]:
+    """Return `folded_sdpa` of several queries, each with its own keys, values and mask."""
+    outputs = []
+    for query, (key, value), mask in zip(queries, states, masks, strict=True):
+        batch, heads, nodes, head_size = query.shape
+        groups = heads // key.shape[1]
+        # In float32 the sum of a single row has another order, so plain steps use transformers' own function.
+        single = nodes == 1 and query.dtype != torch.float32
+        masked = nodes > 1 and mask is not None
+        foldable = groups > 1 and dropout == 0 and (single or masked) and kwargs.get("position_bias") is None
+        if not foldable or (mask is not None and mask.shape[1] != 1):
+            unfolded = sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+            outputs.append(unfolded[0])
+            continue
+        rows = query.reshape(batch, key.shape[1], groups * nodes, head_size)
+        if mask is not None:
+            mask = mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+        folded = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
+        outputs.append(folded.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous())
+    return outputs
 
 
 def invariant_attention(
@@ -169,14 +186,15 @@ def packed_rows_attention(
     masks = packed_rows.masks_of(module)
     if packed_rows.pages is not None:
         return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
-    # Folding is faster only on CPUs.
-    of_row: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
-    if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
-        of_row = invariant_attention
-    outputs = []
     queries = torch.split(query, packed_rows.counts, 2)
-    for nodes, (keys, values), mask in zip(queries, states, masks, strict=True):
-        outputs.append(of_row(module, nodes, keys, values, mask, **kwargs)[0])
+    if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
+        of_row: Any = invariant_attention
+    elif query.device.type == "cpu":  # folding is faster only there
+        return torch.cat(_fold(module, queries, states, masks, **kwargs), dim=1), None
+    else:
+        of_row = sdpa_attention_forward
+    rows = zip(queries, states, masks, strict=True)
+    outputs = [of_row(module, nodes, keys, values, mask, **kwargs)[0] for nodes, (keys, values), mask in rows]
     return torch.cat(outputs, dim=1), None
 
 

@@ -67,7 +67,7 @@ class RowPool(StaticTreeCache):
     def grow(self, capacity: int) -> None:
         """Move to larger buffers; all columns count as text."""
         super().grow(capacity)
-        self._set_lengths([capacity])
+        self.set_lengths([capacity])
 
     def add_text(self) -> int:
         """Add an empty text, and return its number."""

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.machine import upload
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
-from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache, TreeLayer
+from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache, TreeLayer, write_states
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,12 @@ class PackedCache(RowsCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
-        states = []
+        layers = []
+        for row, _ in self._rows:
+            of_row = row.cache.layers
+            layers.append(of_row[layer_idx] if layer_idx < len(of_row) else row.cache.layer(layer_idx))
         keys = torch.split(key_states, self._counts, 2)
-        values = torch.split(value_states, self._counts, 2)
-        for (row, _), of_keys, of_values in zip(self._rows, keys, values, strict=True):
-            layers = row.cache.layers
-            layer = layers[layer_idx] if layer_idx < len(layers) else row.cache.layer(layer_idx)
-            states.append(layer.update(of_keys, of_values))
+        states = write_states(layers, keys, torch.split(value_states, self._counts, 2))
         # Stored with their key tensor, so that its id stays unique.
         self._states[id(key_states)] = (key_states, states)
         return key_states, value_states

@@ -137,7 +137,7 @@ class TransformersRunner(Runner):
     def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
         """Plan a pass over the trees of some rows; an idle row has position 0."""
         rows = [self.rows[place] for place in places]
-        starts = lengths = np.array([row.length for row in rows], dtype=np.int64)
+        starts = lengths = np.array(self.lengths_of(rows), dtype=np.int64)
         shifts = np.array([row.shift for row in rows], dtype=np.int64)
         if self._idle in forest.objects:
             idle = [tree is self._idle for tree in forest]
@@ -291,6 +291,10 @@ class ModelRunner(TransformersRunner):
             for row, text in zip(self.rows, texts, strict=True):
                 row.adopt(text)
 
+    def lengths_of(self, rows: Sequence[Any]) -> list[int]:
+        """See `Runner`."""
+        return [row.cache.lengths[row.place] for row in rows]
+
     def counts_hidden_after(self, between: bool) -> int | None:
         """Return the longest text, hidden tokens included, before the model counts hidden ones; `None` if unlimited.
 
@@ -370,7 +374,8 @@ class ModelRunner(TransformersRunner):
         for row in set(rows.tolist()):
             self.rows[row].cache.move_nodes(slots[rows == row], targets[rows == row])
         for row, count in zip(self.rows, paths.counts.tolist(), strict=True):
-            row.cache.extend(count)
+            if count:
+                row.cache.set_lengths([row.cache.lengths[0] + count])
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text needs no dense mask; a batch does, which grows with the chunk.

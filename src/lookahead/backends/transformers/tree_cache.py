@@ -85,26 +85,19 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write states `[texts, heads, nodes, head_dim]` after the longest text; return all keys and values so far."""
+        return write_states([self], [key_states], [value_states])[0]
+
+    def make_room(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Prepare to write states: their type, and columns unless small states stay without free ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype is not self.keys.dtype:  # the caller's cache has another type
             self.keys = self.keys.to(torch.promote_types(key_states.dtype, self.keys.dtype))
             self.values = self.values.to(torch.promote_types(value_states.dtype, self.values.dtype))
         start = self.length - self.dropped
-        count = key_states.shape[2]
-        end = start + count
-        if end > self.keys.shape[2]:
-            if self._stays_full(start, key_states):
-                self.keys = torch.cat([self.keys, key_states], 2)
-                self.values = torch.cat([self.values, value_states], 2)
-                return self.keys, self.values
+        end = start + key_states.shape[2]
+        if end > self.keys.shape[2] and not self._stays_full(start, key_states):
             self._grow(end, start)
-        keys = self.keys
-        values = self.values
-        # `narrow` is three times as fast as a slice
-        keys.narrow(2, start, count).copy_(key_states)
-        values.narrow(2, start, count).copy_(value_states)
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write keys `[texts, nodes, size]` of `indexer`, and return all of them."""
@@ -192,6 +185,29 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, moved)
 
 
+def write_states(
+    layers: Sequence[TreeLayer], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write the states of some layers, one of each text; see `TreeLayer.update`."""
+    written = []
+    for layer, new_keys, new_values in zip(layers, keys, values, strict=True):
+        start = layer.length - layer.dropped
+        count = new_keys.shape[2]
+        end = start + count
+        if not layer.is_initialized or new_keys.dtype is not layer.keys.dtype or end > layer.keys.shape[2]:
+            layer.make_room(new_keys, new_values)
+        if end > layer.keys.shape[2]:  # a small layer, without free columns
+            layer.keys = torch.cat([layer.keys, new_keys], 2)
+            layer.values = torch.cat([layer.values, new_values], 2)
+            written.append((layer.keys, layer.values))
+            continue
+        # `narrow` is three times as fast as a slice
+        layer.keys.narrow(2, start, count).copy_(new_keys)
+        layer.values.narrow(2, start, count).copy_(new_values)
+        written.append((layer.keys.narrow(2, 0, end), layer.values.narrow(2, 0, end)))
+    return written
+
+
 def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.keys, layer.values
 
@@ -225,8 +241,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self.layer(layer_idx)
-        keys_and_values: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
-        return keys_and_values
+        return write_states([layer], [key_states], [value_states])[0]
 
     def layer(self, index: int) -> TreeLayer:
         """A layer, made with those before it if there is none yet."""
@@ -268,7 +283,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for index in range(max(len(row.cache.layers) for row in rows)):
             texts = [(row.cache.layer(index), row.place) for row in rows]
             self.layer(index).adopt(texts, lengths)
-        self._set_lengths(lengths)
+        self.set_lengths(lengths)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Append the states of `slots[text]`, ascending slots of the scratch, to each text.
@@ -285,16 +300,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         if misplaced:
             self.move(*np.array(misplaced).T)
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self._set_lengths([length + len(path) for length, path in zip(self.lengths, slots, strict=True)])
+        self.set_lengths([length + len(path) for length, path in zip(self.lengths, slots, strict=True)])
 
     def move_nodes(self, slots: Integers, targets: Integers) -> None:
         """Copy the states of nodes of the only text from some slots of the scratch to others."""
         self.move(np.zeros_like(slots), self.lengths[0] + slots, self.lengths[0] + targets)
-
-    def extend(self, count: int) -> None:
-        """Keep the states of the first `count` slots of the scratch of the only text."""
-        if count:
-            self._set_lengths([self.lengths[0] + count])
 
     def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
         """Copy states of texts between columns."""
@@ -305,7 +315,7 @@ class TreeCache(Cache):  # type: ignore[misc]
                 columns = np.stack([texts, sources - layer.dropped, targets - layer.dropped])
                 (uploads[key],) = upload(layer.device, columns)
             text, source, target = uploads[key]
-            for states in _states(layer):
+            for states in (layer.keys, layer.values):
                 states[text, :, target] = states[text, :, source]
 
     @property
@@ -321,11 +331,12 @@ class TreeCache(Cache):  # type: ignore[misc]
     def crop(self, tokens: int, text: int | None = None) -> None:
         """Remove all but the first `tokens` tokens, of one text or of all."""
         texts = range(len(self.lengths)) if text is None else [text]
-        self._set_lengths(
+        self.set_lengths(
             [min(length, tokens) if place in texts else length for place, length in enumerate(self.lengths)]
         )
 
-    def _set_lengths(self, lengths: list[int]) -> None:
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set the number of tokens of each text; the states of others become scratch."""
         self.lengths = lengths
         longest = max(lengths)
         for layer in self.layers:

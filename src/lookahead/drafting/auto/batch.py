@@ -216,7 +216,8 @@ class DraftBatch:
         nodes = min(drafters[0].searched, budget.max_candidates)  # which the texts of a batch have in common
         with self.memory.lock:
             for drafter in drafters:
-                drafter.catch_up(self)
+                if drafter.late:
+                    drafter.catch_up(self)
             limits = np.empty(len(places), dtype=LIMITS)
             limits["place"], limits["nodes"] = places, nodes
             limits["levels"], limits["min_probability"] = roots.rooms_of(rows), budget.min_probability
@@ -310,7 +311,8 @@ class DraftBatch:
             return
         with self.memory.lock:
             for drafter in drafters:
-                drafter.catch_up(self)
+                if drafter.late:
+                    drafter.catch_up(self)
             outcomes = np.empty(len(places), dtype=OUTCOME)
             outcomes["place"], outcomes["root"] = places, forest.roots[of_rows]
             outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + self.sent[places], forest.counts[of_rows])

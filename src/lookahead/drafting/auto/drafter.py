@@ -53,6 +53,8 @@ class AutoDrafter:
             an error of a source must end only the drafts of its own text.
         place: Slot in the batch; -1 before the first draft.
         learns: Whether anything is remembered.
+        shares: Whether candidates compete with those of other rows (`SharingDrafter.shares`).
+        late: Tokens of the text that the batch does not have yet; see `catch_up`.
 
     Raises:
         InvalidArgumentError: The budget is less than one node, or an argument has the wrong type.
@@ -77,6 +79,7 @@ class AutoDrafter:
         self.budget: StepBudget = cast(StepBudget, budget)
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self.learns = memory is not None
+        self.shares = self.budget.is_shared
         self._max_candidates = max_nodes - 1
         self._sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self._before = [] if predicted is None else predicted.tokens
@@ -88,7 +91,7 @@ class AutoDrafter:
         self._settings = searched, chains and not self._permitting, explore and self.learns and not chains
         self._batch: DraftBatch | None = None
         self.place = -1
-        self._late: list[int] = []  # tokens of the text that the batch does not have yet
+        self.late: list[int] = []
         self._certain = 0  # tokens of this step's tree that are part of the text already
         self.together: DraftBatch | None = None
 
@@ -113,7 +116,7 @@ class AutoDrafter:
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
-        self._late = list(prompt)
+        self.late = list(prompt)
         if self.together is None and not self._sources:
             self.together = self.memory.batches.get(self._settings)
         if self._batch is not None:
@@ -126,11 +129,6 @@ class AutoDrafter:
         likely = self.find(tree)
         if likely is not None:
             self.send(tree, self.budget.choose(likely, self.pending(tree)))
-
-    @property
-    def shares(self) -> bool:
-        """Whether candidates compete with those of other rows (`SharingDrafter.shares`)."""
-        return self.budget.is_shared
 
     def find(self, tree: TokenTree) -> NDArray[np.float64] | None:
         """Add the certain tokens, and return the probabilities of candidates after them (`SharingDrafter.find`)."""
@@ -153,7 +151,7 @@ class AutoDrafter:
         fits = len(certain) < min(self._max_candidates, tree.room) and tree.certain == len(certain)
         if self.budget.backs_off or (certain and not fits):
             return False
-        self._late += certain
+        self.late += certain
         self._certain = len(certain)
         return True
 
@@ -174,8 +172,8 @@ class AutoDrafter:
 
     def _begin(self, batch: DraftBatch) -> None:
         """Begin the text in its slot of the batch."""
-        text = self._late
-        self._late = []
+        text = self.late
+        self.late = []
         batch.begin(self.place, text, self._before)
 
     def limits(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
@@ -268,7 +266,7 @@ class AutoDrafter:
 
     def defer(self, tokens: Sequence[int]) -> None:
         """Take tokens of the text that will be added to the batch later."""
-        self._late += tokens
+        self.late += tokens
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics of the n-gram memory; see `DraftMemory.statistics`."""
@@ -276,9 +274,9 @@ class AutoDrafter:
 
     def catch_up(self, batch: DraftBatch) -> None:
         """Add deferred tokens to the text in the batch."""
-        if self._late:
-            batch.extend(self.place, self._late)
-            self._late = []
+        if self.late:
+            batch.extend(self.place, self.late)
+            self.late = []
 
 
 def _origin_of(node: np.void, names: Sequence[str]) -> Origin:
