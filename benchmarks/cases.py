@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.errors import InvalidArgumentError
 
 Encode = Callable[[str], list[int]]
 
@@ -108,28 +106,11 @@ def read_cases(
         limit: Maximum number of cases.
         prompt: Maximum number of tokens of a prompt, counted from its end.
         answer: Maximum number of tokens of an answer, counted from its start.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or a line is malformed.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"cannot read the cases {path}: {error}") from error
     cases = []
-    for number, line in enumerate(lines[:limit], start=1):
-        try:
-            row = json.loads(line)
-            expected, output = encode(row.get("input", "")), encode(row.get("output", ""))
-            ids = encode(prompt_of(row))[-prompt if prompt else None :]
-            cases.append(Case(str(row["id"]), ids, output[:answer], expected))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgumentError(
-                f"{path}, line {number}: a case is an object with `id`, and `prompt`, `turns`, or `instruction` and "
-                f"`input` ({type(error).__name__}: {error})"
-            ) from error
-        if not ids:
-            raise InvalidArgumentError(f"{path}, line {number}: a prompt needs at least one token")
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()[:limit]):
+        ids = encode(prompt_of(row))[-prompt if prompt else None :]
+        cases.append(Case(str(row["id"]), ids, encode(row.get("output", ""))[:answer], encode(row.get("input", ""))))
     return cases
 
 
@@ -155,23 +136,11 @@ def tokenizer_of(path: Path | None) -> tuple[str, Encode]:
 
     Args:
         path: Tekken file, or folder of a transformers tokenizer; by default the tekken file of mistral-common.
-
-    Raises:
-        InvalidArgumentError: The tokenizer cannot be read, or mistral-common is not installed.
     """
     if path is not None and path.is_dir():
         return path.name, encoder_of(AutoTokenizer.from_pretrained(path), add_special_tokens=False)
-    try:
-        tekken = import_module("mistral_common.tokens.tokenizers.tekken")
-        file = path or Path(import_module("mistral_common").__file__ or "").parent / "data" / TEKKEN
-        tokenizer = tekken.Tekkenizer.from_file(file)
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "mistral-common, which ships the tokenizer, is not installed; install the extra `bench`, or give the "
-            "folder of a tokenizer with --tokenizer"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"{path} is neither a tekken file ({error}) nor the folder of a tokenizer"
-        ) from error
-    return file.name, partial(tokenizer.encode, bos=False, eos=False)
+    import mistral_common  # late, as it is an extra
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    file = path or Path(mistral_common.__file__).parent / "data" / TEKKEN
+    return file.name, partial(Tekkenizer.from_file(file).encode, bos=False, eos=False)

@@ -13,14 +13,15 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from transformers import HfArgumentParser
 
 from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines, versions
 from lookahead.cli.rendering import measuring_progress
@@ -57,14 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words and words[0] in COMMANDS:
         return guarded(lambda console: COMMANDS[words[0]](words[1:], console))
-    name = words[0] if words and words[0] in PROBES else None
-    module = None if name is None else importlib.import_module(name)
-    options = parse(words, name, module)
+    probe_options, options = parse(words)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    probe_options = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
-    return guarded(lambda console: run(name, module.probe(probe_options), probe_options, options, console))
+    return guarded(lambda console: run(probe_options, options, console))
 
 
 def guarded(command: Callable[[Console], int]) -> int:
@@ -80,8 +78,10 @@ def guarded(command: Callable[[Console], int]) -> int:
         return ERROR
 
 
-def run(name: str, probe: Probe, probe_options: Any, options: argparse.Namespace, console: Console) -> int:
+def run(probe_options: Any, options: argparse.Namespace, console: Console) -> int:
     """Measure the units that the file lacks, and return the exit status."""
+    name = options.probe
+    probe: Probe = importlib.import_module(name).probe(probe_options)
     compile_loops()  # before any unit is timed
     machine = machine_of(torch.device(getattr(probe_options, "device", "cpu")))
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(probe_options)}
@@ -116,39 +116,22 @@ def named(options: Any) -> Row:
     return {key: name(value) for key, value in asdict(options).items()}
 
 
-def parse(arguments: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
-    """Parse the command line, with the options of the named probe."""
+def parse(words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """Parse the command line: return the options of its probe, and those of all probes."""
+    module = importlib.import_module(words[0]) if words and words[0] in PROBES else None
     listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
     commands = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = HfArgumentParser(
+        [] if module is None else [module.Options],
         prog="python benchmarks",
-        description=str(__doc__ if module is None else module.__doc__),
+        description=__doc__ if module is None else module.__doc__,
         epilog=f"probes:\n{listed}\ncommands with options of their own:\n{commands}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of the probes below")
-    parser.add_argument(
-        "--output", required=True, type=Path, help="JSON lines; units in the file are not measured again"
-    )
-    parser.add_argument("--restart", action="store_true", help="discard the rows of an existing file")
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (1)")
-    hints = {} if module is None else get_type_hints(module.Options)
-    for key in () if module is None else fields(module.Options):
-        hint, default = hints[key.name], None if key.default is MISSING else key.default
-        many = get_args(hint) if isinstance(default, tuple) else ()
-        kind = next(one for one in (*many, *get_args(hint), hint) if one is not type(None))
-        parser.add_argument(
-            f"--{key.name.replace('_', '-')}",
-            type=positive if kind is int else kind,
-            default=default,
-            nargs="*" if many else None,
-            help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
-        )
-    return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
+    add = parser.add_argument
+    add("probe", choices=list(PROBES), metavar="PROBE", help="one of the probes below")
+    add("--output", required=True, type=Path, help="JSON lines; units in the file are not measured again")
+    add("--restart", action="store_true", help="discard the rows of an existing file")
+    add("--threads", type=int, default=1, help="CPU threads (1)")
+    probe_options, options = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
+    return probe_options, options

@@ -48,10 +48,10 @@ class Options:
 
     prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
     model: str = option("demo", "`demo`, `91m` for a random Llama of 91 million weights, or the folder of a Llama")
-    types: tuple[str, ...] = option(("f32", "q8_0", "q4_k_m"), "number types of the weights")
+    types: list[str] = option(["f32", "q8_0", "q4_k_m"], "number types of the weights")
     limit: int = option(10, "number of prompts")
     max_new_tokens: int = option(128, "tokens to generate")
-    nodes: tuple[int, ...] = option((8, 32), "fixed numbers of nodes")
+    nodes: list[int] = option([8, 32], "fixed numbers of nodes")
 
 
 class Bench:

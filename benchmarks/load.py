@@ -54,8 +54,8 @@ class Options:
 
     guidellm: str = option("build/guidellm/bin/guidellm", "path of the load generator; `make bench-server` installs it")
     prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; by default this library's source files")
-    users: tuple[int, ...] = option((1, 8, 32), "numbers of concurrent users")
-    requests: tuple[int, ...] = option((8, 24, 48), "number of requests for each number of users")
+    users: list[int] = option([1, 8, 32], "numbers of concurrent users")
+    requests: list[int] = option([8, 24, 48], "number of requests for each number of users")
     max_tokens: int = option(48, "maximum tokens of an answer")
     seconds: int = option(60, "maximum seconds for each number of users")
     repeats: int = option(3, "number of measurements of each server")

@@ -43,8 +43,8 @@ class Options:
     model: str = option("demo", "`demo`, the folder of a model, or its name on the Hub")
     limit: int = option(8, "number of prompts")
     max_new_tokens: int = option(128, "tokens to generate")
-    nodes: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "numbers of nodes of a pass")
-    contexts: tuple[int, ...] = option((128, 1024), "lengths of the text before a pass")
+    nodes: list[int] = option([1, 2, 4, 8, 16, 32], "numbers of nodes of a pass")
+    contexts: list[int] = option([128, 1024], "lengths of the text before a pass")
 
 
 def probe(options: Options) -> Probe:

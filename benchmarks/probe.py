@@ -48,9 +48,10 @@ class Probe:
     header: Mapping[str, Any] = field(default_factory=dict)
 
 
-def option(default: Any, help: str) -> Any:
-    """Declare a field of a probe's `Options` as an option; elements of lists are separated by spaces."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, **more: Any) -> Any:
+    """Declare a field of a probe's `Options` as an option; `more` are arguments of `add_argument`."""
+    about = {"help": f"{help} ({' '.join(map(str, default)) if isinstance(default, list) else default})", **more}
+    return field(default_factory=lambda: default, metadata=about)
 
 
 class Turns:

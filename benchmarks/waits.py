@@ -24,7 +24,6 @@ import lookahead
 from cases import Case, encoder_of, read_cases
 from lookahead import Engine, LookaheadConfig
 from lookahead.bench.rows import Row
-from lookahead.errors import InvalidArgumentError
 from models import load_model, load_tokenizer
 from probe import Probe, Unit, option
 
@@ -52,8 +51,8 @@ STEPS = 12
 class Options:
     """Options of the probe."""
 
-    rows: tuple[int, ...] = option((1, 16, 64), "numbers of requests at once")
-    selections: tuple[str, ...] = option(tuple(SELECTIONS), f"of {', '.join(SELECTIONS)}")
+    rows: list[int] = option([1, 16, 64], "numbers of requests at once")
+    selections: list[str] = option(list(SELECTIONS), "arguments of a request", choices=SELECTIONS)
     texts: str = option("../shared/data/code_edits.jsonl", "JSON lines with `id`, `instruction` and `input`")
     prompt: int = option(96, "tokens of a prompt")
 
@@ -114,13 +113,7 @@ def call_row(case: Case, drafts: str, selection: str) -> Iterator[Row]:
 
 
 def probe(options: Options) -> Probe:
-    """Make a unit for each number of rows, kind of drafts, and selection.
-
-    Raises:
-        InvalidArgumentError: A selection is unknown.
-    """
-    if unknown := [name for name in options.selections if name not in SELECTIONS]:
-        raise InvalidArgumentError(f"--selections {unknown[0]!r} is not one of {', '.join(SELECTIONS)}")
+    """Make a unit for each number of rows, kind of drafts, and selection."""
     cases = read_cases(Path(options.texts), encoder_of(load_tokenizer("demo")), prompt=options.prompt)
     cases = [cases[row % len(cases)] for row in range(max(options.rows))]
     units = []

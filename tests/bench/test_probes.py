@@ -117,8 +117,9 @@ def test_rows_of_other_settings_are_kept_apart(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["counting", "--size", "0"], "whole number of at least 1"),
-        (["gpu", "--parts", "guessing"], "'guessing' is not one of"),
+        (["counting", "--size", "two"], "invalid int value: 'two'"),
+        (["gpu", "--parts", "guessing"], "invalid choice: 'guessing'"),
+        (["host", "--ways", "guessing"], "invalid choice: 'guessing'"),
         (["nothing"], "invalid choice"),
     ],
 )

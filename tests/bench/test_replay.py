@@ -11,7 +11,6 @@ import pytest
 from cases import read_cases, tokenizer_of
 from command import main
 from lookahead.demo import demo_model_path
-from lookahead.errors import InvalidArgumentError
 
 EDIT = {
     "id": "e",
@@ -31,21 +30,6 @@ def test_an_edit_expects_its_input(tmp_path: Path) -> None:
     (recording,) = read_cases(path, letters)
     assert recording.expected == letters(EDIT["input"])
     assert recording.prompt == letters(f"rename\n\n{EDIT['input']}\n\n")
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "prompt": "", "output": "x"}'])
-def test_lines_that_are_no_case_are_refused(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_text(line + "\n", encoding="utf-8")
-    with pytest.raises(InvalidArgumentError, match="line 1"):
-        read_cases(path, letters)
-
-
-def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    path.write_text("{}", encoding="utf-8")
-    with pytest.raises(InvalidArgumentError):
-        tokenizer_of(path)
 
 
 def test_a_tekken_file_is_read(tmp_path: Path) -> None:

@@ -51,11 +51,7 @@ _LONGEST_ROW = 1 << 24
 
 
 class RowsFile:
-    """Rows of one file, on disk and in memory, by key. As a context manager it closes the file.
-
-    A compressed file (`.gz`, if named so or if it exists beside the plain name) is uncompressed while it is open, so
-    that a crash loses no row.
-    """
+    """Rows of one file, on disk and in memory, by key. As a context manager it closes the file."""
 
     def __init__(self, path: Path, rows: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
         """Write the file with the rows to keep, without a last line that a crash has cut off.
@@ -66,9 +62,7 @@ class RowsFile:
             key: Function that returns the key of a row.
         """
         self.path = path
-        plain, compressed = _names(path)
-        self._target = Path(os.path.realpath(plain))
-        self._compressed = compressed if path == compressed or compressed.exists() else None
+        self._target = Path(os.path.realpath(path))
         self._key = key
         self._rows: dict[Hashable, list[Row]] = {}
         self._add(rows)
@@ -81,10 +75,6 @@ class RowsFile:
     def __exit__(self, *error: object) -> None:
         with named(self.path):  # closing flushes once more, which may fail
             self._file.close()
-            if self._compressed is not None:
-                with replaced(self._compressed, binary=True) as file:
-                    file.write(gzip.compress(self._target.read_bytes(), mtime=0))
-                self._target.unlink()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows
@@ -148,40 +138,31 @@ def kept_lines(path: Path, is_ours: Callable[[Row], bool], *, restart: bool = Fa
     """Read the rows of a file that a run continues; empty if the file does not exist, or with `restart`.
 
     Args:
-        path: Path of the file. Both its plain and its compressed name are checked, as the run may write to either.
+        path: Path of the file.
         is_ours: Whether a row has the format of this run. Only the first row is checked.
         restart: Whether to discard the rows.
 
     Raises:
-        InvalidArgumentError: The file is not a regular file, cannot be read, or has other content.
+        InvalidArgumentError: The file is compressed, is not a regular file, cannot be read, or has other content.
     """
-    for file in filter(Path.exists, _names(path)):
-        if not file.is_file():  # reading a device may never end
-            raise InvalidArgumentError(f"{file} is not a regular file; choose another --output")
-        first = _first_line(file)
-        row = _object(first) if first.endswith(b"\n") else None
-        if first and (row is None or not is_ours(row)):
-            raise InvalidArgumentError(
-                f"{file} does not begin with a row of this command, and was left unchanged; choose another --output"
-            )
-    return read_lines(path) if stored(path).exists() and not restart else []
+    if (compressed := _compressed(path)).exists():
+        raise InvalidArgumentError(f"{compressed} is compressed, and rows cannot be added; run gunzip {compressed}")
+    if not path.exists():
+        return []
+    if not path.is_file():  # reading a device may never end
+        raise InvalidArgumentError(f"{path} is not a regular file; choose another --output")
+    with _readable(path), path.open("rb") as file:
+        first = file.readline(_LONGEST_ROW)
+    row = _object(first) if first.endswith(b"\n") else None
+    if first and (row is None or not is_ours(row)):
+        raise InvalidArgumentError(
+            f"{path} does not begin with a row of this command, and was left unchanged; choose another --output"
+        )
+    return [] if restart else read_lines(path)
 
 
-def _first_line(path: Path) -> bytes:
-    with _readable(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        return bytes(file.readline(_LONGEST_ROW))
-
-
-def stored(path: Path) -> Path:
-    """Path of the existing file: the plain name, or the compressed one with `.gz`."""
-    plain, compressed = _names(path)
-    return compressed if compressed.exists() and not plain.exists() else plain
-
-
-def _names(path: Path) -> tuple[Path, Path]:
-    """Plain and compressed name of a file; `path` is one of them."""
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    return plain, plain.with_name(f"{plain.name}.gz")
+def _compressed(path: Path) -> Path:
+    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
 def read_lines(path: Path) -> list[Row]:
@@ -192,7 +173,7 @@ def read_lines(path: Path) -> list[Row]:
     Raises:
         InvalidArgumentError: The file cannot be read, or a line is not a JSON object.
     """
-    path = stored(path)
+    path = path if path.exists() else _compressed(path)
     with _readable(path):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines = content.split(b"\n")
