@@ -53,7 +53,7 @@ TARGETS = {
     "core/walk.py": ("core/test_walk.py", "core/test_step.py"),
     "core/forest.py": ("core/test_token_tree.py", "core/test_walk.py", "backends/test_packed_rows.py"),
     "core/token_tree.py": ("core/test_token_tree.py", "core/test_walk.py", "core/test_step.py"),
-    "core/packed_masks.py": ("core/test_token_tree.py", *_ROWS[:2], "backends/test_tree_attention.py"),
+    "core/tree_masks.py": ("core/test_token_tree.py", *_ROWS[:2], "backends/test_tree_attention.py"),
     "core/sequence.py": ("core/test_walk.py", "core/test_step.py", "drafting/test_drafting_fails.py"),
     f"{_BACKEND}/layouts.py": _ROWS,
     f"{_BACKEND}/masks.py": _CACHES,

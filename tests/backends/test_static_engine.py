@@ -44,7 +44,7 @@ from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position, unpack
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
@@ -405,10 +405,20 @@ def test_staged_masks_equal_the_dynamic_engines(name: str) -> None:
             assert inputs.tokens[row].tolist() == [*layout.tokens, *[0] * (inputs.nodes - own)]
         assert inputs.positions.tolist() == positions.tolist()
         assert inputs.columns.tolist() == [max(lengths) + node for node in range(inputs.nodes)]
-        expected = masks.sights(ancestors, lengths, positions).values()
-        for packed, other in zip(inputs.packed_masks, expected, strict=True):
-            assert torch.equal(packed, torch.from_numpy(other.packed()))
-            assert unpack(packed, max(lengths) + inputs.nodes).any(dim=-1).all(), "no row of a softmax is empty"
+        for kind, packed in zip(masks.kinds, inputs.packed_masks, strict=True):
+            visible = unpack(packed, max(lengths) + inputs.nodes)[:, 0]
+            assert torch.equal(visible, torch.from_numpy(visible_keys(masks, kind, lengths, positions, ancestors)))
+            assert visible.any(dim=-1).all(), "no row of a softmax is empty"
+
+
+def visible_keys(masks: MaskBuilder, kind: str, lengths: list[int], positions: Any, ancestors: Any) -> Any:
+    """Return the visible keys of the nodes of padded trees, `[rows, nodes, keys]`; padding sees itself."""
+    first = first_position(positions, *masks.reach(kind))[:, :, None]
+    is_real = ancestors.any(axis=2)[:, :, None]
+    column = np.arange(max(lengths))
+    cached = is_real & (column >= first) & (column < np.array(lengths)[:, None, None])
+    nodes = (ancestors & (positions[:, None, :] >= first)) | np.eye(ancestors.shape[1], dtype=bool)
+    return np.concatenate([cached, nodes], axis=2)
 
 
 # --- the cache ----------------------------------------------------------------------------------------------

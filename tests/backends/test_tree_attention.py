@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.backends.transformers.attention import tree_attention_forward
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, sight, unpack
-from lookahead.core.packed_masks import packed_width, write_masks
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
+from lookahead.core.tree_masks import packed_width, write_masks
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, steps
 
@@ -57,13 +57,13 @@ def test_packed_mask_has_the_visible_keys_of_each_node(step: Step, room: int) ->
 def test_dense_masks_say_the_same(step: Step, dropped: int) -> None:
     step = replace(step, gap=0)
     dropped = min(dropped, step.scratch)
-    visible = step.sight().dense(torch.float32, dropped)[:, 0] == 0
-    np.testing.assert_array_equal(visible.numpy(), step.visible(step.scratch + step.nodes)[:, :, dropped:])
+    visible = step.dense(dropped) == 0
+    np.testing.assert_array_equal(visible, step.visible(step.scratch + step.nodes)[:, :, dropped:])
 
 
 def test_interface_refuses_in_clear_words() -> None:
     module, query, key = torch.nn.Module(), torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
-    packed = torch.from_numpy(sight(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]])).packed())
+    packed = Step([[-1, 0, 1]], [6], 0, None, None).packed()
     with pytest.raises(UnsupportedModelError, match="attention sinks"):
         tree_attention_forward(module, query, key, key, packed, s_aux=torch.zeros(2))
     with pytest.raises(InvalidArgumentError, match=r"dropout=0.1"):

@@ -7,8 +7,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.tree_attention.packed_mask import Sight, sight
-from lookahead.core.packed_masks import SCRATCH
+from lookahead.core.tree_masks import SCRATCH, MaskedTrees, dense_masks, packed_masks, packed_width
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,25 @@ class Step:
 
     def packed(self) -> torch.Tensor:
         """The packed mask of the step."""
-        packed = self.sight().packed()
-        packed[..., SCRATCH] = self.scratch
-        return torch.from_numpy(packed)
+        packed = packed_masks(self.trees(), self.window, self.chunk, packed_width(self.nodes))
+        packed[:, SCRATCH] = self.scratch
+        return torch.from_numpy(packed.reshape(len(self.lengths), 1, self.nodes, -1))
 
-    def sight(self) -> Sight:
-        """The visible keys of the nodes, without a gap."""
+    def dense(self, dropped: int) -> NDArray[np.floating]:
+        """Return the dense masks without a gap and the first `dropped` keys, `[batch, nodes, keys]`."""
+        scratch = np.full(len(self.lengths), max(self.lengths))
+        masks, _ = dense_masks(self.trees(), scratch, (self.window, self.chunk), -1.0, dropped)
+        return masks.reshape(len(self.lengths), self.nodes, -1)
+
+    def trees(self) -> MaskedTrees:
+        """The padded trees."""
         shape = (len(self.lengths), self.nodes)
-        ancestors, positions = np.zeros((*shape, self.nodes), dtype=np.bool_), np.zeros(shape, dtype=np.int64)
-        for row, parents in enumerate(self.parents):
-            for node in range(len(parents)):
-                ancestors[row, node, self.path(row, node)] = True
-                positions[row, node] = self.position(row, node)
-        return sight(ancestors, self.lengths, positions, self.window, self.chunk)
+        parents, places = np.full(shape, -2), np.zeros(shape, dtype=np.int64)
+        for row, nodes in enumerate(self.parents):
+            parents[row, : len(nodes)] = nodes
+            places[row, : len(nodes)] = [self.position(row, node) for node in range(len(nodes))]
+        firsts = np.arange(len(self.lengths) + 1) * self.nodes
+        return MaskedTrees(firsts, parents.ravel(), np.array(self.lengths), places.ravel())
 
     def visible(self, keys: int) -> NDArray[np.bool_]:
         """Return the visible keys of each node, computed pair by pair: `[batch, nodes, keys]`."""

@@ -50,10 +50,11 @@ class Layout(NamedTuple):
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Slots that each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
-        mask = np.zeros((1, len(self.order), len(self.order)), dtype=np.bool_)
-        _see_ancestors(np.array([0, len(self.order)]), self.parent_slots, mask)
-        ancestors: NDArray[np.bool_] = mask[0]
-        return ancestors
+        mask = np.eye(len(self.order), dtype=np.bool_)
+        for slot, parent in enumerate(self.parent_slots.tolist()):
+            if parent >= 0:
+                mask[slot, : parent + 1] = mask[parent, : parent + 1]
+        return mask
 
 
 _NONE, _ZERO, _ONE, _BOTH, _BEFORE = (np.array(values, dtype=np.int64) for values in ([], [0], [1], [0, 1], [-1]))
@@ -246,12 +247,6 @@ class Forest(Sequence[TokenTree]):
             int(self.roots[row]) + 1,
         )
 
-    def ancestors(self, rows: int, nodes: int) -> NDArray[np.bool_]:
-        """Slots that each slot of padded trees may attend to, `[rows, nodes, nodes]` bool; none of padding."""
-        mask = np.zeros((rows, nodes, nodes), dtype=np.bool_)
-        _see_ancestors(self.firsts, self.parent_slots, mask)
-        return mask
-
 
 def lay_out(tree: TokenTree) -> Layout:
     """Order of sending the nodes of `tree`."""
@@ -267,31 +262,6 @@ def _firsts(counts: Integers) -> Integers:
 
 def _flat(lists: Iterable[Sequence[int]]) -> Integers:
     return np.array([*chain.from_iterable(lists)], dtype=np.int64)
-
-
-def _see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bool_]) -> None:
-    """Write for each tree which slots each of its slots may attend to: its ancestors and itself."""
-    if not LOOPS.awaited:
-        see_ancestors(firsts, parent_slots, mask)
-        return
-    for seen, begin, end in zip(mask, firsts, firsts[1:], strict=False):
-        for slot, parent in enumerate(parent_slots[begin:end]):  # for long prompts numpy's rows are quicker
-            if parent >= 0:
-                seen[slot] = seen[parent]
-            seen[slot, slot] = True
-
-
-@compiled
-def see_ancestors(firsts: Integers, parent_slots: Integers, mask: NDArray[np.bool_]) -> None:
-    """See `_see_ancestors`."""
-    for row in range(len(firsts) - 1):
-        seen = mask[row]
-        begin = firsts[row]
-        for slot in range(firsts[row + 1] - begin):
-            parent = parent_slots[begin + slot]
-            for other in range(parent + 1):  # ancestors of its parent lie before that
-                seen[slot, other] = seen[parent, other]
-            seen[slot, slot] = True
 
 
 @compiled

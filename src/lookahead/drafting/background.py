@@ -25,12 +25,12 @@ from lookahead.core.compiled import LOOPS, are_kept, loops_folder, note_all_kept
 from lookahead.core.forest import Forest
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
-from lookahead.core.packed_masks import packed_width, write_masks
 from lookahead.core.protocols import StepBudget
 from lookahead.core.results import StepResult
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.tree_masks import MaskedTrees, dense_masks, packed_masks, packed_width
 from lookahead.core.walk import compile_walk
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -74,10 +74,10 @@ def _draft() -> None:
     drafter.propose(tree)
     tree.add_candidates([0])
     forest = Forest([tree])
-    forest.ancestors(1, len(tree))
     compile_walk(forest)
-    mask = np.empty((len(tree), packed_width(len(tree))), dtype=np.int32)
-    write_masks(forest.firsts, forest.parent_slots, forest.roots, forest.depths, 0, 0, mask)
+    masked = MaskedTrees(forest.firsts, forest.parent_slots, forest.roots, forest.depths)
+    packed_masks(masked, None, None, packed_width(len(tree)))
+    dense_masks(masked, forest.roots, (None, None), -1.0)
     top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
     top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
     drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))

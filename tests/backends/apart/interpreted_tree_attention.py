@@ -24,17 +24,19 @@ from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.fixed_passes import StaticSteps
+from lookahead.backends.transformers.layouts import padded_trees
+from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.tree_attention import kernel
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, sight
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
-from lookahead.core.forest import lay_out
-from lookahead.core.packed_masks import packed_width
+from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
-from model_zoo import SLIDING_WINDOW, build, in_type
+from lookahead.core.tree_masks import packed_width
+from model_zoo import build, in_type
 from quick import quickly
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -338,19 +340,12 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
     layouts, lengths = [lay_out(tree) for tree in step], cache.lengths
     nodes = max(len(layout.order) for layout in layouts)
     tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
-    ancestors = np.zeros((2, nodes, nodes), dtype=np.bool_)
     for row, layout in enumerate(layouts):
         count = len(layout.order)
         tokens[row, :count], positions[row, :count] = layout.tokens, lengths[row] + layout.depths
-        ancestors[row, :count, :count] = layout.ancestor_mask()
-    limits = {
-        "full_attention": {},
-        "sliding_attention": {"window": SLIDING_WINDOW},
-        "chunked_attention": {"chunk": SLIDING_WINDOW},
-    }
-    masks = {
-        kind: torch.from_numpy(sight(ancestors, lengths, positions, **limit).packed()) for kind, limit in limits.items()
-    }
+    made = MaskBuilder(model.config)
+    packed = made.packed(padded_trees(Forest(step), np.array(lengths), positions))
+    masks = {kind: torch.from_numpy(mask) for kind, mask in zip(made.kinds, packed, strict=True)}
     kinds = getattr(model.config, "layer_types", None)
     single = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
     return model(

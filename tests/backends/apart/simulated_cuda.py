@@ -38,7 +38,7 @@ from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.transformers import fused
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
-from lookahead.core.packed_masks import SCRATCH
+from lookahead.core.tree_masks import SCRATCH
 
 aten = torch.ops.aten
 _OURS = str(Path(lookahead.__file__).parent)

@@ -22,12 +22,12 @@ from lookahead.backends.base import Recorded
 from lookahead.backends.forward_result import PassResult, pack_likeliest, pass_result
 from lookahead.backends.machine import PausingClock, Staged, free_bytes
 from lookahead.backends.transformers.cache_names import cache_name
-from lookahead.backends.transformers.layouts import PassPlan, padded
+from lookahead.backends.transformers.layouts import PassPlan, padded, padded_trees
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.core.compiled import uncollected
-from lookahead.core.packed_masks import packed_width
+from lookahead.core.tree_masks import packed_width
 from lookahead.errors import LookaheadWarning
 
 SMALLEST_TREE = 8
@@ -250,9 +250,9 @@ class StaticInputs:
         lengths[: len(plan.lengths)] = plan.lengths
         np.add(self._offsets, int(lengths.max()) + start, out=self._columns)
         self._tokens[:], self._positions[:] = tokens[:, part_slots], positions[:, part_slots]
-        sights = self._masks.sights(plan.forest.ancestors(rows, self._slots), lengths, places)
-        for buffer, of_kind in zip(self._packed, sights.values(), strict=True):
-            buffer[:] = of_kind.packed()[:, :, part_slots]
+        masks = self._masks.packed(padded_trees(plan.forest, lengths, places))
+        for buffer, mask in zip(self._packed, masks, strict=True):
+            buffer[:] = mask[:, :, part_slots]
         self._staged.send()
 
 

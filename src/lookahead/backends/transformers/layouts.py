@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.machine import upload
@@ -16,9 +17,10 @@ from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, IN
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PackedRows
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position, sight
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position
 from lookahead.backends.transformers.tree_cache import Integers
-from lookahead.core.forest import Forest
+from lookahead.core.forest import Forest, spread
+from lookahead.core.tree_masks import MaskedTrees, dense_masks, packed_masks, packed_width
 
 
 @dataclass
@@ -123,8 +125,7 @@ class Padded:
         # A plain step of one sequence uses transformers' own fast path, without a mask.
         plain = plan.forest.rows == 1 and plan.forest.is_plain and not self.is_invariant
         masks = None if plain else self._masks
-        sights = masks.sights(plan.forest.ancestors(*tokens.shape), plan.lengths, indices) if masks else {}
-        packed = [of_kind.packed() for of_kind in sights.values()] if self._packs else []
+        packed = masks.packed(padded_trees(plan.forest, plan.lengths, indices)) if masks and self._packs else []
         tensors = upload(self._device, tokens, positions, *picked, *packed)
         inputs = Inputs(tensors[0], tensors[1], keep)
         if masks and packed:
@@ -132,7 +133,8 @@ class Padded:
             packed_masks = tensors[len(tensors) - len(packed) :]
             inputs.arguments["attention_mask"] = masks.of_packed(packed_masks, keys, self._dtype, plan.dropped)
         elif masks:
-            inputs.arguments["attention_mask"] = masks.dense(sights, self._dtype, self._device, plan.dropped)
+            trees = padded_trees(plan.forest, plan.lengths, indices)
+            inputs.arguments["attention_mask"] = masks.dense(trees, self._dtype, self._device, plan.dropped)
         if picks:
             inputs.arguments["logits_to_keep"] = tensors[2]
         elif self._keeps_logits and keeps_last:
@@ -158,6 +160,23 @@ def padded(plan: PassPlan, rows: int, nodes: int) -> tuple[Integers, Integers, I
     positions = places.copy()
     positions[row, slot] = plan.positions
     return tokens, places, positions
+
+
+def padded_trees(forest: Forest, lengths: Integers, places: Integers) -> MaskedTrees:
+    """Return padded trees for their masks.
+
+    Args:
+        forest: The trees; missing rows are padding.
+        lengths: Cached tokens of each row, `[rows]`.
+        places: Index in its text of each node, `[rows, nodes]`.
+    """
+    rows, nodes = places.shape
+    parents = forest.parent_slots
+    if places.size != len(parents):
+        parents = np.full((rows, nodes), -2, dtype=np.int64)
+        row = forest.rows_of_slots
+        parents[row, np.arange(len(row)) - forest.firsts[row]] = forest.parent_slots
+    return MaskedTrees(np.arange(rows + 1) * nodes, parents.reshape(-1), lengths, places.reshape(-1))
 
 
 class Packed:
@@ -194,24 +213,37 @@ class Packed:
 
     def _masks_of(self, kind: str, plan: PassPlan) -> list[torch.Tensor | None]:
         """Return the masks of each row for layers of a kind; see `PackedRows.masks`."""
-        masks: list[torch.Tensor | None] = []
+        forest = plan.forest
         reach = self._masks.reach(kind)
-        hides = first_position(plan.places, *reach) > 0
-        lengths = plan.lengths.tolist()
-        for row, (begin, end) in enumerate(pairwise(plan.forest.firsts.tolist())):
-            if not self.is_invariant and not hides[begin:end].any() and (end - begin == 1 or _is_whole(plan, row)):
-                masks.append(None)
-                continue
-            ancestors = plan.forest.layout(row).ancestor_mask()[None]
-            seen = sight(ancestors, lengths[row : row + 1], plan.places[None, begin:end], *reach)
-            made = torch.from_numpy(seen.packed()) if self.is_invariant else seen.dense(self._dtype).to(self._device)
-            masks.append(made)
+        trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, plan.places)
+        bounds = list(pairwise(forest.firsts.tolist()))
+        if self.is_invariant:
+            mask = packed_masks(trees, *reach, packed_width(int(forest.counts.max())))
+            parts = [mask[None, None, begin:end, : packed_width(end - begin)] for begin, end in bounds]
+            return [torch.from_numpy(np.ascontiguousarray(part)) for part in parts]
+        masks: list[torch.Tensor | None] = [None] * forest.rows
+        rows = np.flatnonzero(_need_masks(trees, *reach))
+        if len(rows):
+            nodes = spread(forest.firsts[rows], forest.counts[rows])
+            firsts = np.append(0, forest.counts[rows].cumsum())
+            some = MaskedTrees(firsts, trees.parent_slots[nodes], plan.lengths[rows], plan.places[nodes])
+            dense, begins = dense_masks(some, some.lengths, reach, torch.finfo(self._dtype).min)
+            there = torch.from_numpy(dense).to(self._device, self._dtype)
+            keys = (some.lengths + forest.counts[rows]).tolist()
+            for row, begin, count, size in zip(rows.tolist(), begins.tolist(), np.diff(firsts), keys, strict=True):
+                masks[row] = there.narrow(0, begin, int(count) * size).view(1, 1, -1, size)
         return masks
 
 
-def _is_whole(plan: PassPlan, row: int) -> bool:
-    """Return whether a tree is a text from its beginning, so that a causal mask is enough."""
-    if plan.lengths[row]:
-        return False
-    mask = plan.forest.layout(row).ancestor_mask()
-    return np.array_equal(mask, np.tri(len(mask)))
+def _need_masks(trees: MaskedTrees, window: int | None, chunk: int | None) -> NDArray[np.bool_]:
+    """Return whether each row needs a mask, `[rows]`.
+
+    A single node that sees all tokens needs none, nor does a text from its beginning, which attention takes as causal.
+    """
+    begins = trees.firsts[:-1]
+    counts = np.diff(trees.firsts)
+    hides = np.logical_or.reduceat(first_position(trees.places, window, chunk) > 0, begins)
+    steps = np.arange(len(trees.places)) - trees.parent_slots - 1 - np.repeat(begins, counts)
+    is_path = ~np.logical_or.reduceat(steps != 0, begins)
+    needed: NDArray[np.bool_] = hides | ((counts > 1) & ~((trees.lengths == 0) & is_path))
+    return needed

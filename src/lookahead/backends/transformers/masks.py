@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import Sight, along_paths, sight, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, unpack
+from lookahead.core.tree_masks import SCRATCH, MaskedTrees, dense_masks, packed_masks, packed_width
 from lookahead.errors import UnsupportedModelError
 
 PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
@@ -63,38 +64,43 @@ class MaskBuilder:
                     f"the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
 
-    def sights(
-        self, ancestors: NDArray[np.bool_], lengths: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> dict[str, Sight]:
-        """Return the visible tokens of each node, for layers of each kind.
+    def packed(self, trees: MaskedTrees) -> list[NDArray[np.int32]]:
+        """Return the packed masks of padded trees for each kind of layer, `[rows, 1, nodes, 3 + words]` int32."""
+        rows = len(trees.lengths)
+        nodes = len(trees.places) // rows
+        masks = []
+        for kind in self.kinds:
+            mask = packed_masks(trees, *self.reach(kind), packed_width(nodes))
+            mask[:, SCRATCH] = trees.lengths.max()
+            masks.append(mask.reshape(rows, 1, nodes, -1))
+        return masks
+
+    def dense(self, trees: MaskedTrees, dtype: torch.dtype, device: torch.device, dropped: int = 0) -> Any:
+        """Return the dense masks of padded trees.
 
         Args:
-            ancestors: Mask of the slots visible to each slot, `[batch, nodes, nodes]`; empty for padding.
-            lengths: Cached tokens of each row.
-            positions: Position ids of the nodes, `[batch, nodes]`.
-        """
-        return {kind: sight(ancestors, lengths, positions, *self.reach(kind)) for kind in self.kinds}
-
-    def dense(self, sights: Mapping[str, Sight], dtype: torch.dtype, device: torch.device, dropped: int = 0) -> Any:
-        """Return the dense masks of a step, made on the host.
-
-        Args:
-            sights: Visible tokens of its nodes.
+            trees: The trees.
             dtype: Number type of the model; hidden keys get its lowest number, visible ones 0.
             device: Device of the masks.
             dropped: Number of first keys that layers with a window have dropped.
 
         Returns:
-            A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer; nodes follow the longest text.
+            A mask `[rows, 1, nodes, keys]`, or a dict of one for each kind of layer; nodes follow the longest text.
         """
-        masks = [of_kind.dense(dtype, dropped if self._sizes[kind] else 0) for kind, of_kind in sights.items()]
-        return self._arrange([mask.to(device) for mask in masks])
+        rows = len(trees.lengths)
+        scratch = np.full(rows, trees.lengths.max())
+        lowest = torch.finfo(dtype).min
+        masks = []
+        for kind in self.kinds:
+            mask, _ = dense_masks(trees, scratch, self.reach(kind), lowest, dropped if self._sizes[kind] else 0)
+            masks.append(torch.from_numpy(mask).to(device, dtype).view(rows, 1, len(trees.places) // rows, -1))
+        return self._arrange(masks)
 
     def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
         """Return the masks of a step like `dense`, from packed masks on the device.
 
         Args:
-            packed: The packed mask of each kind of layer; see `Sight`.
+            packed: The packed mask of each kind of layer; see `lookahead.core.tree_masks`.
             keys: Columns of keys, for attention with dense masks.
             dtype: As for `dense`.
             dropped: As for `dense`.

@@ -23,8 +23,8 @@ from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
-from lookahead.core.packed_masks import BITS, WORD, packed_width, write_masks
 from lookahead.core.results import CommittedNodes
+from lookahead.core.tree_masks import BITS, WORD, packed_width, write_masks
 from lookahead.errors import LookaheadError
 
 MOST_RECORDED = 256

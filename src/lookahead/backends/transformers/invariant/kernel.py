@@ -17,7 +17,7 @@ import numpy as np
 from numba.extending import intrinsic
 
 from lookahead.core.compiled import compiled, inner
-from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
+from lookahead.core.tree_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 BLOCK = 64
 """Keys of a block."""

@@ -40,7 +40,7 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
     load_rows,
     store_share,
 )
-from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
+from lookahead.core.tree_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 # Triton accepts only its own constants as globals.
 _VISIBLE = tl.constexpr(VISIBLE)

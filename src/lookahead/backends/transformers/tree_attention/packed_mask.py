@@ -6,7 +6,7 @@ four dimensions let transformers pass it on unchanged.
 
 Keys are in columns. Column j of a row has the cached token at position j. The nodes of a step follow the longest row in
 slot order, from the column `scratch` on; columns between the end of a row and the scratch are garbage.
-`lookahead.core.packed_masks` defines the fields of a mask.
+`lookahead.core.tree_masks` defines the fields of a mask.
 
 The tensor contains everything that changes from step to step, so a captured CUDA graph needs no other update.
 
@@ -16,14 +16,13 @@ slots and columns are counted for each text, and its scratch begins at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.core.packed_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD, packed_width
+from lookahead.core.tree_masks import BITS, FIRST, SCRATCH, VISIBLE, WORD
 
 END = SCRATCH
 """Field of a mask along paths: end of the visible positions of a query."""
@@ -42,83 +41,6 @@ class Pages:
     table: torch.Tensor
     starts: torch.Tensor
     size: int
-
-
-@dataclass(frozen=True)
-class Sight:
-    """Visible tokens of the nodes of some trees, in one kind of layer.
-
-    Attributes:
-        slots: Visible slots, the node's own included, `[batch, nodes, nodes]` bool.
-        ends: End of the visible cached tokens, `[batch, nodes]`.
-        first: First visible position, `[batch, nodes]`; `None` if it is 0 for all.
-        longest: Cached tokens of the longest row; nodes follow it.
-    """
-
-    slots: NDArray[np.bool_]
-    ends: NDArray[np.int64]
-    first: NDArray[np.int64] | None
-    longest: int
-
-    def packed(self) -> NDArray[np.int32]:
-        """Return the packed mask, `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32. No slot may see a later one."""
-        batch, nodes = self.ends.shape
-        packed = np.zeros((batch, 1, nodes, packed_width(nodes)), dtype=np.int32)
-        bits = np.zeros((batch, 1, nodes, (packed.shape[3] - BITS) * WORD), dtype=np.bool_)
-        bits[:, 0, :, :nodes] = self.slots
-        packed[:, 0, :, VISIBLE] = self.ends
-        if self.first is not None:
-            packed[:, 0, :, FIRST] = self.first
-        packed[..., SCRATCH] = self.longest
-        packed[..., BITS:] = np.packbits(bits, axis=3, bitorder="little").view("<i4")
-        return packed
-
-    def dense(self, dtype: torch.dtype, dropped: int = 0) -> torch.Tensor:
-        """Return the dense mask `[batch, 1, nodes, keys]` without the first `dropped` keys.
-
-        Hidden keys have the lowest number of `dtype`, visible ones 0.
-        """
-        (batch, nodes), behind = self.ends.shape, self.longest - dropped
-        lowest = torch.finfo(dtype).min
-        ends = self.ends[:, :, None]
-        mask = torch.zeros((batch, 1, nodes, behind + nodes), dtype=dtype)
-        mask[:, 0, :, behind:].masked_fill_(torch.from_numpy(~self.slots), lowest)
-        if self.first is not None or (ends < self.longest).any():
-            column = np.arange(dropped, self.longest)
-            hidden = column >= ends
-            if self.first is not None:
-                hidden |= column < self.first[:, :, None]
-            mask[:, 0, :, :behind].masked_fill_(torch.from_numpy(hidden), lowest)
-        return mask
-
-
-def sight(
-    ancestors: NDArray[np.bool_],
-    lengths: Sequence[int] | NDArray[np.int64],
-    positions: NDArray[np.int64],
-    window: int | None = None,
-    chunk: int | None = None,
-) -> Sight:
-    """Return the visible tokens of the nodes of a step.
-
-    Args:
-        ancestors: Slots visible to each slot without a window, `[batch, nodes, nodes]`. A slot that does not even see
-            itself is padding; it gets itself, so that its softmax is not empty.
-        lengths: Cached tokens of each row.
-        positions: Position ids of the nodes, `[batch, nodes]`.
-        window: Window of a sliding layer: tokens at smaller distances are visible.
-        chunk: Chunk size of a chunked layer: tokens of the same chunk are visible.
-    """
-    batch, nodes = positions.shape
-    first = None
-    slots = ancestors.copy()
-    is_real = ancestors.any(axis=2)
-    if window is not None or chunk is not None:
-        first = is_real * first_position(positions, window, chunk)
-        # Positions give the distance of a node and its ancestors.
-        slots &= positions[:, None, :] >= first[:, :, None]
-    slots.reshape(batch, -1)[:, :: nodes + 1] = True  # the diagonal
-    return Sight(slots, is_real * np.asarray(lengths)[:, None], first, int(max(lengths)))
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
