@@ -14,7 +14,7 @@ import torch
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
 from lookahead.backends.forward_result import pass_result
-from lookahead.core.drafts import observe, propose
+from lookahead.core.drafts import Groups, observe, propose
 from lookahead.core.forest import Forest
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import NoDrafter
@@ -293,9 +293,11 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(memb
         results.walks.set(row, Walk([], [4], False))
     pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes=64)
     pace.begin_step(3)
-    ask = partial(observe, results=results) if member == "observe" else partial(propose, roots=Roots(trees), pace=pace)
+    ask = partial(observe, sequences, results, Groups({together: [0, 1, 2]}, []))
+    if member == "find":
+        ask = partial(propose, sequences, Roots(trees), range(3), pace)
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
-        ask(sequences, rows=range(3))
+        ask()
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
     if member == "find":
         assert [len(tree) for tree in trees[::2]] == [2, 2]

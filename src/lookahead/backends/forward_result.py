@@ -63,7 +63,8 @@ def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     # Zeros, as the loop finds no token where logits are no numbers.
     ids = np.zeros((rows, count), dtype=np.int64)
     probabilities = np.zeros((rows, count), dtype=np.float32)
-    maxima, values = (np.empty(size, dtype=np.float32) for size in (vocabulary // BLOCK, count))
+    maxima = np.empty(vocabulary // BLOCK, dtype=np.float32)
+    values = np.empty(count, dtype=np.float32)
     room = maxima, np.empty(count, dtype=np.int64), values, ids, probabilities
     logits = logits.detach().contiguous()
     if logits.dtype == torch.float32:

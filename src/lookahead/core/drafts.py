@@ -6,7 +6,7 @@ on without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,49 +20,77 @@ from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
 
-def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots, pace: StepPace | None) -> int:
-    """Add drafts to the trees of a step, and return the largest `top_k` of the drafters."""
-    if all(type(sequence.drafter) is NoDrafter for sequence in sequences):
-        return 0
-    left = [sequence.most_tokens - len(sequence.tokens) for sequence in sequences]
-    rows = [
-        row
-        for row, (sequence, tree) in enumerate(zip(sequences, roots.trees, strict=True))
-        if left[row] > 1
-        and type(sequence.drafter) is not NoDrafter
-        and not sequence.finished
-        and (tree is None or backend.wants_draft(tree))
-    ]
-    roots.limit(rows, [left[row] - 1 for row in rows])
-    for row in rows:
-        if sequences[row].sampler.samples:
-            roots.foresee[row] = sequences[row].sampler.foresee
-    propose(sequences, roots, rows, pace)
-    stopped = [row for row in rows if isinstance(sequences[row].drafter, NoDrafter)]
-    if stopped:
-        roots.remove_drafts(stopped)
-    groups, single = _grouped(sequences, range(len(sequences)))
-    singly = [sequences[row].ask_drafter(_top_k, 0) for row in single]
-    listed = [group.top_k_of([sequences[row].drafter for row in members]) for group, members in groups.items()]
-    return max([*singly, *listed], default=0)
+class Groups(NamedTuple):
+    """Rows with a drafter.
+
+    Attributes:
+        shared: Rows of each group of several drafters, ascending.
+        single: Other rows, ascending.
+    """
+
+    shared: dict[RowsDrafter, list[int]]
+    single: list[int]
+
+    def among(self, going: NDArray[np.bool_]) -> Groups:
+        """Return the groups with only the rows that go on, by a mask `[rows]`."""
+        if going.all():
+            return self
+        shared = {group: [row for row in rows if going[row]] for group, rows in self.shared.items()}
+        return Groups({group: rows for group, rows in shared.items() if rows}, [r for r in self.single if going[r]])
+
+
+def draft(
+    backend: Backend, sequences: Sequence[SequenceState], roots: Roots, pace: StepPace | None
+) -> tuple[int, Groups]:
+    """Add drafts to the trees of a step.
+
+    Returns:
+        The largest `top_k` of the drafters, and the rows with a drafter.
+    """
+    rows = []
+    levels = []
+    for row, sequence in enumerate(sequences):
+        left = sequence.most_tokens - len(sequence.tokens)
+        tree = roots.trees[row]
+        if left < 2 or sequence.finished or type(sequence.drafter) is NoDrafter:
+            continue
+        if tree is None or backend.wants_draft(tree):
+            rows.append(row)
+            levels.append(left - 1)
+            if sequence.sampler.samples:
+                roots.foresee[row] = sequence.sampler.foresee
+    if rows:
+        roots.limit(rows, levels)
+        propose(sequences, roots, rows, pace)
+        stopped = [row for row in rows if type(sequences[row].drafter) is NoDrafter]
+        if stopped:
+            roots.remove_drafts(stopped)
+    groups = _grouped(sequences, range(len(sequences)))
+    top_k = 0
+    for row in groups.single:
+        top_k = max(top_k, sequences[row].ask_drafter(_top_k, 0))
+    for group, members in groups.shared.items():
+        top_k = max(top_k, group.top_k_of([sequences[row].drafter for row in members]))
+    return top_k, groups
 
 
 def propose(
     sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], pace: StepPace | None = None
 ) -> None:
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence goes on without drafts."""
-    sharing = set[int]()
-    if pace is not None and pace.is_shared:
-        sharing = {row for row in rows if getattr(sequences[row].drafter, "shares", False)}
+    shares = pace is not None and pace.is_shared
+    sharing = []
     for row in rows:
-        if row not in sharing:
+        if shares and getattr(sequences[row].drafter, "shares", False):
+            sharing.append(row)
+        else:
             sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
-    if pace is None or not pace.is_shared:
+    if pace is None or not shares:
         return
-    offers = _find(sequences, roots, sorted(sharing))
+    offers = _find(sequences, roots, sharing)
     try:
-        likely = np.concatenate([_NO_CANDIDATES, *(offer.likely for offer in offers)])
-        counts = np.concatenate([_NO_ROWS, *(offer.counts for offer in offers)])
+        likely = np.concatenate([_NO_CANDIDATES, *[offer.likely for offer in offers]])
+        counts = np.concatenate([_NO_ROWS, *[offer.counts for offer in offers]])
         sent = pace.share(likely, counts, roots.pending)
     except Exception as error:  # of all rows
         for sequence in sequences:
@@ -101,9 +129,9 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
     """Return the candidates of some rows, with one call for each group."""
-    groups, single = _grouped(sequences, rows)
-    offers = _find_each(sequences, roots, single)
-    for group, members in groups.items():
+    groups = _grouped(sequences, rows)
+    offers = _find_each(sequences, roots, groups.single)
+    for group, members in groups.shared.items():
         try:
             offer = group.find_rows([sequences[row].drafter for row in members], roots, members)
             if offer is not None:
@@ -123,12 +151,11 @@ def _find_each(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[
     return offers
 
 
-def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequence[int]) -> None:
+def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Groups) -> None:
     """Pass the results of a step to the drafters of some rows, to learn from them."""
-    groups, single = _grouped(sequences, rows)
-    for row in single:
+    for row in groups.single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
-    for group, members in groups.items():
+    for group, members in groups.shared.items():
         try:
             group.observe_rows([sequences[row].drafter for row in members], members, results)
         except Exception:
@@ -136,9 +163,9 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, rows: Sequ
                 sequences[row].ask_drafter(partial(_observe, results, row), None)
 
 
-def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[dict[RowsDrafter, list[int]], list[int]]:
-    """Return the rows of each group of several drafters, and the other rows with a drafter."""
-    groups = dict[RowsDrafter, list[int]]()
+def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
+    """Return the groups of some rows; a drafter that is the only one of its group counts as single."""
+    shared = dict[RowsDrafter, list[int]]()
     single = list[int]()
     for row in rows:
         drafter = sequences[row].drafter
@@ -147,11 +174,15 @@ def _grouped(sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[d
         together = getattr(drafter, "together", None)
         if together is None:
             single.append(row)
+        elif together in shared:
+            shared[together].append(row)
         else:
-            groups.setdefault(together, []).append(row)
-    alone = [group for group, members in groups.items() if len(members) == 1]
-    single += [groups.pop(group)[0] for group in alone]
-    return groups, sorted(single)
+            shared[together] = [row]
+    for group, members in list(shared.items()):
+        if len(members) == 1:
+            single += shared.pop(group)
+    single.sort()
+    return Groups(shared, single)
 
 
 def _top_k(drafter: Drafter) -> int:

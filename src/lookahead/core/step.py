@@ -60,7 +60,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
     roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
-    top_k = draft(backend, sequences, roots, batch.pace)
+    top_k, groups = draft(backend, sequences, roots, batch.pace)
     forest = roots.forest()
     mark("draft")
 
@@ -88,7 +88,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
         sequences[row].steps += 1
     for row in walks.stopped.nonzero()[0].tolist():
         sequences[row].finished = True
-    observe(sequences, results, rows)
+    observe(sequences, results, groups.among(walks.counts > 0))
     mark("learn")
 
     batch.statistics.record(results.nodes[going].tolist(), walks.counts[going].tolist())

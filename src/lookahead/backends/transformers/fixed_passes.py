@@ -318,7 +318,7 @@ class StaticSteps:
             The result; `None` if the trees are too large, or a recording would not pay. The cache has capacity for them
             in any case.
         """
-        nodes = int(plan.counts.max())
+        nodes = int(plan.forest.counts.max())
         size = next((size for size in self.sizes if size >= nodes), self.chunk)
         parts = 1 if size is None else -(-nodes // size)
         self.make_room(self.cache.longest + (nodes if size is None else parts * size))

@@ -41,11 +41,6 @@ class PassPlan:
     shifts: Integers | None = None
     dropped: int = 0
 
-    @property
-    def counts(self) -> Integers:
-        """Nodes of each tree, `[rows]`."""
-        return self.forest.counts
-
     @cached_property
     def places(self) -> Integers:
         """Index in its text of the node in each slot, `[nodes]`."""
@@ -104,7 +99,7 @@ class Padded:
         """Return the inputs of a pass; they do not depend on the cache."""
         forest = plan.forest
         rows = plan.forest.rows
-        nodes = max(int(plan.counts.max()), -(-self._min_nodes // rows))
+        nodes = max(int(forest.counts.max()), -(-self._min_nodes // rows))
         if rows == 1:
             return self._upload(plan, *padded(plan, rows, nodes), forest.read_slots)
         rows_read = forest.rows_of_slots[forest.read_slots]

@@ -336,7 +336,7 @@ class ModelRunner(TransformersRunner):
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         if self.packed or self._shares:
-            return super()._groups(trees)
+            return [list(range(len(self.rows)))]
         together = [place for place, tree in enumerate(trees) if self._together and len(tree) <= LARGE]
         alone = [[place] for place in range(len(trees)) if place not in together]
         return [together, *alone] if together else alone
@@ -361,8 +361,8 @@ class ModelRunner(TransformersRunner):
     def _cache(self, rows: Sequence[Any], plan: PassPlan) -> Any:
         """Return the cache argument of the model for some rows."""
         if self.packed:
-            return PackedCache(rows, plan.counts.tolist())
-        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.counts.tolist())
+            return PackedCache(rows, plan.forest.counts.tolist())
+        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""

@@ -253,8 +253,8 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def _filled(self) -> list[TreeLayer]:
         """Filled layers and their indexers; some models have layers with the states of other layers."""
-        filled = [layer for layer in self.layers if layer.is_initialized]
-        return filled + [layer.indexer for layer in filled if layer.indexer is not None]
+        parts = [part for layer in self.layers if layer.is_initialized for part in (layer, layer.indexer)]
+        return [part for part in parts if part is not None] if None in parts else parts
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ Member = Any
 """A drafter of one text in a batch: an `AutoDrafter`, whose file imports this one."""
 
 _NONE = np.zeros(0, dtype=np.int64)
+_place = attrgetter("place")
 
 
 class DraftBatch:
@@ -190,7 +192,7 @@ class DraftBatch:
         """Return the largest `top_k` of several drafters (`RowsDrafter.top_k_of`)."""
         if drafters[0].budget.backs_off or not (self.reads and drafters[0].learns):
             return int(max([drafter.top_k for drafter in drafters]))
-        return int(self.memory.top_k) if self._is_trusted(_places(drafters)).any() else 0
+        return int(self.memory.top_k) if self._is_trusted(np.array(list(map(_place, drafters)))).any() else 0
 
     def _is_trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether texts have a slot, and predictions often match their selected tokens, `[texts]`."""
@@ -203,13 +205,13 @@ class DraftBatch:
         """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
         budget = drafters[0].budget
         if budget.backs_off:
-            places = _places(drafters)
+            places = np.array(list(map(_place, drafters)))
             self.sent[places[places >= 0]] = 0
             return None
         for drafter in drafters:
             if drafter.place < 0:
                 drafter.join(self)
-        places = _places(drafters)
+        places = np.array(list(map(_place, drafters)))
         is_trusted = self._is_trusted(places)
         budget.begin(int(np.count_nonzero(is_trusted)) if self.reads and drafters[0].learns else 0)
         self.sent[places] = 0
@@ -235,7 +237,7 @@ class DraftBatch:
         self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]
     ) -> None:
         """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
-        places = _places(drafters)
+        places = np.array(list(map(_place, drafters)))
         of_rows, ranks = _spread(counts)
         drafts = self.state.trees[places[of_rows], ranks + 1]
         self.sent[places] = counts
@@ -295,7 +297,7 @@ class DraftBatch:
         walks = step.walks
         forest = step.forest
         listed = outputs.top_ids.shape[1]
-        places = _places(drafters)
+        places = np.array(list(map(_place, drafters)))
         of_rows = np.array(rows)
         learns = np.full(len(rows), drafters[0].learns and not drafters[0].budget.backs_off)
         learns &= places >= 0
@@ -391,11 +393,6 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
         if batch is None:
             memory.batches[settings] = batch = DraftBatch(memory, *settings)
         return batch
-
-
-def _places(drafters: Sequence[Member]) -> NDArray[np.int64]:
-    """Return the slot of each text."""
-    return np.array([drafter.place for drafter in drafters], dtype=np.int64)
 
 
 def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
