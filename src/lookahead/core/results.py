@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -129,36 +128,10 @@ class Walks(Sequence["Walk | None"]):
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._walks: list[Walk | None] | None = None
         self.counts = np.zeros(forest.rows, dtype=np.int64)
         self.stopped = np.zeros(forest.rows, dtype=np.bool_)
-
-    @classmethod
-    def of_one(cls, forest: Forest, walk: Walk | None) -> Walks:
-        """The walk down the tree of a forest of one row, without arrays until they are used."""
-        walks = cls.__new__(cls)
-        walks._forest, walks._walks = forest, [walk]
-        walks.counts = np.array([0 if walk is None else len(walk.tokens)], dtype=np.int64)
-        walks.stopped = np.array([walk is not None and walk.stopped])
-        return walks
-
-    @cached_property
-    def tokens(self) -> Integers:
-        """Selected tokens, see above."""
-        return self._laid_out(lambda walk: walk.tokens)
-
-    @cached_property
-    def paths(self) -> Integers:
-        """Accepted nodes, see above."""
-        return self._laid_out(lambda walk: walk.path)
-
-    def _laid_out(self, part: Callable[[Walk], list[int]]) -> Integers:
-        """An array of all nodes, with a part of the only walk at its begin."""
-        values = np.empty(len(self._forest.tokens), dtype=np.int64)
-        for walk in self._walks or ():
-            if walk is not None:
-                values[: len(part(walk))] = part(walk)
-        return values
+        self.tokens = np.empty(len(forest.tokens), dtype=np.int64)
+        self.paths = np.empty(len(forest.tokens), dtype=np.int64)
 
     @overload
     def __getitem__(self, row: int) -> Walk | None: ...
@@ -169,8 +142,6 @@ class Walks(Sequence["Walk | None"]):
     def __getitem__(self, row: int | slice) -> Walk | Sequence[Walk | None] | None:
         if isinstance(row, slice):
             return [self[place] for place in range(*row.indices(len(self)))]
-        if self._walks is not None:
-            return self._walks[row]
         if not self.counts[row]:
             return None
         begin = self._forest.firsts[row]
@@ -182,8 +153,6 @@ class Walks(Sequence["Walk | None"]):
 
     def tokens_of(self, row: int) -> list[int]:
         """The tokens selected in a row."""
-        if self._walks is not None and (walk := self._walks[row]) is not None:
-            return walk.tokens
         begin = self._forest.firsts[row]
         tokens: list[int] = self.tokens[begin : begin + self.counts[row]].tolist()
         return tokens
@@ -213,11 +182,6 @@ class Walks(Sequence["Walk | None"]):
             going: Whether the text of each row is not finished. All pending tokens of a part of its prompt are kept.
         """
         forest = self._forest
-        if self._walks is not None:
-            root, walk = int(forest.roots[0]), self._walks[0]
-            if walk is None:
-                return [range(len(forest.tokens) if going[0] else 0)]
-            return [[*range(root + 1), *walk.path] if walk.path else range(root + 1)]
         counts = forest.roots + np.maximum(self.counts, 1)
         if not self.counts.all():
             idle = ~(self.counts > 0)

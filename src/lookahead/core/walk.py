@@ -37,8 +37,6 @@ def walk_trees(
         outputs: A `ForestOutputs`.
         early: Tokens that were selected before.
     """
-    if forest.rows == 1:  # Python walks one row in less time than arrays of it take
-        return Walks.of_one(forest, _walk_one(sequences[0], forest[0], outputs))
     walks = Walks(forest)
     reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
     roots = forest.roots.tolist()
@@ -84,17 +82,6 @@ def _early_rows(forest: Forest, early: Sequence[EarlyTokens]) -> tuple[set[int],
         if tokens.min() < 0:  # invalid probabilities, which their own walk reports
             rows.difference_update(forest.rows_of_slots[nodes[tokens < 0]].tolist())
     return rows, selected
-
-
-def _walk_one(sequence: SequenceState, tree: TokenTree, outputs: Any) -> Walk | None:
-    """Walk the only tree of a step; `None` if its text does not go on."""
-    if sequence.finished or not tree.reads_root:
-        return None
-    try:
-        return follow(tree, partial(take_token, sequence, outputs[0]))
-    except Exception as error:
-        sequence.fail(error)
-        return None
 
 
 def plain_walk(token: int, stopped: bool) -> Walk:
