@@ -44,10 +44,11 @@ def walk_trees(
     sampled, selected = _early_rows(forest, early)
     greedy = []
     together = []
+    by_loop = forest.rows > 1 or not forest.is_plain  # Python takes less time for one token
     for row, (sequence, is_read) in enumerate(zip(sequences, reads, strict=True)):
         if not is_read or sequence.finished:
             continue
-        if sequence.end_tokens is not None:
+        if by_loop and sequence.end_tokens is not None:
             if not sequence.sampler.needs_logits:
                 greedy.append(row)
                 continue
