@@ -182,6 +182,8 @@ class Walks(Sequence["Walk | None"]):
             going: Whether the text of each row is not finished. All pending tokens of a part of its prompt are kept.
         """
         forest = self._forest
+        if forest.rows == 1 and forest.is_plain:  # plain decoding of one text has little time
+            return [range(len(forest.tokens) if self.counts[0] or going[0] else 0)]
         counts = forest.roots + np.maximum(self.counts, 1)
         if not self.counts.all():
             idle = ~(self.counts > 0)

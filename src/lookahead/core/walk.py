@@ -10,7 +10,7 @@ tokens that were sampled for all rows together. Other rows are walked one by one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from lookahead.core.forest import Forest, Integers
 from lookahead.core.results import EarlyTokens, NodeOutputs, Walk, Walks
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
+
+_NO_ROWS = frozenset[int]()
 
 
 def walk_trees(
@@ -41,7 +43,7 @@ def walk_trees(
     reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
     roots = forest.roots.tolist()
     counts = forest.counts.tolist()
-    sampled, selected = _early_rows(forest, early)
+    sampled, selected = _early_rows(forest, early) if early else (_NO_ROWS, forest.tokens)
     greedy = []
     together = []
     by_loop = forest.rows > 1 or not forest.is_plain  # Python takes less time for one token
@@ -72,10 +74,10 @@ def walk_trees(
     return walks
 
 
-def _early_rows(forest: Forest, early: Sequence[EarlyTokens]) -> tuple[set[int], Integers]:
+def _early_rows(forest: Forest, early: Sequence[EarlyTokens]) -> tuple[Set[int], Integers]:
     """Return the rows with known tokens, and the token after each node, `[nodes]`."""
     rows = set[int]()
-    selected = np.full(len(forest.tokens) if early else 0, -1, dtype=np.int64)
+    selected = np.full(len(forest.tokens), -1, dtype=np.int64)
     for some, nodes, read in early:
         tokens = read()
         selected[nodes] = tokens
