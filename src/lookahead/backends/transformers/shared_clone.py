@@ -185,10 +185,11 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model in other module objects that share everything else, to isolate attributes that a pass sets.
 
     An example is the positions after an image. Torch's own layers set nothing, and are shared. So are all inner modules
-    of a text model with transformers' own preparation of `generate`.
+    of a text model with transformers' own preparation of `generate`, for which transformers then makes no cache.
     """
     modules = [model]
-    if not _prepares_as_transformers(model):
+    prepares_alike = _prepares_as_transformers(model)
+    if not prepares_alike:
         modules = [m for m in all_modules(model) if m._modules or not type(m).__module__.startswith("torch.nn.")]
     shells: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
     for module in modules:
@@ -197,6 +198,8 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
         attributes["_forward_hooks"] = copy.copy(module._forward_hooks)  # transformers registers some in a pass
         attributes["_modules"] = {name: shells.get(id(child), child) for name, child in module._modules.items()}
     shell: PreTrainedModel = shells[id(model)]
+    if prepares_alike:  # a cache has an object for each layer, a quarter of the preparation
+        vars(shell)["_supports_default_dynamic_cache"] = lambda: False
     return shell
 
 
