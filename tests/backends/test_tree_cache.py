@@ -1,9 +1,14 @@
 """The cache stores exactly the accepted states, compared with plain lists."""
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
 
 
@@ -123,3 +128,58 @@ def test_texts_come_together_in_one_memory() -> None:
     assert values[0, 1, :3, 0].tolist() == [-1, -2, -3]
     cache.commit([[0], [0], [0]])
     assert cache.layers[1].keys[:, 0, :5, 0].tolist() == [[1, 2, 3, 5, 5], [6, 0, 0, 0, 6], [0, 0, 8, 9, 7]]
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of all buffers at once, up to a limit; `most` is the largest number."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._limit = limit
+        self._made: list[tuple[int, StorageWeakRef]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **kwargs or {})
+        if operation is torch.ops.aten.zeros.default:
+            storage = result.untyped_storage()
+            gone = [made for made in self._made if made[1].expired()]  # type: ignore[no-untyped-call]
+            self._made = [made for made in self._made if made not in gone]
+            total = storage.nbytes() + sum(size for size, _ in self._made)
+            if total > self._limit:
+                raise torch.cuda.OutOfMemoryError("no memory")
+            self._made.append((storage.nbytes(), StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+            self.most = max(self.most, total)
+        return result
+
+
+def test_static_buffers_grow_one_after_another() -> None:
+    """One of eight pieces is there twice at most; without memory the capacity stays, and what moved stays right."""
+    shape = LayerShape(2, 3, 3, torch.float32)
+    token = 2 * 3 * 4  # bytes of keys of a layer
+    total = 8 * token  # of 4 layers
+    with _Allocations(limit=200 * total) as allocations:
+        cache = StaticTreeCache([shape] * 4, 1, 16, torch.device("cpu"), piece=20 * token)
+        for layer in range(4):
+            with cache.written_at(torch.arange(2)):
+                cache.update(states([[layer, 7]]), -states([[layer, 7]]), layer)
+        cache.commit([[0, 1]])
+        for capacity, limit in ((32, 200), (64, 50), (48, 200), (64, 70)):
+            allocations._limit = limit * total
+            moves, before = cache.moves, cache.capacity
+            allocations.most = 0
+            try:
+                cache.grow(capacity)
+            except torch.cuda.OutOfMemoryError:
+                assert limit == 50
+                capacity = before
+            else:
+                assert limit > 50
+                assert allocations.most <= max(capacity, 64) * total * 9 / 8
+            assert cache.moves > moves or capacity == 48
+            assert cache.capacity == capacity
+            assert sum(map(len, cache.buffers)) == 8
+            for index, layer in enumerate(cache.layers):
+                assert layer.keys.shape[2] == layer.values.shape[2] == capacity
+                assert layer.keys[0, 0, :2, 0].tolist() == [index, 7]
+                assert layer.values[0, 1, :2, 2].tolist() == [-index, -7]

@@ -98,6 +98,7 @@ class Runner(Backend):
         chains: Whether it runs only chains.
         keeps_apart: Whether finished texts have their own memory, which running rows cannot use.
         shares_beginnings: Whether a row can copy the beginning of another row.
+        shares_pages: Whether it then takes no memory for it.
         engine: Engine of the passes; see `Statistics.engine`.
         pass_sizes: Sizes of padded passes in nodes over all rows, ascending; empty if passes are not padded.
         recorded: Costs of recording passes so far.
@@ -115,6 +116,7 @@ class Runner(Backend):
     is_invariant: bool = False
     chains = keeps_apart = False
     shares_beginnings = True
+    shares_pages = False
     engine = "dynamic"
     pass_sizes: Sequence[int] = ()
 
@@ -156,6 +158,15 @@ class Runner(Backend):
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """Number of cached tokens of each of some rows."""
         return [row.length for row in rows]
+
+    def shared_tokens(self, rows: Sequence[Any], with_others: bool = False) -> int:
+        """Return the part of the summed capacity of rows that takes no memory, because several of them hold it.
+
+        Args:
+            rows: The rows.
+            with_others: Whether to count what other rows hold as well.
+        """
+        return 0
 
     def token_bytes(self) -> int:
         """Return the bytes of keys and values of a token."""

@@ -243,7 +243,7 @@ class Engine:
         running = list(self._loop.scheduler.running)
         waiting = len(self._arrivals) + len(self._loop.scheduler.waiting)
         memory = self._loop.memory
-        used = sum(request.row.capacity for request in running) * memory.token_bytes
+        used = memory.used_bytes(running)
         return EngineLoad(waiting, len(running), used, memory.prefix_tokens * memory.token_bytes, memory.limit_bytes)
 
     @property

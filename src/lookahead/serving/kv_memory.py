@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lookahead.backends.base import Runner, TextRow
 from lookahead.backends.transformers.tree_cache import whole_blocks
@@ -73,6 +74,8 @@ class KVMemory:
         self.capacity = max(free_bytes // SHARE // token_bytes, 1) if self.tokens is None else self.tokens
         self._bytes_apart = apart * token_bytes
         self._fits_for = 0  # steps in which running and finished texts surely fit
+        # Tokens that each request, until it starts, is expected to share with a running one.
+        self._expected: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     @property
     def limit_bytes(self) -> int:
@@ -90,6 +93,7 @@ class KVMemory:
     def drop(self, request: Request) -> None:
         """Drop the keys and values of a request, to be computed again later."""
         request.row = self.new_row()
+        self._expected.pop(request, None)
 
     def reserved(self, tokens: int) -> int:
         """Return the capacity of a row for `tokens` tokens."""
@@ -97,8 +101,14 @@ class KVMemory:
 
     @property
     def prefix_tokens(self) -> int:
-        """Capacity of the rows of finished texts in tokens."""
-        return sum(prefix.row.capacity for prefix in self._prefixes)
+        """Memory of finished texts in tokens, without pages that running ones hold."""
+        rows = [prefix.row for prefix in self._prefixes]
+        return sum(row.capacity for row in rows) - self.runner.shared_tokens(rows, with_others=True)
+
+    def used_bytes(self, requests: Sequence[Request]) -> int:
+        """Return the bytes that running requests have taken."""
+        rows: list[TextRow] = [request.row for request in requests]
+        return (sum(row.capacity for row in rows) - self.runner.shared_tokens(rows)) * self.token_bytes
 
     def forget(self) -> None:
         """Forget all finished texts."""
@@ -106,7 +116,7 @@ class KVMemory:
 
     def fits(self, requests: Sequence[Request]) -> bool:
         """Return whether requests fit, without finished texts. The runner's memory grows for them if it can."""
-        needed = sum(self.reserved(request.reach) for request in requests)
+        needed = self._needed(requests)
         total = min(needed + (0 if self.runner.keeps_apart else self.prefix_tokens), self.capacity)
         grown = min(self.runner.grow(total), self.capacity)
         if grown < total:
@@ -120,6 +130,28 @@ class KVMemory:
         growth = sum(self.reserved(request.drafting.max_nodes) for request in requests)
         self._fits_for = (grown - total) // max(growth, 1)
         return needed <= self.capacity
+
+    def _needed(self, requests: Sequence[Request]) -> int:
+        """Return the tokens of memory of requests and the trees of their next step."""
+        needed = sum(self.reserved(request.reach) for request in requests)
+        if not self.runner.shares_pages:
+            return needed
+        for place, request in enumerate(requests):
+            if request not in self._expected:
+                self._expected[request] = self._sharable(request, requests[:place])
+        fresh = sum(self._expected[request] for request in requests if not request.cached)
+        return needed - fresh - self.runner.shared_tokens([request.row for request in requests])
+
+    def _sharable(self, request: Request, others: Sequence[Request]) -> int:
+        """Return the tokens of whole pages that a new request will share with another one."""
+        if not self._reuses or request.reads_inputs:
+            return 0
+        common = 0
+        text = request.sequence.tokens[:-1]
+        for other in others:
+            if not other.reads_inputs and may_share_more(text, other.sequence.tokens, common):
+                common = common_start(text, other.sequence.tokens)
+        return common // self.block * self.block if common >= MIN_COMMON else 0
 
     def still_fits(self, running: Sequence[Request]) -> bool:
         """Return whether the running requests fit in this step. Texts are counted only if they may have outgrown it."""
@@ -136,7 +168,8 @@ class KVMemory:
         row = request.row
         capacity = self._prefix_capacity(running)
         tokens = request.sequence.tokens[: row.length]
-        if not self._reuses or request.reads_inputs or len(tokens) < MIN_COMMON or row.capacity > capacity:
+        size = row.capacity - self.runner.shared_tokens([row], with_others=True)
+        if not self._reuses or request.reads_inputs or len(tokens) < MIN_COMMON or size > capacity:
             return
         for prefix in list(self._prefixes):
             size = min(len(tokens), len(prefix.tokens))
@@ -157,7 +190,8 @@ class KVMemory:
             running: Running requests, most urgent first.
 
         Returns:
-            Whether the request takes part in the next step. It waits if a more urgent one computes its prefix now.
+            Whether the request takes part in the next step. It waits if a more urgent one computes its prefix now, or
+            if it does not fit because it shares less than expected.
         """
         if not self._reuses or request.reads_inputs:
             return True
@@ -179,13 +213,21 @@ class KVMemory:
                 prefix, row, common = None, other.row, ready
         common = min(common, len(text) - 1)
         if row is not None and common >= MIN_COMMON:
-            self._start(request, row, common, prefix, self._prefix_capacity(running))
+            self._start(request, row, common, prefix, running)
+        if request.row.capacity < self._expected.get(request, 0) and len(running) > 1:
+            self._expected[request] = 0
+            return self.fits(running)
         return True
 
-    def _start(self, request: Request, row: TextRow, common: int, prefix: Prefix | None, capacity: int) -> None:
+    def _start(
+        self, request: Request, row: TextRow, common: int, prefix: Prefix | None, running: Sequence[Request]
+    ) -> None:
         """Start a request from the first `common` tokens of `row`, the row of `prefix` or of a running text."""
-        self._evict(capacity, but=prefix)
-        if self.prefix_tokens <= capacity:
+        capacity = 0
+        if not self.runner.shares_pages:
+            capacity = self._prefix_capacity(running)
+            self._evict(capacity, but=prefix)
+        if self.runner.shares_pages or self.prefix_tokens <= capacity:
             request.row.copy_start(row, common)
         elif prefix is not None:  # only one of the two rows fits
             self._prefixes.remove(prefix)
@@ -207,14 +249,13 @@ class KVMemory:
 
     def _evict(self, capacity: int, but: Prefix | None = None) -> None:
         """Evict the least recently used finished texts, except `but`, until they fit into `capacity` tokens."""
-        excess = self.prefix_tokens - capacity
-        for prefix in list(self._prefixes):
-            if excess > 0 and prefix is not but:
-                self._prefixes.remove(prefix)
-                excess -= prefix.row.capacity
+        for prefix in [one for one in self._prefixes if one is not but]:
+            if self.prefix_tokens <= capacity:
+                return
+            self._prefixes.remove(prefix)
 
     def _prefix_capacity(self, running: Sequence[Request]) -> int:
         """Return the number of tokens of finished texts that fit beside running requests."""
         if self.runner.keeps_apart:
             return self._max_prefix_tokens
-        return min(self.capacity - sum(self.reserved(request.reach) for request in running), self._max_prefix_tokens)
+        return min(self.capacity - self._needed(running), self._max_prefix_tokens)

@@ -10,6 +10,7 @@ import gc
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -262,6 +263,69 @@ def test_texts_reuse_prefixes_of_others(
     for text, handle in zip(texts, handles, strict=True):
         assert handle.tokens == new_tokens(demo_model, text, **options)
     assert all(handle.statistics.reused_tokens >= long.shape[1] - 6 for handle in handles[1:])
+
+
+def test_rows_with_a_common_beginning_share_its_pages(device: Simulation) -> None:
+    """64 requests with one prompt of 600 tokens run at once in the memory of one, and 64 short ends."""
+    model = build("llama")
+    size = token_bytes(model)
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=64, kv_bytes=(640 + 64 * 3 * 64) * size)
+    common = torch.randint(3, 60, (1, 600), generator=torch.Generator().manual_seed(0))
+    texts = [torch.cat([common, torch.tensor([[3 + row % 50, 5, 7 + row // 50]])], dim=1) for row in range(64)]
+    handles = [engine.submit(text.to("cuda"), **OPTIONS, **GREEDY) for text in texts]
+    engine.step()
+    while len(handles[-1].tokens) < 8:
+        engine.step()
+    pool = pool_of(engine)
+    taken = np.count_nonzero(pool.uses)
+    assert engine.load.running == 64
+    assert taken * pool.block <= 640 + 64 * 2 * pool.block
+    assert engine.load.kv_bytes == taken * pool.block * size
+    engine.run()
+    assert engine.statistics.preempted == 0
+    for row in (0, 1, 31, 63):
+        assert handles[row].tokens == new_tokens(model, texts[row], **GREEDY)
+    engine.submit(torch.flip(common, [1]).repeat(1, 2).to("cuda"), **OPTIONS, **GREEDY)
+    engine.run()
+    assert all(pool.uses >= 0)
+    assert len(pool.free) == np.count_nonzero(pool.uses[1:] == 0)
+
+
+@pytest.mark.parametrize("seed", quickly(range(8), [0]))
+def test_random_requests_with_common_beginnings_in_a_small_memory(seed: int, device: Simulation) -> None:
+    """Requests that come, share pages, are preempted and cancelled: all others get their texts, and no page is lost."""
+    random = np.random.default_rng(seed)
+    model = build(["llama", "qwen2_mixed_sliding"][seed % 2])
+    tokens = int(random.integers(200, 500))
+    engine = Engine(
+        on_cuda(copy.deepcopy(model)), EIGHT, max_rows=int(random.integers(2, 7)), kv_bytes=tokens * token_bytes(model)
+    )
+    pool = pool_of(engine)
+    capacity = pool.capacity
+    stems = [random.integers(3, 60, int(random.integers(20, 120))).tolist() for _ in range(3)]
+    requests = []
+    for number in range(16):
+        stem = stems[random.integers(3)]
+        text = stem[: random.integers(1, len(stem) + 1)] + random.integers(3, 60, int(random.integers(1, 9))).tolist()
+        options = {**OPTIONS, **(GREEDY if number % 3 else SAMPLED), "max_new_tokens": int(random.integers(1, 40))}
+        handle = engine.submit(text, seed=number, priority=int(random.integers(2)), **options)
+        requests.append((torch.tensor([text]), number, options, handle))
+        for _ in range(random.integers(6)):
+            engine.step()
+        if number % 7 == 6:
+            handle.cancel()
+    engine.run()
+    for ids, number, options, handle in requests:
+        if not handle.cancelled:
+            assert handle.tokens == new_tokens(model, ids, number, **options)
+    assert pool.capacity == capacity
+    engine._loop.memory.forget()
+    runner_of(engine).rows = []
+    requests.clear()
+    del handle
+    gc.collect()
+    assert len(pool.free) == len(pool.uses) - 1
+    assert not pool.uses.any()
 
 
 def test_log_probabilities_take_no_further_wait(

@@ -326,7 +326,7 @@ class StaticSteps:
             return None
         if parts > 1 and self._max_nodes is not None:
             self._max_nodes = max(self._max_nodes, nodes)
-        self._passes.serve((self.cache.capacity, self._max_nodes))
+        self._passes.serve((self.cache.moves, self._max_nodes))
         left = PAYS_FROM if self.last is None else self.last - self.cache.longest
         if left < PAYS_FROM and not self._passes.has(size, top_k):
             return None

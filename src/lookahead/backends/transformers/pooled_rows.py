@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import TextRow
@@ -40,7 +41,8 @@ FIRST_TOKENS = 1024
 class RowPool(StaticTreeCache):
     """Keys and values of many texts in pages of one memory, a single row of all pages.
 
-    Page 0 is for padding nodes. Each text has a number, the index of its length and its pages in arrays.
+    Page 0 is for padding nodes. Each text has a number, the index of its length and its pages in arrays. Texts with a
+    common beginning share its pages: only the end of a text is written, and its last page is its own.
 
     Args:
         shapes: Shapes of keys and values in each layer.
@@ -50,6 +52,7 @@ class RowPool(StaticTreeCache):
 
     Attributes:
         free: Free pages.
+        uses: Number of texts that hold each page, `[pages]`.
         text_lengths: Tokens of each text, `[texts]`.
         page_counts: Number of pages of each text, `[texts]`.
         page_table: Pages of each text in the order of its tokens, `[texts, pages]` int32.
@@ -60,6 +63,7 @@ class RowPool(StaticTreeCache):
         super().__init__(shapes, 1, pages * block, device)
         self.block = block
         self.free = list(range(pages - 1, 0, -1))
+        self.uses = np.zeros(pages, dtype=np.int64)
         self.text_lengths, self.page_counts = np.zeros((2, 0), dtype=np.int64)
         self.page_table = np.zeros((0, 1), dtype=np.int32)
         self._numbers: list[int] = []  # of no text
@@ -83,9 +87,50 @@ class RowPool(StaticTreeCache):
         return number
 
     def remove_text(self, number: int) -> None:
-        """Free the pages and the number of a text."""
-        self.free += self.page_table[number, : self.page_counts[number]].tolist()
+        """Free the number of a text, and the pages that no other text holds."""
+        self.shorten(number, 0)
         self._numbers.append(number)
+
+    def begin(self, number: int, source: int, tokens: int) -> None:
+        """Begin an empty text with the first tokens of another one.
+
+        Whole pages are shared and the rest is copied, unless there is no free page for it.
+        """
+        self.shorten(number, 0)
+        whole = tokens // self.block
+        pages = self.page_table[source, :whole]
+        self.page_table[number, :whole] = pages
+        self.page_counts[number] = whole
+        self.uses[pages] += 1
+        places = np.arange(whole * self.block, tokens if self.free else whole * self.block)
+        if len(places):
+            self.reserve(np.array([number]), np.array([tokens]))
+            self.move(np.zeros_like(places), self.columns_of(source, places), self.columns_of(number, places))
+        self.text_lengths[number] = whole * self.block + len(places)
+
+    def shorten(self, number: int, tokens: int) -> None:
+        """Keep the first tokens of a text, or fewer: no part of a page that other texts hold."""
+        whole = tokens // self.block
+        if tokens % self.block and self.uses[self.page_table[number, whole]] > 1:
+            tokens = whole * self.block
+        pages = -(-tokens // self.block)
+        self._release(self.page_table[number, pages : self.page_counts[number]])
+        self.page_counts[number] = pages
+        self.text_lengths[number] = tokens
+
+    def _release(self, pages: NDArray[np.int32]) -> None:
+        """Let a text give up pages."""
+        self.uses[pages] -= 1
+        self.free += pages[self.uses[pages] == 0].tolist()
+
+    def shared(self, numbers: Integers, with_others: bool) -> int:
+        """Return the number of repeated pages of some texts; see `Runner.shared_tokens`."""
+        tables = self.page_table[numbers]
+        held = tables[np.arange(tables.shape[1]) < self.page_counts[numbers][:, None]]
+        uses = self.uses
+        counts = np.bincount(held, minlength=len(uses))
+        own = (counts == uses) & (counts > 0) if with_others else counts > 0
+        return len(held) - int(np.count_nonzero(own))
 
     def reserve(self, numbers: Integers, tokens: Integers) -> None:
         """Reserve pages for a number of tokens of each text."""
@@ -95,7 +140,8 @@ class RowPool(StaticTreeCache):
             end = whole_blocks(int(tokens[place]), self.block) // self.block
             if end > self.page_table.shape[1]:
                 self.page_table = np.pad(self.page_table, ((0, 0), (0, end)))
-            self.page_table[number, begin:end] = self._take(end - begin)
+            self.page_table[number, begin:end] = taken = self._take(end - begin)
+            self.uses[taken] = 1
             self.page_counts[number] = end
 
     def _take(self, count: int) -> list[int]:
@@ -114,6 +160,7 @@ class RowPool(StaticTreeCache):
             with suppress(torch.cuda.OutOfMemoryError):
                 self.grow((before + more) * self.block)
                 self.free[:0] = range(before + more - 1, before - 1, -1)
+                self.uses = np.append(self.uses, np.zeros(more, dtype=np.int64))
                 return True
         return False
 
@@ -148,19 +195,18 @@ class PooledRow(TextRow):
         return int(self._pool.page_counts[self.number]) * self._pool.block
 
     def copy_start(self, other: PooledRow, tokens: int) -> None:
-        """Copy the first `tokens` tokens of another row."""
-        places = self._reserve(tokens)
-        pool = self._pool
-        pool.move(np.zeros_like(places), pool.columns_of(other.number, places), pool.columns_of(self.number, places))
-        self.length = tokens
+        """Share the pages of the first `tokens` tokens of another row; see `RowPool.begin`."""
+        self._pool.begin(self.number, other.number, tokens)
 
     def crop(self, tokens: int) -> None:
-        """Remove all but the first `tokens` tokens."""
-        self.length = min(self.length, tokens)
+        """Remove all but the first `tokens` tokens, or a few more: see `RowPool.shorten`."""
+        if tokens < self.length:
+            self._pool.shorten(self.number, tokens)
 
     def adopt(self, text: Row) -> None:
         """Copy a row with its own cache."""
-        places = self._reserve(text.length)
+        self._pool.reserve(np.array([self.number]), np.array([text.length]))
+        places = np.arange(text.length)
         columns = upload(self._pool.buffers[0].device, self._pool.columns_of(self.number, places))[0]
         for layer, pooled in zip(text.cache.layers, self._pool.layers, strict=False):
             if layer.is_initialized:
@@ -168,11 +214,6 @@ class PooledRow(TextRow):
                 pooled.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
                 pooled.values.index_copy_(2, columns[layer.dropped :], layer.values.narrow(2, 0, count))
         self.length = text.length
-
-    def _reserve(self, tokens: int) -> Integers:
-        """Reserve pages for a number of tokens, and return their indices."""
-        self._pool.reserve(np.array([self.number]), np.array([tokens]))
-        return np.arange(tokens)
 
 
 class PooledInputs:
@@ -252,6 +293,8 @@ class PooledRunner(ModelRunner):
         is_trial: See `FixedPasses`.
     """
 
+    shares_pages = True
+
     def __init__(
         self,
         rows: ModelRunner,
@@ -328,7 +371,7 @@ class PooledRunner(ModelRunner):
         self._texts = max(self._texts, len(self.rows))
         if pages > self._width or not self._width:
             self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
-        self._passes.serve((self._texts, self._width, self._pool.capacity))
+        self._passes.serve((self._texts, self._width, self._pool.moves))
 
     def _new_inputs(self, nodes: int) -> PooledInputs:
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
@@ -357,6 +400,11 @@ class PooledRunner(ModelRunner):
             columns = pool.columns_of(texts, lengths + sources), pool.columns_of(texts, lengths + targets)
             pool.move(np.zeros_like(rows), *columns)
         pool.text_lengths[numbers] += paths.counts
+
+    def shared_tokens(self, rows: Sequence[Any], with_others: bool = False) -> int:
+        """See `Runner`."""
+        numbers = np.array([row.number for row in rows], dtype=np.int64)
+        return self._pool.shared(numbers, with_others) * self._pool.block
 
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """See `Runner`."""

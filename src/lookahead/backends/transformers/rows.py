@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,22 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
     )
 
 
+PIECE = 2 << 30
+"""Bytes of a buffer. A copy within a larger one takes several kernels in any case, as indices have 32 bits."""
+
+
+def _without_first(buffers: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Return buffers without their first `count` states."""
+    sizes = np.cumsum([0, *map(len, buffers)]).tolist()
+    parts = [buffer[max(count - begin, 0) :] for buffer, begin in zip(buffers, sizes, strict=False)]
+    return [part for part in parts if len(part)]
+
+
 class StaticTreeCache(TreeCache):
     """Cache of a model with static buffers.
 
-    States of equal size are in one buffer `[states, rows, heads, capacity, size]` over all layers, so that a commit
-    moves them together. While `columns` is set, a pass writes its nodes to these columns and gets whole buffers, with
+    States of equal size are in buffers `[states, rows, heads, capacity, size]` of several layers, which a commit moves
+    together. While `columns` is set, a pass writes its nodes to these columns and gets whole buffers, with
     equal shapes and equal Python code for every step. Otherwise passes get the texts so far, with nodes after the
     longest one.
 
@@ -49,6 +62,7 @@ class StaticTreeCache(TreeCache):
         capacity: Columns of each buffer.
         rows: Rows of each buffer.
         buffers: All memory for states.
+        moves: Number of buffers that were allocated; their addresses change with it.
 
     Args:
         shapes: Shape of each layer's keys and values.
@@ -56,6 +70,7 @@ class StaticTreeCache(TreeCache):
         capacity: Initial number of columns.
         device: Device of the buffers.
         rows: Number of rows, at least `texts`; equal to it if not given.
+        piece: Bytes of a buffer that has several layers.
     """
 
     def __init__(
@@ -65,48 +80,60 @@ class StaticTreeCache(TreeCache):
         capacity: int,
         device: torch.device,
         rows: int | None = None,
+        piece: int = PIECE,
     ) -> None:
         super().__init__(texts=texts)
         self.columns: torch.Tensor | None = None
         self.rows = rows or texts
         self.buffers: list[torch.Tensor] = []
-        self._shapes = tuple(shapes)
+        self.capacity = self.moves = 0
         self._device = device
+        self._piece = piece
+        states: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for index, shape in enumerate(shapes):
             layer = self.layer(index)
             if shape is not None:
                 layer.dtype = shape.dtype
                 layer.device = device
                 layer.is_initialized = True
+                states.setdefault((shape.heads, shape.key_size, shape.dtype), []).append((layer, "keys"))
+                states.setdefault((shape.heads, shape.value_size, shape.dtype), []).append((layer, "values"))
+        self._owners = [(kind, *owner) for kind, owners in states.items() for owner in owners]
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Move to buffers of `capacity` columns. References to the old buffers become stale.
+        """Move to buffers of `capacity` columns, one after another: only one of them takes memory twice.
+
+        References to the old buffers become stale, even if there is too little memory.
 
         Raises:
-            torch.cuda.OutOfMemoryError: There is too little memory; nothing has changed.
+            torch.cuda.OutOfMemoryError: There is too little memory; the capacity has not changed.
         """
         columns = self.longest
-        sizes: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
-        for layer, shape in zip(self.layers, self._shapes, strict=True):
-            if shape is not None:
-                sizes.setdefault((shape.heads, shape.key_size, shape.dtype), []).append((layer, "keys"))
-                sizes.setdefault((shape.heads, shape.value_size, shape.dtype), []).append((layer, "values"))
+        moved = [buffer for buffer in self.buffers if buffer.shape[3] >= capacity]  # before memory ran out
+        old = self.buffers[len(moved) :]
+        rest = self._owners[sum(map(len, moved)) :]
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN. All buffers come
-            # before the first change, as there may be too little memory.
-            buffers = [
-                torch.zeros((len(owners), self.rows, heads, capacity, size), dtype=dtype, device=self._device)
-                for (heads, size, dtype), owners in sizes.items()
-            ]
-            for buffer, owners in zip(buffers, sizes.values(), strict=True):
-                for states, (layer, name) in zip(buffer, owners, strict=True):
+            while rest:
+                heads, size, dtype = kind = rest[0][0]
+                shape = self.rows, heads, capacity, size
+                count = max(self._piece // (math.prod(shape) * dtype.itemsize), 1)
+                owners = [owner for owner in rest[:count] if owner[0] == kind]
+                rest = rest[len(owners) :]
+                # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
+                buffer = torch.zeros((len(owners), *shape), dtype=dtype, device=self._device)
+                for states, (_, layer, name) in zip(buffer, owners, strict=True):
                     if columns:
                         states[:, :, :columns] = getattr(layer, name)[:, :, :columns]
-                    setattr(layer, name, states)
-        self.buffers = buffers
+                    setattr(layer, name, states[:, :, : self.capacity])
+                moved.append(buffer)
+                old = _without_first(old, len(owners))
+                self.buffers = [*moved, *old]
+                self.moves += 1
         self.capacity = capacity
+        for states, (_, layer, name) in zip(chain.from_iterable(self.buffers), self._owners, strict=True):
+            setattr(layer, name, states[:, :, :capacity])
 
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
