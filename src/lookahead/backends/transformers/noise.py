@@ -177,13 +177,16 @@ class TextNoise(SamplingNoise):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(1, generator)
         self._own = generator
-        self._early: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-        """Noise of the next indices, each with the state of the generator before it."""
+        self._early: deque[torch.Tensor] = deque()
+        """Noise of the next indices."""
+        self._used: list[tuple[torch.Tensor, int]] = []
+        """Number of indices before them, by type and vocabulary of the probabilities."""
 
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """See `SamplingNoise`."""
         self._check_early(probabilities)
-        return self._early.popleft()[1] if self._early else self._draw(probabilities)
+        self._count(1, probabilities)
+        return self._early.popleft() if self._early else self._draw(probabilities)
 
     def can_foresee(self, count: int, like: torch.Tensor) -> bool:
         """See `SamplingNoise`."""
@@ -194,11 +197,12 @@ class TextNoise(SamplingNoise):
         self._check_early(like)
         fits = max(self._max_bytes // (like.shape[-1] * like.element_size()), 1)
         for _ in range(min(count, fits) - len(self._early)):
-            self._early.append((self._own.get_state(), self._draw(like)))
-        return [noise for _, noise in islice(self._early, count)]
+            self._early.append(self._draw(like))
+        return list(islice(self._early, count))
 
     def advance(self, row: int, count: int, like: torch.Tensor) -> None:
         """See `SamplingNoise`."""
+        self._count(count, like)
         for _ in range(count):
             self._early.popleft()
 
@@ -206,13 +210,27 @@ class TextNoise(SamplingNoise):
         """See `SamplingNoise`."""
         self._early.clear()
 
+    def _count(self, count: int, like: torch.Tensor) -> None:
+        """Count used indices."""
+        if self._used and _is_alike(self._used[-1][0], like):
+            kind, before = self._used.pop()
+            self._used.append((kind, before + count))
+        else:
+            self._used.append((torch.empty_like(like), count))
+
     def _check_early(self, like: torch.Tensor) -> None:
-        """Draw early noise again if the probabilities have another type or vocabulary now."""
-        if self._early:
-            state, noise = self._early[0]
-            if noise.dtype != like.dtype or noise.shape[-1] != like.shape[-1]:
-                self._own.set_state(state)
-                self._early.clear()
+        """Draw early noise again if the probabilities have another type or vocabulary now; from the seed on."""
+        if self._early and not _is_alike(self._early[0], like):
+            self._early.clear()
+            self._own.manual_seed(self._own.initial_seed())
+            for earlier, count in self._used:
+                for _ in range(count):
+                    self._draw(earlier)
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether noise for both has the same type and vocabulary."""
+    return first.dtype == second.dtype and first.shape[-1] == second.shape[-1]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
