@@ -66,58 +66,36 @@ def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
 
 
 def _gguf_options(source: FoundModel, settings: ModelSettings) -> dict[str, Any]:
-    """Arguments of `load_gguf`; none for a transformers model. Options of the other kind of model are refused."""
+    """Arguments of `load_gguf`; none for other models. Options that do not apply to the kind of model are refused.
+
+    Raises:
+        InvalidArgumentError: An option does not apply.
+    """
     name = settings.model or source.path
+    kind = "a GGUF model" if source.is_gguf else "a model of MLX" if source.is_mlx else "a transformers model"
+    is_foreign = source.is_gguf or source.is_mlx
     if not isinstance(settings, TextSettings):
-        if source.is_gguf or source.is_mlx:
-            kind = "a GGUF model" if source.is_gguf else "a model of MLX"
+        if is_foreign:
             raise InvalidArgumentError(
                 f"--model {name}: tune measures transformers models only; the step times of {kind} are learned during "
                 "decoding"
             )
         return {}
-    if source.is_gguf:
-        if settings.trust_remote_code or settings.allow_pickle:
-            option = "--trust-remote-code" if settings.trust_remote_code else "--allow-pickle"
-            raise InvalidArgumentError(f"{option} applies to transformers models only; a GGUF file contains no code")
-        if settings.dtype not in ("auto", "float32"):
-            raise InvalidArgumentError(
-                f"--dtype {settings.dtype} applies to transformers models only; the types of a GGUF file's weights "
-                "are fixed"
-            )
-        if settings.device not in (None, "cpu"):
-            raise InvalidArgumentError(
-                f"--device {settings.device} applies to transformers models only; use --gpu-layers to put layers of a "
-                "GGUF model on a GPU"
-            )
-        return {"n_gpu_layers": settings.gpu_layers, "fast_kv": settings.fast_kv}
-    if source.is_mlx:
-        _check_mlx_options(settings)
-    for option, value in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
-        if value:
-            text = "" if value is True else f" {value}"
-            raise InvalidArgumentError(
-                f"{option}{text} applies to GGUF models only, but --model {name} is not one; leave {option} out"
-            )
-    return {}
-
-
-def _check_mlx_options(settings: TextSettings) -> None:
-    """Refuse options of transformers models for a model of MLX.
-
-    Raises:
-        InvalidArgumentError: An option does not apply.
-    """
-    for option, value in (
-        ("--trust-remote-code", settings.trust_remote_code),
-        ("--allow-pickle", settings.allow_pickle),
-        (f"--dtype {settings.dtype}", settings.dtype not in ("auto", "float32")),
-        (f"--device {settings.device}", settings.device is not None),
+    devices = (None, "cpu") if source.is_gguf else (None,)
+    for option, is_set, applies, whose in (
+        ("--trust-remote-code", settings.trust_remote_code, not is_foreign, "transformers"),
+        ("--allow-pickle", settings.allow_pickle, not is_foreign, "transformers"),
+        (f"--dtype {settings.dtype}", settings.dtype not in ("auto", "float32"), not is_foreign, "transformers"),
+        (f"--device {settings.device}", settings.device not in devices, not is_foreign, "transformers"),
+        (f"--gpu-layers {settings.gpu_layers}", settings.gpu_layers, source.is_gguf, "GGUF"),
+        ("--fast-kv", settings.fast_kv, source.is_gguf, "GGUF"),
     ):
-        if value:
+        if is_set and not applies:
+            remedy = "use --gpu-layers" if source.is_gguf and option.startswith("--device") else "leave it out"
             raise InvalidArgumentError(
-                f"{option} applies to transformers models only; MLX chooses type and device of its models; leave it out"
+                f"{option} applies to {whose} models only, but --model {name} is {kind}; {remedy}"
             )
+    return {"n_gpu_layers": settings.gpu_layers, "fast_kv": settings.fast_kv} if source.is_gguf else {}
 
 
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
