@@ -208,13 +208,14 @@ class Steps:
         self._notify = notify
         # Without a pace the cheaper clock is enough: CPU time needs a system call.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
-        self.batch = Batch((), mark=self._timer.mark, launched=launched)
+        self.batch = Batch((), launched=launched)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Run one step, and add its counts to `statistics`. Errors of a request are stored in `SequenceState.error`."""
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         batch.notify = None if self._notify is None else partial(self._notify, requests)
+        batch.mark = self._timer.mark
         batch.pace = pace = self._pace_of(requests)
         try:
             with self._serving(requests):
