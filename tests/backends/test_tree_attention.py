@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lookahead.backends.transformers.attention import tree_attention_forward
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
-from lookahead.core.tree_masks import packed_width, write_masks
+from lookahead.core.tree_masks import MaskedTrees, packed_width, write_masks
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, steps
 
@@ -34,7 +34,8 @@ def test_masks_of_packed_trees_equal_masks_of_single_trees(step: Step) -> None:
     pairs = [(row, node) for row, nodes in enumerate(step.parents) for node in range(len(nodes))]
     places = np.array([step.position(row, node) for row, node in pairs])
     mask = np.full((len(parents) + 3, packed_width(96)), 7, dtype=np.int32)
-    write_masks(firsts, parents, np.array(step.lengths), places, step.window or 0, step.chunk or 0, mask)
+    trees = MaskedTrees(firsts, parents, np.array(step.lengths), places)
+    write_masks(trees, step.window or 0, step.chunk or 0, mask)
     for row, length in enumerate(step.lengths):
         alone = replace(step, parents=[step.parents[row]], lengths=[length], gap=0).packed()[0, 0].numpy()
         rows = mask[firsts[row] : firsts[row + 1]]

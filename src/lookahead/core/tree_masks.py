@@ -62,7 +62,7 @@ def packed_masks(trees: MaskedTrees, window: int | None, chunk: int | None, widt
         width: At least `packed_width` of the largest tree.
     """
     mask = np.empty((len(trees.places), width), dtype=np.int32)
-    at_once(write_masks)(*trees, window or 0, chunk or 0, mask)
+    at_once(write_masks)(trees, window or 0, chunk or 0, mask)
     return mask
 
 
@@ -89,31 +89,21 @@ def dense_masks(
     exact = np.float32 if np.isfinite(np.float32(hidden)) else np.float64
     masks = np.full(int(sizes.sum()), hidden, dtype=exact)
     window, chunk = reach
-    at_once(write_dense_masks)(*trees, (begins, keys), (window or 0, chunk or 0, dropped), masks)
+    at_once(write_dense_masks)(trees, (begins, keys), (window or 0, chunk or 0, dropped), masks)
     return masks, begins
 
 
 @compiled
-def write_masks(
-    firsts: Integers,
-    parent_slots: Integers,
-    lengths: Integers,
-    places: Integers,
-    window: int,
-    chunk: int,
-    mask: NDArray[np.int32],
-) -> None:
-    """Write the packed masks of trees for one kind of layer; see `MaskedTrees`.
+def write_masks(trees: MaskedTrees, window: int, chunk: int, mask: NDArray[np.int32]) -> None:
+    """Write the packed masks of trees for one kind of layer.
 
     Args:
-        firsts: See there, as for the next three.
-        parent_slots: See there.
-        lengths: See there.
-        places: See there.
+        trees: The trees.
         window: Tokens that a sliding layer sees; 0 for other layers.
         chunk: Tokens of a chunk; 0 for other layers.
         mask: Gets the masks, `[nodes or more, 3 + words]`.
     """
+    firsts, parent_slots, lengths, places = trees
     limited = window > 0 or chunk > 0
     for row in range(len(firsts) - 1):
         begin = firsts[row]
@@ -137,25 +127,17 @@ def write_masks(
 
 @compiled
 def write_dense_masks(
-    firsts: Integers,
-    parent_slots: Integers,
-    lengths: Integers,
-    places: Integers,
-    rows: tuple[Integers, Integers],
-    reach: tuple[int, int, int],
-    masks: NDArray[np.floating],
+    trees: MaskedTrees, rows: tuple[Integers, Integers], reach: tuple[int, int, int], masks: NDArray[np.floating]
 ) -> None:
     """Write 0 for each visible key; see `dense_masks`.
 
     Args:
-        firsts: See `MaskedTrees`, as for the next three.
-        parent_slots: See there.
-        lengths: See there.
-        places: See there.
+        trees: The trees.
         rows: For each row the index of its mask, and its number of keys, `[rows]`.
         reach: Window and chunk, 0 for none, and the number of dropped keys.
         masks: The masks, with the number for hidden keys everywhere.
     """
+    firsts, parent_slots, lengths, places = trees
     begins, keys = rows
     window, chunk, dropped = reach
     limited = window > 0 or chunk > 0

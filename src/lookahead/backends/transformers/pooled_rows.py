@@ -25,7 +25,7 @@ from lookahead.backends.transformers.tree_cache import Integers, Row, whole_bloc
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
 from lookahead.core.results import CommittedNodes
-from lookahead.core.tree_masks import BITS, WORD, packed_width, write_masks
+from lookahead.core.tree_masks import BITS, WORD, MaskedTrees, packed_width, write_masks
 from lookahead.errors import LookaheadError
 
 MOST_RECORDED = 256
@@ -270,11 +270,10 @@ class PooledInputs:
         columns[used:] = np.arange(used, self.nodes) % self._block
         width = min(len(table[0]), pool.page_table.shape[1])
         table[: len(numbers), :width] = pool.page_table[numbers, :width]
+        trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, places)
         for kind, buffer in zip(self._masks.kinds, packed, strict=True):
             window, chunk = self._masks.reach(kind)
-            at_once(write_masks)(
-                forest.firsts, forest.parent_slots, plan.lengths, places, window or 0, chunk or 0, buffer
-            )
+            at_once(write_masks)(trees, window or 0, chunk or 0, buffer)
             buffer[used:] = self._alone[: self.nodes - used]
         self._staged.send()
 

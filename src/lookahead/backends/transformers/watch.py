@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
+from lookahead.backends.transformers.dict_versions import DictVersions, has_dict_versions
 from lookahead.backends.transformers.model_state import ModelState
 from lookahead.backends.transformers.snapshots import fingerprint, in_threads
-from lookahead.core.dict_versions import DictVersions, has_dict_versions
 
 _READ = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 
@@ -120,7 +120,43 @@ class ModelWatch:
 
 
 class _Snapshot:
-    """Snapshot of modules."""
+    """Snapshot of modules, with their configurations and the memory of their tensors."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._structure = _Structure(modules)
+        self._configs = list({id(config): config for module in modules if (config := _config(module))}.values())
+        self._settings = [
+            {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in fields.items()}
+            for fields in map(vars, self._configs)
+        ]
+        self._weights = _Memory(weight for module in modules for weight in module._parameters.values())
+        self._others = _Memory(
+            value for module in modules for value in (*module._buffers.values(), *vars(module).values())
+        )
+
+    def holds(self, compares_places: bool = True) -> bool:
+        """Return whether the modules are unchanged; see `ModelWatch.has_changed`."""
+        try:
+            return (
+                self._structure.holds()
+                and [vars(config) for config in self._configs] == self._settings
+                and self._weights.holds(compares_places)
+                and self._others.holds()
+            )
+        except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
+            return False
+
+    def weights_hold(self) -> bool:
+        """Return whether the weights are unwritten."""
+        return self._weights.holds()
+
+    def weights_are_in_place(self) -> bool:
+        """Return whether the weights have the same addresses."""
+        return self._weights.is_in_place()
+
+
+class _Structure:
+    """Classes, attributes, hooks, parameters and submodules of modules."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
@@ -132,7 +168,7 @@ class _Snapshot:
         ]
         dictionaries = [container for container in containers if isinstance(container, dict)]
         self._versions = DictVersions([*map(vars, modules), *dictionaries], modules) if has_dict_versions() else None
-        # Lists have no versions, and those of an `OrderedDict` do not change with its order.
+        # Lists have no versions, and an `OrderedDict` keeps its version when its order changes.
         self._unversioned: list[Any] = [
             one for one in containers if not isinstance(one, dict) or (one and type(one) is not dict)
         ]
@@ -142,55 +178,34 @@ class _Snapshot:
         spaces = [vars(module) for module in modules if not isinstance(module, PreTrainedModel)]
         self._spaces = [(space, itemgetter(*[name for name in space if name not in _UNREAD])) for space in spaces]
         self._attributes = self._current_attributes()
-        self._configs = list({id(config): config for module in modules if (config := _config(module))}.values())
-        self._settings = [
-            {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in fields.items()}
-            for fields in map(vars, self._configs)
-        ]
         self._empty: list[Any] = [container for container in containers if not container]
         self._filled: list[Any] = [container for container in containers if container]
         self._contents: list[Any] = list(map(copy.copy, self._filled))
-        self._weights = _Memory(weight for module in modules for weight in module._parameters.values())
-        self._others = _Memory(
-            value for module in modules for value in (*module._buffers.values(), *vars(module).values())
-        )
 
-    def holds(self, compares_places: bool = True) -> bool:
-        """Return whether the modules are unchanged; see `ModelWatch.has_changed`."""
-        try:
-            return (
-                (self._is_unwritten() or self._has_same_modules())
-                and [vars(config) for config in self._configs] == self._settings
-                and self._weights.holds(compares_places)
-                and self._others.holds()
-            )
-        except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
+    def holds(self) -> bool:
+        """Return whether all is unchanged.
+
+        Raises:
+            Exception: An attribute was deleted, or replaced by a value that cannot be compared.
+        """
+        if self._versions is None:
+            return self._equals()
+        if self._versions.hold() and self._unversioned == self._unversioned_contents:
+            return True
+        words = self._versions.read()  # before the comparison, as other threads may write meanwhile
+        if not self._equals():
             return False
+        self._versions.note(words)
+        return True
 
-    def _is_unwritten(self) -> bool:
-        """Return whether nothing was written to the modules since the last look."""
-        return self._versions is not None and self._versions.hold() and self._unversioned == self._unversioned_contents
-
-    def _has_same_modules(self) -> bool:
-        """Return whether modules have the same attributes, hooks, parameters and submodules."""
-        words = None if self._versions is None else self._versions.read()  # before the comparison, which others overlap
-        is_same = (
+    def _equals(self) -> bool:
+        """Compare all values."""
+        return (
             list(map(type, self._modules)) == self._kinds
             and self._attributes == self._current_attributes()
             and not any(self._empty)
             and self._filled == self._contents
         )
-        if is_same and self._versions is not None and words is not None:
-            self._versions.note(words)
-        return is_same
-
-    def weights_hold(self) -> bool:
-        """Return whether the weights are unwritten."""
-        return self._weights.holds()
-
-    def weights_are_in_place(self) -> bool:
-        """Return whether the weights have the same addresses."""
-        return self._weights.is_in_place()
 
     def _current_attributes(self) -> list[object]:
         """Return the attributes that passes read; tuples of identical objects are compared very fast."""

@@ -1,7 +1,7 @@
 """Versions of dictionaries: thousands of them are checked for writes in microseconds.
 
-CPython gives a dictionary a new number with each write (PEP 509), and has it in the dictionary's header. Versions of
-Python without it (from 3.14 on), free-threaded ones and loops in plain Python have no `DictVersions`.
+CPython numbers each write to a dictionary (PEP 509), and stores the number in its header. There are no `DictVersions` in
+Python 3.14 and later, in free-threaded Python, and without compiled loops.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DictVersions:
 
     Args:
         dictionaries: Dictionaries. The order of an `OrderedDict` is not checked.
-        objects: Objects whose types are checked.
+        objects: Objects; their types are checked.
     """
 
     def __init__(self, dictionaries: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead.core.dict_versions import DictVersions, has_dict_versions
+from lookahead.backends.transformers.dict_versions import DictVersions, has_dict_versions
 
 pytestmark = pytest.mark.skipif(not has_dict_versions(), reason="this Python keeps no versions of dictionaries")
 
