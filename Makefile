@@ -217,12 +217,12 @@ test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against on
 
 # In a folder of its own, like torchao.
 build/cosmic-ray: constraints.txt | $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ cosmic-ray
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ cosmic-ray coverage
 	touch $@
 
 COUNT ?= 300
 mutants: build/cosmic-ray | $(VENV)/installed  ## COUNT=300 random changes of the code that decides tokens, and the number that tests notice (hours; the next run goes on)
-	PYTHONPATH=build/cosmic-ray $(BIN)/python tools/mutants.py --output build/mutants.jsonl --count $(COUNT)
+	PYTHONPATH=build/cosmic-ray:tests/support $(BIN)/python tools/mutants.py --output build/mutants.jsonl --count $(COUNT)
 
 CASES ?= 3000
 SEED ?=

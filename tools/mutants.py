@@ -5,8 +5,10 @@
     python tools/mutants.py --output FILE --table                          # the table of what FILE has
 
 cosmic-ray defines the possible changes. A seeded sample of places is drawn from the files that decide tokens, with one
-change at each. The tests of the file run up to the first failure. Changes that they miss are then tried with the tests
-of `BROAD` (not with `--first`). A change that all tests miss is a survivor: it has no effect, or a test is missing.
+change at each. Each file of tests first runs without a change; coverage records the lines that each test runs, and its
+seconds. A change is tried with the tests that run its line, up to the first failure. Tests that noticed other changes
+of the file come first, then the quickest test of each function. A change that all tests miss is a survivor: it has no
+effect, or a test is missing.
 
 Rows are appended to FILE, and a change that has a row there is not tried again: stop and continue at any time. Tests
 run in copies of a process that has imported torch and transformers, on a copy of this checkout below build/mutants.
@@ -31,52 +33,33 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from covering import CoveringTests, Recorder
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 COPIED = ("src", "tests", "tools", "benchmarks", "examples", "hub", "docs", "pyproject.toml", "README.md", "Makefile")
 
-_BACKEND = "backends/transformers"
-_ROWS = ("backends/test_engine.py", "backends/test_packed_rows.py", "backends/test_engine_model.py")
-_CACHES = ("backends/test_tree_cache.py", "backends/test_sliding_layers.py", *_ROWS)
-_STATIC = ("backends/test_static_engine.py", "backends/test_simulated_cuda.py")
-_SAMPLING = ("backends/test_noise.py", "api/test_sampling_exactness.py", "api/test_processors.py")
-_STATEFUL = ("api/test_encoder_decoders.py", "api/test_running_states.py")
-_SERVING = ("serving/test_serving_engine.py", "backends/test_engine_model.py")
-TARGETS = {
-    "core/walk.py": ("core/test_walk.py", "core/test_step.py"),
-    "core/forest.py": ("core/test_token_tree.py", "core/test_walk.py", "backends/test_packed_rows.py"),
-    "core/token_tree.py": ("core/test_token_tree.py", "core/test_walk.py", "core/test_step.py"),
-    "core/tree_masks.py": ("core/test_token_tree.py", *_ROWS[:2], "backends/test_tree_attention.py"),
-    "core/sequence.py": ("core/test_walk.py", "core/test_step.py", "drafting/test_drafting_fails.py"),
-    f"{_BACKEND}/layouts.py": _ROWS,
-    f"{_BACKEND}/masks.py": _CACHES,
-    f"{_BACKEND}/tree_cache.py": (*_CACHES, "backends/test_indexed_attention.py"),
-    f"{_BACKEND}/rows.py": (*_ROWS, *_STATIC),
-    f"{_BACKEND}/pooled_rows.py": ("backends/test_engine_model.py", *_STATIC),
-    f"{_BACKEND}/noise.py": ("backends/test_noise.py", "api/test_sampling_exactness.py"),
-    f"{_BACKEND}/sampler.py": _SAMPLING,
-    f"{_BACKEND}/early_sampling.py": _SAMPLING,
-    f"{_BACKEND}/chain_cache.py": ("backends/test_chains.py", "backends/test_model_check.py", *_STATEFUL),
-    f"{_BACKEND}/snapshots.py": ("backends/test_model_check.py", "api/test_changed_models.py"),
-    "serving/selecting.py": ("api/test_processors.py", "api/test_compatibility.py", *_SERVING),
-    "serving/scheduler.py": _SERVING,
-    "serving/kv_memory.py": _SERVING,
+_NAMES = {
+    "core": ("walk", "forest", "token_tree", "tree_masks", "sequence"),
+    "backends/transformers": (
+        *("layouts", "masks", "tree_cache", "rows", "pooled_rows", "noise", "sampler", "early_sampling"),
+        *("chain_cache", "snapshots"),
+    ),
+    "serving": ("selecting", "scheduler", "kv_memory"),
 }
-"""Tests that are run first, below tests/, for each file below src/lookahead."""
-BROAD = (
-    *("core/test_walk.py", "core/test_step.py", "core/test_token_tree.py", "api/test_exactness.py"),
-    *("api/test_sampling_exactness.py", "api/test_batches.py", "api/test_processors.py", "api/test_running_states.py"),
-    *("serving", "api/test_changed_models.py", "api/test_compatibility.py", "api/test_encoder_decoders.py"),
-    *("api/test_images.py", "api/test_fuzz.py", "api/test_entry_points.py", "api/test_conformance.py"),
-    *("backends", "drafting/test_drafting_fails.py", "drafting/test_draft_batch.py", "parallel"),
-)
+TARGETS = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names)
+"""The files below src/lookahead that decide tokens."""
+TESTS = ("core", "serving", "backends", "api", "drafting", "parallel")
+"""Folders of their tests."""
 KILLED, HUNG, SURVIVED = "killed", "hung", "survived"
 
 
@@ -176,14 +159,13 @@ class Checkout:
     """A copy of this checkout, to change files and run tests.
 
     Args:
-        number: Number of the copy.
         stamp: The stamp of the compiled loops of the checkout without a change.
     """
 
-    def __init__(self, number: int, stamp: str) -> None:
+    def __init__(self, stamp: str) -> None:
         self._stamp = stamp
-        self._folder = FOLDER / f"checkout-{number}"
-        self._log = FOLDER / f"log-{number}.txt"
+        self._folder = FOLDER / f"checkout-{os.getpid()}"
+        self._log = FOLDER / f"log-{os.getpid()}.txt"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         for name in COPIED:
@@ -192,58 +174,65 @@ class Checkout:
             else:
                 shutil.copy(ROOT / name, self._folder / name)
 
+    def learn(self, test: str) -> Path:
+        """Return the path of the lines that each test of a file of tests runs, from this run or an earlier one."""
+        path = FOLDER / f"learned-{self._stamp}" / test.replace("/", "-")
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            files = {file: self._folder / "src" / "lookahead" / file for file in TARGETS}
+            self._in_child(lambda: self._pytest([f"tests/{test}"], Recorder(files, path)), 1200)
+        return path
+
     def test(self, file: str, text: str, tests: Sequence[str], seconds: float) -> tuple[str, str]:
-        """Run tests with another text of a file.
+        """Run tests with another text of a file; return the result, and the test that failed.
 
-        Args:
-            file: The file, below src/lookahead.
-            text: Its text.
-            tests: Files or folders below tests/.
-            seconds: Limit of processor time; longer runs count as hung.
-
-        Returns:
-            The result, and the test that failed.
+        Runs of more than `seconds` of processor time count as hung.
         """
         path = self._folder / "src" / "lookahead" / file
         before = path.read_text(encoding="utf-8")
         path.write_text(text, encoding="utf-8")
         try:
-            child = os.fork()
-            if child == 0:
-                self._run(tests, int(seconds), "@compiled" in text)
-            status = self._wait(child, seconds)
+            status = self._in_child(lambda: self._pytest(["-x", *tests], file=str(path)), seconds)
         finally:
             path.write_text(before, encoding="utf-8")
         log = self._log.read_text(encoding="utf-8", errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
         if status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
             return HUNG, ""
+        if status and not failed and "ERROR: not found" in log:
+            raise SystemExit(log)
         return (SURVIVED, "") if status == 0 else (KILLED, failed[1] if failed else "")
 
-    def _run(self, tests: Sequence[str], seconds: int, loops: bool) -> None:
-        """Run pytest in this process, and end it; `loops`: whether the changed file has compiled loops."""
-        import pytest
+    def _pytest(self, arguments: Sequence[str], *plugins: object, file: str = "") -> int:
+        """Run pytest with the code of the copy; loops of the changed file are plain Python, all others compiled."""
+        os.chdir(self._folder)
+        sys.path.insert(0, str(self._folder / "src"))
+        os.environ["PYTHONPATH"] = str(self._folder / "src")
+        from lookahead.core import compiled
 
+        compiled._stamp = lambda: self._stamp  # use the loops of the unchanged checkout
+        compiles = compiled._compile
+        is_plain = lambda function: function.__code__.co_filename == file  # noqa: E731
+        compiled._compile = lambda one, *rest, **options: one if is_plain(one) else compiles(one, *rest, **options)
+        keeps = compiled.keep_compiled
+        compiled.keep_compiled = lambda loop: keeps(loop) if hasattr(loop, "py_func") else None
+        return int(pytest.main(["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *arguments], plugins))
+
+    def _in_child(self, call: Callable[[], int], seconds: float) -> int | None:
+        """Return the status of a process that makes a call; `None` if it had to be ended. Its output is in the log."""
+        child = os.fork()
+        if child:
+            return self._wait(child, seconds)
         code = 1
         try:
             os.setpgrp()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
             resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, 6 << 30))  # a loop without end may fill the memory
             output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            os.chdir(self._folder)
-            sys.path.insert(0, str(self._folder / "src"))
-            os.environ["PYTHONPATH"] = str(self._folder / "src")
-            if loops:
-                os.environ["NUMBA_DISABLE_JIT"] = "1"
-            else:
-                from lookahead.core import compiled
-
-                compiled._stamp = lambda: self._stamp  # use the loops of the unchanged checkout
-            paths = [f"tests/{test}" for test in tests]
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *paths]))
+            code = call()
             sys.stdout.flush()
         finally:
             os._exit(code)
@@ -263,21 +252,18 @@ class Checkout:
         return status
 
 
-def try_mutant(mutant: Mutant, checkout: Checkout, broad: bool) -> dict[str, Any]:
-    """Run the tests of a changed file, with `broad` also those of `BROAD`, up to the first failure; return a row."""
+def try_mutant(mutant: Mutant, checkout: Checkout, tests: Sequence[str]) -> dict[str, Any]:
+    """Run tests up to the first failure; return a row."""
     begin, text = time.monotonic(), mutated(mutant)
-    assert text is not None
-    result, test = checkout.test(mutant.file, text, TARGETS[mutant.file], 240)
-    if broad and result == SURVIVED:
-        result, test = checkout.test(mutant.file, text, BROAD, 900)
+    result, test = checkout.test(mutant.file, text, tests, 300)
     lines = difflib.unified_diff(original(mutant.file).splitlines(), text.splitlines(), n=0, lineterm="")
     diff = [line for line in lines if line[:3] not in ("---", "+++", "@@ ")]
     seconds = round(time.monotonic() - begin, 1)
-    return asdict(mutant) | {"result": result, "broad": broad, "by": test, "diff": diff, "seconds": seconds}
+    return asdict(mutant) | {"result": result, "by": test, "tests": len(tests), "diff": diff, "seconds": seconds}
 
 
 def import_libraries(tests: Sequence[str]) -> None:
-    """Import the modules that tests need, those of this checkout left out: it takes longer than many tests."""
+    """Import the modules that tests need, without modules of this checkout: it takes longer than many tests."""
     code = "import pytest, sys; pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', *sys.argv[1:]]); "
     code += "print(*[name for name, one in sys.modules.items() if getattr(one, '__file__', None) and "
     code += "'{root}' not in one.__file__ and '__' not in name], file=sys.stderr)"
@@ -287,6 +273,13 @@ def import_libraries(tests: Sequence[str]) -> None:
     for name in found.stderr.splitlines()[-1].split():
         with suppress(ImportError):
             importlib.import_module(name)
+
+
+def files_of(tests: Sequence[str]) -> list[str]:
+    """Return the files of tests in files and folders below tests/."""
+    folder = ROOT / "tests"
+    paths = [path for test in tests for path in (sorted((folder / test).glob("test_*.py")) or [folder / test])]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def compiled_stamp() -> str:
@@ -329,22 +322,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file that rows are appended to")
     parser.add_argument("--count", type=int, default=300, help="number of changes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", choices=list(TARGETS), default=list(TARGETS), metavar="FILE")
-    parser.add_argument("--first", action="store_true", help="run the first tests of each file alone")
-    parser.add_argument("--number", type=int, default=0, help="with --of: the part of the changes that is tried")
-    parser.add_argument("--of", type=int, default=1, help="number of parts, for several processes at once")
+    parser.add_argument("--only", nargs="*", choices=TARGETS, default=TARGETS, metavar="FILE")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders of tests, below tests/")
+    parser.add_argument("--seconds", type=float, default=100, help="limit of the tests of a change, in processor time")
+    parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument("--table", action="store_true", help="print the table of the rows there are")
     options = parser.parse_args()
     if not options.table:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork
-        import_libraries(sorted({test for tests in TARGETS.values() for test in tests}))
-        checkout = Checkout(options.number, compiled_stamp())
-        mutants = sample(options.only, options.count, options.seed)[options.number :: options.of]
-        rows = {_key(row): row for row in rows_of(options.output)}
-        for mutant in mutants:
+        import_libraries(options.tests)
+        checkout = Checkout(compiled_stamp())
+        covering = CoveringTests([checkout.learn(test) for test in files_of(options.tests)])
+        for mutant in sample(options.only, options.count, options.seed):
+            rows = {_key(row): row for row in rows_of(options.output)}
             row = rows.get(_key(asdict(mutant)))
-            if row is None or (row["result"] == SURVIVED and not row["broad"] and not options.first):
-                row = try_mutant(mutant, checkout, broad=not options.first)
+            if row is None or (options.again and row["result"] == SURVIVED):
+                noticed = Counter(row["by"] for row in rows.values() if row["file"] == mutant.file)
+                text = original(mutant.file)
+                tests = covering.of_line(mutant.file, text, mutant.line, options.seconds, noticed)
+                if not tests:
+                    continue
+                row = try_mutant(mutant, checkout, tests)
                 with options.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['result']:9} {row['file']}:{row['line']} {row['operator']} {row['by']}", flush=True)

@@ -18,6 +18,7 @@ from typing import IO
 PROMPT = "def add(a, b):"
 GENERATE = ["-m", "lookahead", "generate", PROMPT, "--preset", "paper", "--parallel", "2", "-n", "900"]
 """Far more tokens than are generated before any signal."""
+GENERATE += ["--dtype", "auto"]  # weights in the type of their file stay mapped, so that `reach` sees them
 
 PATIENCE = 120.0
 """Limit in seconds for the end of ranks; far more than they should need."""
