@@ -1,6 +1,6 @@
 """Versions of dictionaries: thousands of them are checked for writes in microseconds.
 
-CPython numbers each write to a dictionary (PEP 509), and stores the number in its header. There are no `DictVersions` in
+CPython numbers each write to a dictionary (PEP 509), and stores the number in its header. There is no number in
 Python 3.14 and later, in free-threaded Python, and without compiled loops.
 """
 
