@@ -8,7 +8,7 @@ the root, where its keys and values need not be moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, overload
@@ -90,22 +90,35 @@ class Forest(Sequence[TokenTree]):
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self.objects: list[TokenTree | None] = list(trees)
         self.rows = len(trees)
-        self.has_certain = True in [tree.certain > 0 for tree in trees]
-        if len(trees) == 1 and len(trees[0]) == 1:
+        self.has_certain = has_window = False
+        counts = list[int]()
+        roots = list[int]()
+        tokens = list[int]()
+        parents = list[int]()
+        reads = list[bool]()
+        for tree in trees:
+            counts.append(len(tree.tokens))
+            roots.append(tree.root)
+            tokens += tree.tokens
+            parents += tree.parents
+            reads += tree.needs_logits
+            self.has_certain |= tree.certain > 0
+            has_window |= tree.has_window
+        if len(tokens) == 1:
             self._take_token(trees[0])
             return
-        self.counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
-        self.roots = np.array([tree.root for tree in trees], dtype=np.int64)
+        self.counts = np.array(counts, dtype=np.int64)
+        self.roots = np.array(roots, dtype=np.int64)
         self.is_plain = bool((self.counts == self.roots + 1).all())
         self.firsts = _firsts(self.counts)
-        self.tokens = _flat([tree.tokens for tree in trees])
-        self.reads = np.array([*chain.from_iterable([tree.needs_logits for tree in trees])], dtype=np.bool_)
-        self.in_window = np.zeros(len(self.tokens), dtype=np.bool_)
+        self.tokens = np.array(tokens, dtype=np.int64)
+        self.reads = np.array(reads, dtype=np.bool_)
+        self.in_window = np.zeros(len(tokens), dtype=np.bool_)
         if self.is_plain:
             self._lay_out_plain()
         else:
-            self.parents = _flat([tree.parents for tree in trees])
-            if True in [tree.has_window for tree in trees]:
+            self.parents = np.array(parents, dtype=np.int64)
+            if has_window:
                 kinds = chain.from_iterable(tree.kinds for tree in trees)
                 self.in_window[:] = [kind is NodeKind.WINDOW for kind in kinds]
             self._lay_out()
@@ -258,10 +271,6 @@ def _firsts(counts: Integers) -> Integers:
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=firsts[1:])
     return firsts
-
-
-def _flat(lists: Iterable[Sequence[int]]) -> Integers:
-    return np.array([*chain.from_iterable(lists)], dtype=np.int64)
 
 
 @compiled
