@@ -18,7 +18,7 @@ from numba import config, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import LOOPS, compiled
+from lookahead.core.compiled import compiled
 
 Integers = NDArray[np.int64]
 
@@ -86,8 +86,8 @@ class DictVersions:
 
 
 def has_dict_versions() -> bool:
-    """Return whether this Python has versions of dictionaries, and their loops can be compiled now."""
-    return not LOOPS.awaited and not config.DISABLE_JIT and _are_right()
+    """Return whether this Python has versions of dictionaries, and loops are compiled."""
+    return not config.DISABLE_JIT and _are_right()
 
 
 @cache
