@@ -13,9 +13,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import comparisons, findings
-from lookahead.backends.transformers.invariant import modules
-from lookahead.backends.transformers.invariant.modules import MAX_ROWS, RowRule
+from lookahead.backends.transformers import comparisons, findings, invariant
+from lookahead.backends.transformers.invariant import MAX_ROWS, RowRule
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])
 
@@ -27,7 +26,7 @@ class Tries:
         self._forget = forget
         self.counts = {"find_rule": 0, "check_invariance": 0}
         for module, name, result in (
-            (modules, "find_rule", RowRule(2, MAX_ROWS)),
+            (invariant, "find_rule", RowRule(2, MAX_ROWS)),
             (comparisons, "check_invariance", True),
         ):
             patch.setattr(module, name, self._counting(name, result))
@@ -55,7 +54,7 @@ def make() -> PreTrainedModel:
 
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch, own_findings: Path) -> Iterator[Tries]:
-    rules = modules._rules
+    rules = invariant._rules
     kept = dict(rules)
     yield Tries(monkeypatch, rules.clear)
     rules.clear()

@@ -17,11 +17,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import comparisons
+from lookahead.backends.transformers import comparisons, invariant
 from lookahead.backends.transformers.attention import invariant_attention
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS
-from lookahead.backends.transformers.invariant import modules
 from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 from model_zoo import ARCHITECTURES
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
@@ -260,7 +259,7 @@ class PickyExperts(MixtralExperts):
 
 def with_care(module: torch.nn.Module) -> torch.nn.Module:
     """Return the replacement of a module in invariant passes."""
-    care = modules.empty_module(modules.invariant_kind(module, type(module)))
+    care = invariant.empty_module(invariant.invariant_kind(module, type(module)))
     vars(care).update(vars(module))
     return care
 
@@ -297,34 +296,34 @@ def test_routers_choose_the_same_whatever_the_other_rows() -> None:
     assert not torch.equal(router(hidden)[1], torch.cat(plain)), "the test shows nothing"
 
 
-def differing_products() -> Iterator[tuple[modules.Product, modules.RowRule | None]]:
+def differing_products() -> Iterator[tuple[invariant.Product, invariant.RowRule | None]]:
     """Yield products with bits that depend on the number of rows, and the right rule for each."""
 
-    def bent(changes: Any) -> modules.Product:
+    def bent(changes: Any) -> invariant.Product:
         return lambda sample: sample * (2.0 if changes(len(sample)) else 1.0)
 
-    yield bent(lambda count: False), modules.RowRule(1, modules.MAX_ROWS)
-    yield bent(lambda count: count == 1), modules.RowRule(2, modules.MAX_ROWS)
-    yield bent(lambda count: count < 4), modules.RowRule(4, modules.MAX_ROWS)
-    yield bent(lambda count: count < 48), modules.RowRule(16, 16)
+    yield bent(lambda count: False), invariant.RowRule(1, invariant.MAX_ROWS)
+    yield bent(lambda count: count == 1), invariant.RowRule(2, invariant.MAX_ROWS)
+    yield bent(lambda count: count < 4), invariant.RowRule(4, invariant.MAX_ROWS)
+    yield bent(lambda count: count < 48), invariant.RowRule(16, 16)
     yield lambda sample: sample + torch.arange(len(sample))[:, None], None
     # One row in a thousand, like rounding.
     yield (
         lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0),
-        modules.RowRule(4, modules.MAX_ROWS),
+        invariant.RowRule(4, invariant.MAX_ROWS),
     )
 
 
 @pytest.mark.parametrize("case", range(6))
 def test_the_rule_for_rows_is_found_and_kept(case: int) -> None:
     product, expected = list(differing_products())[case]
-    sample = torch.randn(modules.MAX_ROWS, 3)
-    rule = modules.find_rule(product, 3, torch.float32)
+    sample = torch.randn(invariant.MAX_ROWS, 3)
+    rule = invariant.find_rule(product, 3, torch.float32)
     assert rule == expected
     if rule is not None:
-        alone = torch.cat([modules.by_rule(product, row[None], rule) for row in sample[:70]])
+        alone = torch.cat([invariant.by_rule(product, row[None], rule) for row in sample[:70]])
         for count in (1, 2, 15, 16, 17, 33, 70):
-            assert torch.equal(modules.by_rule(product, sample[:count], rule), alone[:count])
+            assert torch.equal(invariant.by_rule(product, sample[:count], rule), alone[:count])
 
 
 @settings(max_examples=15, deadline=None)

@@ -15,8 +15,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.api.call import GenerateCall
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.composition import own_generate
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.own_decoding import own_generate
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool

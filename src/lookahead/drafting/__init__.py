@@ -11,8 +11,7 @@ from lookahead.core.results import StepResult
 from lookahead.core.shared_pace import SharedPace
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.predicted_text import PredictedText
-from lookahead.drafting.auto.sources import Source, TokenPaths
+from lookahead.drafting.auto.sources import PredictedText, Source, TokenPaths
 from lookahead.drafting.background import compile_loops, once_compiled
 from lookahead.drafting.checked import CheckedDrafter, CheckedSource
 from lookahead.drafting.jacobi import JacobiBlockDrafter

@@ -24,7 +24,7 @@ from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
-from lookahead.backends.transformers.own_decoding import own_generate
+from lookahead.backends.transformers.composition import own_generate
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.refusals import (
     check_call,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.transformers.invariant.modules import min_rows
+from lookahead.backends.transformers.invariant import min_rows
 from lookahead.backends.transformers.noise import TextNoise
 from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig

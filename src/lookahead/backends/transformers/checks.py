@@ -3,7 +3,7 @@
 | question | check | refused otherwise |
 | --- | --- | --- |
 | Is the kind of model supported? | inspection: `ADAPTERS`, `MODELS` | the model |
-| Does it decode by transformers' loop? | inspection: `own_decoding`; a miniature | the model |
+| Does it decode by transformers' loop? | inspection: `own_method`; a miniature | the model |
 | Does it accept trees? | inspection: `_check_inputs` | trees |
 | Does it honour masks and positions? | trial of the model: `_try_trees` | trees |
 | Do trees equal plain decoding for its kind? | a miniature: `equivalence.QUESTIONS` | trees |
@@ -37,10 +37,10 @@ from lookahead.backends.base import Prompts, Runner
 from lookahead.backends.transformers.cache_names import CACHE, cache_name
 from lookahead.backends.transformers.chain_cache import has_running_state, is_encoder_decoder, is_forgetful
 from lookahead.backends.transformers.comparisons import TEXTS, are_close, continues_correctly, reads_trees
+from lookahead.backends.transformers.composition import own_method
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, once, state_of
-from lookahead.backends.transformers.own_decoding import own_method
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state

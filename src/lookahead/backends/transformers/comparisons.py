@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import vocabulary_size
 from lookahead.backends.transformers.chain_cache import ChainRow, is_encoder_decoder, trial_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
-from lookahead.backends.transformers.invariant.modules import foreign_product
+from lookahead.backends.transformers.invariant import foreign_product
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError

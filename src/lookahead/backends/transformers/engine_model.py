@@ -26,7 +26,7 @@ from lookahead.backends.transformers.comparisons import (
     trial_runner,
 )
 from lookahead.backends.transformers.equivalence import equivalence
-from lookahead.backends.transformers.invariant.modules import min_rows
+from lookahead.backends.transformers.invariant import min_rows
 from lookahead.backends.transformers.model_state import model_setting, once
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import (

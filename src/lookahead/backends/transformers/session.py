@@ -30,7 +30,7 @@ from lookahead.backends.transformers.engine_model import (
 )
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
-from lookahead.backends.transformers.invariant.modules import min_rows
+from lookahead.backends.transformers.invariant import min_rows
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import follow, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner

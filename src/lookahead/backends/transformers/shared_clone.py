@@ -17,7 +17,7 @@ from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.comparisons import continues_correctly
 from lookahead.backends.transformers.composition import all_modules
-from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
+from lookahead.backends.transformers.invariant import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.model_state import chosen_packing, model_setting, state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
 from lookahead.backends.transformers.snapshots import in_threads, preserved_state, replace_items

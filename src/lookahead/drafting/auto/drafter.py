@@ -16,9 +16,8 @@ from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.search import FORESEEN, LIMITS, padded_noise
-from lookahead.drafting.auto.sources import Source, permitted
+from lookahead.drafting.auto.sources import PredictedText, Source, permitted
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.values import require, whole_number
 
