@@ -2,8 +2,8 @@
 
 The model is converted to each of `--types`. Each prompt is continued greedily, past the end of the text, by
 
-- `llama_cpp.Llama` with the settings of the other methods (float32 keys and values, no flash attention), with its
-  defaults, and with another `n_ubatch`, which only changes the number of prompt tokens per batch;
+- `llama_cpp.Llama` with the settings of the other methods (float32 keys and values, no flash attention), and with its
+  defaults;
 - `Llama` with `LlamaPromptLookupDecoding`, the drafts of llama-cpp-python;
 - this library: without drafts and with the default number of nodes, both also with `fast_kv`, and with fixed numbers;
 - transformers in float32, for float32 files.
@@ -76,7 +76,6 @@ class Bench:
         ways: dict[str, Way] = {
             "llama.cpp": self._binding(load(**EXACT)),
             "llama.cpp, its defaults": self._binding(load()),
-            "llama.cpp, small batches": self._binding(load(**EXACT, n_ubatch=16)),
             "llama.cpp, prompt lookup": self._binding(
                 load(**EXACT, draft_model=LlamaPromptLookupDecoding(), logits_all=True)
             ),

@@ -169,17 +169,6 @@ class Runner:
         seconds = now("cpu") - begin
         return Counts([token for handle in handles for token in handle.tokens], engine.statistics.rows, 0, seconds)
 
-    def drafting(self, rows: int, config: Config, case: Case, turn: int) -> Counts:
-        """Measure the drafting time of the steps of a batch of texts."""
-        prompts = [case.prompt[place:] + case.prompt[:place] for place in range(0, 8 * rows, 8)]  # all are different
-        ids = torch.tensor(prompts)
-        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
-        model = self._models.load("demo")
-        output = lookahead.generate(model, ids, lookahead_config=config, return_dict_in_generate=True, **arguments)
-        statistics = output.statistics
-        tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
-        return Counts(tokens, statistics.steps, sum(statistics.nodes_per_step), statistics.seconds.draft)
-
     def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
         """Draft for a recorded answer from text only; `across` also uses earlier requests of the turn."""
         if across and self._text_memory is None:
@@ -245,12 +234,11 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Yield lines for drafts from text only, without a model."""
     cases = [case for file in FORCED for case in models.recorded(file)]
-    if hasattr(DraftMemory, "of_texts"):
-        for nodes, chains in ((16, True), (16, False), (64, False)):
-            name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
-            yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
-        across = partial(runner.replay, 32, False, True)
-        yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
+    for nodes, chains in ((16, True), (16, False), (64, False)):
+        name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
+        yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
+    across = partial(runner.replay, 32, False, True)
+    yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
     yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))
 
 
@@ -284,10 +272,6 @@ def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
             yield replace(line, name=f"{line.name}, 16 nodes", config=fixed)
     demo, forget = models.prompts(), partial(models.reload, "demo")
     yield Line("demo, memory kept", demo, 16, partial(runner.texts, "demo", 128), shared, forget)
-    long = [case for case in demo if len(case.prompt) > 200]
-    for rows, nodes in ((1, 16), (16, 4)):
-        config, name = LookaheadConfig(step_budget=nodes), f"drafting alone, {rows} texts of {nodes} nodes"
-        yield Line(name, long, 6 if rows == 1 else 2, partial(runner.drafting, rows), config)
     yield from replay_lines(models, runner)
 
 
