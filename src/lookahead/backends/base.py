@@ -99,6 +99,7 @@ class Runner(Backend):
         keeps_apart: Whether finished texts have their own memory, which running rows cannot use.
         shares_beginnings: Whether a row can copy the beginning of another row.
         shares_pages: Whether it then takes no memory for it.
+        is_asynchronous: Whether the host may work while a pass runs.
         engine: Engine of the passes; see `Statistics.engine`.
         pass_sizes: Sizes of padded passes in nodes over all rows, ascending; empty if passes are not padded.
         recorded: Costs of recording passes so far.
@@ -114,7 +115,7 @@ class Runner(Backend):
     changes_after: int | None = None
     most_nodes = MAX_NODES_PER_STEP
     is_invariant: bool = False
-    chains = keeps_apart = False
+    chains = keeps_apart = is_asynchronous = False
     shares_beginnings = True
     shares_pages = False
     engine = "dynamic"

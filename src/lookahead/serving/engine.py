@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from threading import Condition, RLock, Thread
+from threading import Condition, RLock, Thread, current_thread
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ class Engine:
             with self._changed:
                 arrivals = list(self._arrivals)
                 self._arrivals.clear()
-            self._loop.step(arrivals)
+            self._loop.step(arrivals, is_continuous=current_thread() is self._thread)
             return self._unfinished
 
     def run(self) -> None:

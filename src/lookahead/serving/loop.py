@@ -25,7 +25,7 @@ from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.handle import EngineStatistics
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.refusals import check_own_prefill
-from lookahead.serving.request import Request, Steps, notify_handles
+from lookahead.serving.request import Notices, Request, Steps
 from lookahead.serving.scheduler import Scheduler
 
 
@@ -81,8 +81,9 @@ class EngineLoop:
         self.statistics = EngineStatistics()
         self.scheduler = Scheduler(max_rows, self.memory, prompt_tokens, self.statistics)
         self._pace = SharedPace(self._pace_of_load, config.step_budget)
+        self._notices = Notices()
         self._steps = Steps(
-            self.runner, self._session.clock, self._pace, launched=self._check_pass, notify=notify_handles
+            self.runner, self._session.clock, self._pace, launched=self._during_pass, notify=self._notices.add
         )
         self._compares_bits = reuses or bool(config.pack_weights)
         self._begin()
@@ -115,18 +116,25 @@ class EngineLoop:
         """Number of unfinished requests."""
         return len(self.scheduler.requests)
 
-    def step(self, arrivals: Iterable[Request]) -> None:
+    def step(self, arrivals: Iterable[Request], is_continuous: bool = False) -> None:
         """Queue new requests, and run one step.
+
+        Args:
+            arrivals: New requests.
+            is_continuous: Whether the next step follows at once. On a device, handles are then notified during it.
 
         Raises:
             Exception: The model raised it; the requests of the step end with it.
             LookaheadError: The model has changed and is not supported any more; all requests end with it.
         """
+        self._notices.late = is_continuous and self.runner.is_asynchronous
         self._update(arrivals)
         requests = self.scheduler.plan()
         self._read_inputs(requests)
         if requests:
             self._run(requests)
+        else:
+            self._notices.send()
         self.scheduler.end_step()
 
     def _update(self, arrivals: Iterable[Request]) -> None:
@@ -165,12 +173,13 @@ class EngineLoop:
         finally:
             requests.clear()
 
-    def _check_pass(self) -> None:
-        """Check the model after the launch of a pass.
+    def _during_pass(self) -> None:
+        """Notify handles of the step before, and check the model, after the launch of a pass.
 
         Raises:
             ModelMoved: The model has changed.
         """
+        self._notices.send()
         if self._watch is not None and self._watch.changed_by_pass():
             raise ModelMoved
 
@@ -227,6 +236,7 @@ class EngineLoop:
             self._leave(request, error)
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
+        self._notices.send()  # before the end
         self.scheduler.remove(request)
         if error is None:
             self.memory.keep(request, self.scheduler.running)

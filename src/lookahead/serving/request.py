@@ -167,15 +167,34 @@ def _forget_locals(error: BaseException) -> None:
         frame = frame.f_back
 
 
-def notify_handles(requests: Sequence[Request], results: StepResults) -> None:
-    """Notify handles of the new tokens of a step."""
-    rows = zip(requests, results.nodes.tolist(), results.walks.counts.tolist(), strict=True)
-    for request, nodes, tokens in rows:
-        if tokens:
-            try:
-                request.handle.add(nodes, tokens, () if request.notes is None else request.notes.take())
-            except Exception as error:
-                request.sequence.fail(error)
+class Notices:
+    """Notifications of handles of the new tokens of a step.
+
+    Attributes:
+        late: Whether they wait for `send`. A device then computes the next pass meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.late = False
+        self._waiting: list[tuple[Request, int, int]] = []
+
+    def add(self, requests: Sequence[Request], results: StepResults) -> None:
+        """Notify the handles of the requests of a step, now or later; now if a request is complete."""
+        self.send()
+        self._waiting = list(zip(requests, results.nodes.tolist(), results.walks.counts.tolist(), strict=True))
+        if not self.late or results.walks.stopped.any():
+            self.send()
+
+    def send(self) -> None:
+        """Send the waiting notifications."""
+        waiting = self._waiting
+        self._waiting = []
+        for request, nodes, tokens in waiting:
+            if tokens:
+                try:
+                    request.handle.add(nodes, tokens, () if request.notes is None else request.notes.take())
+                except Exception as error:
+                    request.sequence.fail(error)
 
 
 class Steps:

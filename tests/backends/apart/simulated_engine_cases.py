@@ -248,6 +248,22 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     assert len(pool.free) == pages
 
 
+def test_handles_are_notified_during_the_next_pass(device: Simulation) -> None:
+    """In continuous steps, tokens of a step arrive while the device computes the next one; the last ones at once."""
+    model = build("llama")
+    engine = Engine(on_cuda(copy.deepcopy(model)), LookaheadConfig(preset="autoregressive"), max_rows=2)
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 9}
+    handles = [engine.submit(PROMPT[:, row:].to("cuda"), **options) for row in range(2)]
+    engine.step()
+    received = []
+    while not handles[1].done:
+        engine._loop.step([], is_continuous=True)
+        received.append(len(handles[0].tokens))
+    assert received == [1, 2, 3, 4, 5, 6, 7, 9]
+    for row, handle in enumerate(handles):
+        assert handle.tokens == new_tokens(model, PROMPT[:, row:], **options)
+
+
 def test_texts_reuse_prefixes_of_others(
     device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:

@@ -85,6 +85,7 @@ class TransformersRunner(Runner):
         self._device = model.device
         if self._device.type == "meta":
             self._device = device or torch.device("cpu")
+        self.is_asynchronous = self._device.type == "cuda"
         self._limits = limits = limits_of(model, positions_end)
         self.context = limits.context
         self.last_length = limits.last_length
