@@ -109,12 +109,14 @@ class TextRequest(Body):
         for name, (field, *part) in OTHER_NAMES.items():
             if field not in cls.model_fields or values.get(name) is None:
                 continue
-            held = values.get(field) or {}
-            if part[0] in held if part and isinstance(held, dict) else held:
+            held, value = values.get(field) or {}, values.pop(name)
+            new = {part[0]: value} if part else value
+            if part and isinstance(held, dict) and held.get(part[0], value) == value:
+                new = held | new
+            elif held and held != new:
                 usual = ".".join((field, *part))
                 raise ValueError(f"{name} and {usual} are two names of the same thing; give one of them")
-            value = values.pop(name)
-            values[field] = held | {part[0]: value} if part else value
+            values[field] = new
         return values
 
 
