@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from typing import Any
 
+import httpx
 import pytest
 from openai import LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
+
+from server_process import ServerProcess
 
 MODEL = "chatty"
 PROMPT = "def add(a, b):"
@@ -130,3 +136,32 @@ def test_a_class_as_response_format_is_parsed(client: OpenAI) -> None:
     assert client.responses.parse(**request, input=PROMPT, text_format=Place).output_parsed == parsed
     with client.responses.stream(**request, input=PROMPT, text_format=Place) as events:
         assert events.get_final_response().output_parsed == parsed
+
+
+def test_a_stream_is_whole_for_a_client_that_pauses(server: ServerProcess) -> None:
+    fields = {"n": 8, "max_tokens": 30, "temperature": 1, "seed": 2, "logprobs": True, "top_logprobs": 20}
+    body = {"model": MODEL, "messages": TURN, "logit_bias": {"0": -100}, **fields}
+    small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)])
+    with httpx.Client(transport=small, base_url=server.url, headers={"x-api-key": "a-key"}, timeout=600) as slow:
+        whole = slow.post("/v1/chat/completions", json=body).json()["choices"]
+        with slow.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            time.sleep(0.5)
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    for choice in whole:
+        deltas = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
+        tokens = [token["token"] for one in deltas if one["logprobs"] for token in one["logprobs"]["content"]]
+        assert "".join(one["delta"].get("content", "") for one in deltas) == choice["message"]["content"]
+        assert tokens == [token["token"] for token in choice["logprobs"]["content"]]
+
+
+def test_a_stream_of_http_1_0_has_no_chunks(server: ServerProcess, client: OpenAI) -> None:
+    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    body = json.dumps(fields | {"stream": True})
+    host, port = server.url.removeprefix("http://").split(":")
+    lines = ["POST /v1/completions HTTP/1.0", "X-Api-Key: a-key", "Content-Type: application/json"]
+    with socket.create_connection((host, int(port))) as old:
+        old.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
+        answer = old.makefile("rb").read().partition(b"\r\n\r\n")[2]
+    events = [line for line in answer.splitlines() if line]
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in events[:-1]]
+    assert "".join(texts) == client.completions.create(**fields).choices[0].text

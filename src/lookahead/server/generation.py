@@ -158,6 +158,8 @@ class Generation:
         plans: One plan for each prompt, after `prepare`.
         prompt_scores: Tokens of each prompt with their log-probabilities, if requested.
         answers: `request.n` answers for each plan, after `submit`.
+        write: Called with an answer and new pieces while the iteration waits, if set. The iteration yields them only if
+            it returns false.
     """
 
     def __init__(
@@ -177,13 +179,15 @@ class Generation:
         self._on_end = on_end
         self._begin = time.monotonic()
         self._pieces: list[tuple[int, Piece | None]] = []
-        self._failure: ApiError | None = None
+        self._failure: Exception | None = None
         self._has_news = asyncio.Event()
+        self._waits = False  # whether the iteration waits for pieces
         self._closed = False
         self._settled = False  # complete or failed: the client did not leave early
         self.plans: list[Plan] = []
         self.prompt_scores: list[list[TokenEvent]] = []
         self.answers: list[Answer] = []
+        self.write: Callable[[Answer, Sequence[Any]], bool] | None = None
 
     def prepare(self, images: Sequence[bytes]) -> None:
         """Make the plans from the request and its image files. Call it outside the event loop's thread.
@@ -234,7 +238,7 @@ class Generation:
         for answer in self.answers:
             answer.handle.cancel()
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the iteration with an error."""
         self._failure = self._failure or error
         self._has_news.set()
@@ -261,10 +265,12 @@ class Generation:
         try:
             running = len(self.answers)
             while running:
+                self._waits = True
                 await self._has_news.wait()
+                self._waits = False
                 self._has_news.clear()
                 if self._failure is not None:
-                    self._settled = self._failure.status_code != CLIENT_CLOSED_REQUEST
+                    self._settled = getattr(self._failure, "status_code", None) != CLIENT_CLOSED_REQUEST
                     raise self._failure
                 pieces = self._pieces
                 self._pieces = []
@@ -281,6 +287,13 @@ class Generation:
 
     def _receive(self, index: int, pieces: Sequence[Piece | None]) -> None:
         """Receive pieces of an answer, or its end."""
+        if self._waits and not self._has_news.is_set() and self.write is not None and pieces[-1] is not None:
+            try:
+                if self.write(self.answers[index], pieces):
+                    return
+            except Exception as error:
+                self.fail(error)
+                return
         for piece in pieces:
             if piece is None:
                 self._metrics.count(self.served.name, FINISHED, 1, self.answers[index].handle.finish_reason or "")

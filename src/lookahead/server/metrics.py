@@ -143,15 +143,19 @@ class Metrics:
         """Count steps of requests, many at once."""
         if not steps:
             return
-        tokens = [len(step.tokens) for step in steps]
-        self.count(model, _STEPS, len(steps))
-        self.count(model, _GENERATED, sum(tokens))
+        generated, seconds, counts = 0, [], []
         for step in steps:
+            tokens = len(step.tokens)
+            generated += tokens
             if step.is_first:
                 self.time(model, _FIRST_TOKEN, step.seconds)
-        later = [(step.seconds / n, n) for step, n in zip(steps, tokens, strict=True) if n and not step.is_first]
-        if later:
-            self._durations[_PER_TOKEN].add(model, *zip(*later, strict=True))
+            elif tokens:
+                seconds.append(step.seconds / tokens)
+                counts.append(tokens)
+        self.count(model, _STEPS, len(steps))
+        self.count(model, _GENERATED, generated)
+        if counts:
+            self._durations[_PER_TOKEN].add(model, seconds, counts)
         if drafts := [(step.nodes - 1, max(len(step.tokens) - 1, 0)) for step in steps if step.nodes > 1]:
             self.count(model, _DRAFTS, len(drafts))
             self.count(model, _DRAFTED, sum(sent for sent, _ in drafts))

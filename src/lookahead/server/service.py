@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from lookahead.server import errors
 from lookahead.server.answers import AnswerForm
 from lookahead.server.errors import CLIENT_CLOSED_REQUEST, CLOSE, FAILED, ApiError, as_api_error, error_summary
-from lookahead.server.generation import Generation
+from lookahead.server.generation import Answer, Generation
 from lookahead.server.guard import ServerSettings
 from lookahead.server.images import read_images
 from lookahead.server.log import write_line
@@ -228,18 +228,51 @@ class EventStream(StreamingResponse):
 
     def __init__(self, form: AnswerForm, notes: dict[str, Any]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(form, notes), media_type="text/event-stream", headers=headers)
-        self._generation = form.generation
+        super().__init__(self._events(), media_type="text/event-stream", headers=headers)
+        self._form, self._generation, self._notes = form, form.generation, notes
+        self._send_part: Callable[[Callable[[], bytes]], bool] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the answers at the timeout, or when the client disconnects."""
         after = self._generation.remaining_seconds + _UNREAD
         timer = asyncio.get_running_loop().call_later(after, self._generation.close)  # the client may read nothing
+        if scope["http_version"] == "1.1":  # others have no chunks
+            self._send_part = scope["state"].get("send_part")
         try:
             await super().__call__(scope, receive, send)
         finally:  # even before the first event
             timer.cancel()
             self._generation.close()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        form, generation = self._form, self._generation
+        try:
+            for chunk in form.opening():
+                yield _event(chunk)
+            if self._send_part is not None:
+                generation.write = partial(self._write, self._send_part)
+            async for news in generation:
+                if events := _joined(form, news):
+                    yield events
+            for chunk in form.closing():
+                yield _event(chunk)
+        except Exception as error:  # too late for another status
+            api_error = as_api_error(error)
+            if api_error.status_code == FAILED:
+                self._notes["error"] = error_summary(error)
+                write_line("".join(format_exception(error)))
+            yield _event(form.failure(api_error))
+        yield form.last_event
+
+    def _write(self, send_part: Callable[[Callable[[], bytes]], bool], answer: Answer, pieces: Sequence[Piece]) -> bool:
+        """Send pieces past the layers between, which cost more than the rest; return whether the client reads."""
+
+        def events() -> bytes:
+            for piece in pieces:
+                answer.read(piece)
+            return _joined(self._form, [(answer, piece) for piece in pieces])
+
+        return send_part(events)
 
 
 async def _wholes(form: AnswerForm) -> list[Piece]:
@@ -260,22 +293,8 @@ def _encoded(form: AnswerForm, wholes: Sequence[Piece]) -> bytes:
     return "".join(_JSON.iterencode(form.whole(wholes))).encode()
 
 
-async def _events(form: AnswerForm, notes: dict[str, Any]) -> AsyncIterator[bytes]:
-    try:
-        for chunk in form.opening():
-            yield _event(chunk)
-        async for news in form.generation:
-            if events := [_event(chunk) for answer, piece in news for chunk in form.chunks(answer, piece)]:
-                yield b"".join(events)
-        for chunk in form.closing():
-            yield _event(chunk)
-    except Exception as error:  # too late for another status
-        api_error = as_api_error(error)
-        if api_error.status_code == FAILED:
-            notes["error"] = error_summary(error)
-            write_line("".join(format_exception(error)))
-        yield _event(form.failure(api_error))
-    yield form.last_event
+def _joined(form: AnswerForm, news: Sequence[tuple[Answer, Piece | None]]) -> bytes:
+    return b"".join([_event(chunk) for answer, piece in news for chunk in form.chunks(answer, piece)])
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -240,11 +240,14 @@ class AnswerReader:
         self._thinking = thinking
         self._format = format_
         self._reasoning = reasoning
+        self._is_plain = thinking is Thinking.NEVER and format_ is None and not reasoning.answer
         self._text = ""
         self._emitted = Part()
 
     def add(self, piece: str) -> Part:
         """Add a piece of the answer, and return the new text that later pieces cannot change."""
+        if self._is_plain:
+            return Part(content=piece)
         self._text += piece
         reasoning, content, _ = self._split(last=False)
         return self._news(reasoning, content)
