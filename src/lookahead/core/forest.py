@@ -9,9 +9,9 @@ the root, where its keys and values need not be moved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +57,6 @@ class Layout(NamedTuple):
         return mask
 
 
-_NONE, _ZERO, _ONE, _BOTH, _BEFORE = (np.array(values, dtype=np.int64) for values in ([], [0], [1], [0, 1], [-1]))
-_UNREAD = np.array([False])
-_READ = np.array([True])
-
-
 class Forest(Sequence[TokenTree]):
     """The trees of a step, one for each row. As a sequence, it makes a `TokenTree` where there are only arrays.
 
@@ -105,7 +100,7 @@ class Forest(Sequence[TokenTree]):
             self.has_certain |= tree.certain > 0
             has_window |= tree.has_window
         if len(tokens) == 1:
-            self._take_token(trees[0])
+            vars(self).update(_tokens_alone(1, reads[0]), tokens=np.array(tokens, dtype=np.int64))
             return
         self.counts = np.array(counts, dtype=np.int64)
         self.roots = np.array(roots, dtype=np.int64)
@@ -122,6 +117,16 @@ class Forest(Sequence[TokenTree]):
                 kinds = chain.from_iterable(tree.kinds for tree in trees)
                 self.in_window[:] = [kind is NodeKind.WINDOW for kind in kinds]
             self._lay_out()
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[int]) -> Forest:
+        """A forest of one token in each row, which is read."""
+        forest = cls.__new__(cls)
+        forest.objects = [None] * len(tokens)
+        forest.rows = len(tokens)
+        forest.has_certain = False
+        vars(forest).update(_tokens_alone(len(tokens), True), tokens=np.array(tokens, dtype=np.int64))
+        return forest
 
     @classmethod
     def of_arrays(
@@ -190,18 +195,6 @@ class Forest(Sequence[TokenTree]):
         tree.add_new_candidates(tokens[1:], parents[1:])
         return tree
 
-    def _take_token(self, tree: TokenTree) -> None:
-        """One token of one text: a step of plain decoding, which has little time."""
-        self.is_plain = True
-        self.tokens = np.array(tree.tokens, dtype=np.int64)
-        self.reads = _READ if tree.reads_root else _UNREAD
-        self.counts = _ONE
-        self.firsts = _BOTH
-        self.in_window = _UNREAD
-        self.roots = self.depths = self.slots = self.order = self.rows_of_slots = _ZERO
-        self.parents = self.parent_slots = _BEFORE
-        self.read_slots = self.read_nodes = _ZERO if tree.reads_root else _NONE
-
     def _lay_out_plain(self) -> None:
         """Chains of pending tokens, sent in their order."""
         size = len(self.tokens)
@@ -259,6 +252,26 @@ class Forest(Sequence[TokenTree]):
             self.parent_slots[begin:end],
             int(self.roots[row]) + 1,
         )
+
+
+@lru_cache(maxsize=512)
+def _tokens_alone(rows: int, reads: bool) -> dict[str, Any]:
+    """All attributes but `tokens` of a forest of one token in each row: plain decoding has little time to make them."""
+    numbers = np.arange(rows)
+    zeros = np.zeros(rows, dtype=np.int64)
+    before = zeros - 1
+    read = numbers if reads else numbers[:0]
+    return {
+        **dict.fromkeys(("order", "rows_of_slots"), numbers),
+        **dict.fromkeys(("roots", "depths", "slots"), zeros),
+        **dict.fromkeys(("parents", "parent_slots"), before),
+        **dict.fromkeys(("read_slots", "read_nodes"), read),
+        "counts": np.ones(rows, dtype=np.int64),
+        "firsts": np.arange(rows + 1),
+        "reads": np.full(rows, reads),
+        "in_window": np.zeros(rows, dtype=np.bool_),
+        "is_plain": True,
+    }
 
 
 def lay_out(tree: TokenTree) -> Layout:

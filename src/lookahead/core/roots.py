@@ -118,6 +118,8 @@ class Roots:
         """The trees of the step."""
         if None not in self.trees:
             return Forest([tree for tree in self.trees if tree is not None])
+        if not self._drafts and not any(self.trees):
+            return Forest.of_tokens(self.tokens)
         sizes = [1 if tree is None else len(tree.tokens) for tree in self.trees]
         counts = np.array(sizes, dtype=np.int64)
         for rows, more, _, _ in self._drafts:
