@@ -11,7 +11,7 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -27,6 +27,22 @@ from lookahead.errors import InvalidArgumentError
 
 _SECONDS = 10.0
 """Time limit of a request to the Hub, in seconds."""
+
+_MESSAGES: tuple[tuple[type[Exception], str], ...] = (
+    (
+        OfflineModeIsEnabled,
+        "{name}: HF_HUB_OFFLINE is set, and the cache {cache} has no complete copy; unset it, or give a local folder",
+    ),
+    (GatedRepoError, "{name}: access has to be requested; do so on {page}, then log in with hf auth login"),
+    (
+        RepositoryNotFoundError,
+        "{name}: no such folder, and no such model at {page}; check the name, or log in with hf auth login if it is "
+        "private",
+    ),
+    (RevisionNotFoundError, "--revision {revision}: {page} has no such branch, tag or commit"),
+    (HFValidationError, "{name}: no such folder, and no repository can have this name"),
+)
+"""Messages for errors of huggingface_hub, special ones first."""
 
 
 @contextmanager
@@ -84,9 +100,10 @@ class Repository:
 
     def get(self, names: Sequence[str]) -> Path:
         """Download missing files, with a progress bar on a terminal, and return the folder."""
-        if all(self._cached_file(name) for name in names):
-            folder = self._cached_folder()
-            assert folder is not None
+        found = [try_to_load_from_cache(self.repo, name, revision=self._revision) for name in names]
+        cached = [Path(file) for file in found if isinstance(file, str)]
+        folder = self._cached_folder()
+        if folder is not None and len(cached) == len(names) and all(self.commit in file.parts for file in cached):
             return folder
         if self._failure is not None:
             raise self._refused(self._failure)
@@ -102,24 +119,13 @@ class Repository:
 
     def read(self, name: str) -> bytes:
         """Read a small file."""
-        path = self._cached_file(name)
-        try:
-            if path is None:
-                path = Path(hf_hub_download(self.repo, name, revision=self._revision, tqdm_class=_Bar))
-            return path.read_bytes()
-        except Exception as error:
-            raise self._refused(error, downloading=True) from error
+        return (self.get([name]) / name).read_bytes()
 
     def lacks(self, what: str) -> InvalidArgumentError:
         """Error for a required file that the repository does not have."""
         if self._failure is not None:
             return self._refused(self._failure)
         return InvalidArgumentError(f"--model {self.repo}: {constants.ENDPOINT}/{self.repo} has no {what}")
-
-    def _cached_file(self, name: str) -> Path | None:
-        """Path of the file in the cache; `None` if the cache does not have it for this commit."""
-        file = try_to_load_from_cache(self.repo, name, revision=self._revision)
-        return Path(file) if isinstance(file, str) and self.commit in Path(file).parts else None
 
     def _cached_folder(self) -> Path | None:
         try:
@@ -134,24 +140,10 @@ class Repository:
         page, name = f"{constants.ENDPOINT}/{self.repo}", f"--model {self.repo}"
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
-        if isinstance(error, OfflineModeIsEnabled):
-            return InvalidArgumentError(
-                f"{name}: HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} has no complete copy; unset "
-                "it, or give a local folder"
-            )
-        if isinstance(error, GatedRepoError):
-            return InvalidArgumentError(
-                f"{name}: access has to be requested; do so on {page}, then log in with hf auth login"
-            )
-        if isinstance(error, RepositoryNotFoundError):
-            return InvalidArgumentError(
-                f"{name}: no such folder, and no such model at {page}; check the name, or log in with hf auth login if "
-                "it is private"
-            )
-        if isinstance(error, RevisionNotFoundError):
-            return InvalidArgumentError(f"--revision {self._revision}: {page} has no such branch, tag or commit")
-        if isinstance(error, HFValidationError):
-            return InvalidArgumentError(f"{name}: no such folder, and no repository can have this name")
+        for kind, message in _MESSAGES:
+            if isinstance(error, kind):
+                fields = {"name": name, "page": page, "revision": self._revision, "cache": constants.HF_HUB_CACHE}
+                return InvalidArgumentError(message.format(**fields))
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return InvalidArgumentError(
