@@ -248,7 +248,7 @@ def test_calls_in_namespaces_come_back_with_them(client: OpenAI, http: httpx.Cli
     answer = streamed(client, request | {"parallel_tool_calls": False})
     (call,) = answer["output"]
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "multi_agent_v1", "close_agent")
-    assert call["arguments"] == '{"target":"x"}'
+    assert call["arguments"] == '{"target": "x"}'  # like templates
     assert answer["tool_choice"] == choice
     for field, value in (
         ("tools", [{"type": "custom", "name": "apply_patch"}]),

@@ -27,7 +27,7 @@ from lookahead.server.errors import refused
 from lookahead.server.grammar_trial import LIMITS, error_message, tokenizer_from
 from lookahead.server.messages import FunctionTool, NamedTool, SomeTools
 from lookahead.server.requests import ChatRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs, TextRequest
-from lookahead.server.tools import TAGS, ReasoningFormat, Thinking, ToolFormat, call_rules, literal, up_to
+from lookahead.server.tools import JSON_LAYOUT, TAGS, ReasoningFormat, Thinking, ToolFormat, call_rules, literal, up_to
 
 _FORCED = 0.99
 """Probability of a forced token after one that is not certain."""
@@ -370,9 +370,7 @@ def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError("json is not a JSON schema")
-    # The layout of `json.dumps`. With free white space a model could write it forever.
-    form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"json_schema": schema | {"x-guidance": form}}
+    return {"json_schema": schema | {"x-guidance": JSON_LAYOUT}}
 
 
 def requires_json(request: TextRequest) -> bool:

@@ -16,6 +16,9 @@ from lookahead.text import held_back
 NAME = "NAME"
 """Placeholder for the name of the function in a format."""
 
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Layout of `json.dumps`, which templates write. With free white space a model could write it forever."""
+
 _ID_LENGTH = 9
 """Characters of the identifier of a call; Mistral's templates require 9."""
 
@@ -124,7 +127,7 @@ def call_rules(
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
     rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
-        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": {"whitespace_flexible": False}}
+        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": JSON_LAYOUT}
         begin = literal(format_.begin.replace(NAME, tool.function.name), special)
         end = literal(format_.end, special)
         rules.append(f"{name}: {begin} %json {json.dumps(schema)} {end}")
