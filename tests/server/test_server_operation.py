@@ -24,6 +24,7 @@ from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI, RateLimitError
 from prometheus_client.parser import text_string_to_metric_families
 
+from lookahead import Engine, LookaheadConfig
 from lookahead.cli import main
 from lookahead.cli.inputs import read_api_keys
 from lookahead.errors import InvalidArgumentError
@@ -193,6 +194,34 @@ def test_kv_memory_is_bounded_and_reported(http: httpx.Client) -> None:
     assert http.get("/load").json()["kv_limit_bytes"] == limit
     assert 0 <= value_of(http, "lookahead:prefix_bytes") <= 2**30
     assert value_of(http, "process_resident_memory_bytes") > 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_keys_have_their_own_memory_if_required(demo: Any, apart: bool) -> None:
+    settings = ServerSettings(api_keys=("one", "other"), memory_per_key=apart)
+    request = {
+        "model": "demo",
+        "prompt": PROMPT * 4,
+        "max_tokens": 32,
+        "temperature": 0,
+        "lookahead": {"statistics": True},
+    }
+    engine = Engine(demo[0], LookaheadConfig(step_budget=16), kv_bytes=2**28)
+    served = replace(served_model("demo", *demo), engine=engine)
+    with TestClient(create_app([served], settings), base_url="http://localhost") as client:
+
+        def answer(key: str) -> tuple[int, int]:
+            body = client.post("/v1/completions", json=request, headers={"Authorization": f"Bearer {key}"}).json()
+            return body["lookahead"]["steps"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        first = answer("one")
+        assert (answer("other") == first) is apart
+        assert answer("one") < first
+
+
+def test_a_memory_for_each_key_needs_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--memory-per-key"]) == 2
+    assert "--memory-per-key needs --api-key-file" in capsys.readouterr().err
 
 
 def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:

@@ -233,7 +233,7 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
 def test_requests_take_over_memories_and_nothing_in_them() -> None:
     """Requests reuse the arrays of earlier memories, but draft as if they were the first."""
     model = copy.deepcopy(build("llama"))  # a new object without stored state
-    engine, counts = Engine(model, LookaheadConfig(step_budget=8)), []
+    engine, counts = Engine(model, LookaheadConfig(step_budget=8, memory="request")), []
     for _ in range(2):
         handles = [engine.submit(PROMPT, max_new_tokens=20, do_sample=False) for _ in range(2)]
         handles.append(engine.submit(PROMPT, max_new_tokens=20, do_sample=False))

@@ -12,7 +12,7 @@ from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.cli.signals import OK
-from lookahead.config import LookaheadConfig
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError, extra_hint
 from lookahead.serving import Engine
 from lookahead.serving.kv_memory import PREFIX_BYTES
@@ -41,6 +41,8 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
     values = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
     server = ServerSettings(**values, api_keys=read_api_keys(settings.api_key_file))
     tracing = None if settings.otlp_traces_endpoint is None else open_tracing(settings.otlp_traces_endpoint)
+    if server.memory_per_key and (not server.api_keys or settings.config.memory not in MEMORY_SCOPES):
+        raise InvalidArgumentError("--memory-per-key needs --api-key-file, and keeps no file; leave --memory out")
     adapters = adapter_folders(settings.lora)
     with bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)
@@ -85,7 +87,7 @@ def _rounding(loaded: LoadedModel, config: LookaheadConfig) -> str | None:
 
 def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
     """Configuration with the adapter's own memory file, as its predictions differ from the model's."""
-    if config.memory in ("request", "process"):
+    if config.memory in MEMORY_SCOPES:
         return config
     path = Path(config.memory)
     return replace(config, memory=path.with_name(f"{path.stem}-{name}{path.suffix}"))

@@ -227,6 +227,8 @@ class CompareSettings(DecodingSettings, PromptSource):
 
     dtype: str = _dtype("float32")
     repeats: int = option("--repeats", RUN, "Timed runs of each side; medians are shown.", positive_whole_number, 3)
+    # Later runs would know the text.
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "request"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,11 +254,8 @@ class ChatSettings(DecodingSettings):
         output_file,
         label=False,
     )
-    # Turns learn from each other, and answers repeat text of earlier turns.
-    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "auto": {"memory": "process"},
-        "paper": {"pool_from_prompt": True},
-    }
+    # Answers repeat text of earlier turns.
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"pool_from_prompt": True}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +266,6 @@ class EngineSettings(TextSettings):
     kv_bytes: int | None = option(
         "--kv-bytes", RUN, "Maximum bytes of keys and values.", positive_whole_number, label="half of the free memory"
     )
-    # Requests learn from each other, unless a memory is given.
-    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"memory": "process"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +295,12 @@ class ServeSettings(EngineSettings):
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any free port.", port, 8000)
     api_key_file: Path | None = option(
         "--api-key-file FILE", NETWORK, "File of keys, one per line; clients must send one.", label="no keys"
+    )
+    memory_per_key: bool = option(
+        "--memory-per-key",
+        NETWORK,
+        "Keep predictions, keys and values of each API key apart, so that no time reveals texts of another key.",
+        default=False,
     )
     cors_origin: list[str] | None = option(
         "--cors-origin ORIGIN",

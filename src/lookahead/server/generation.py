@@ -155,6 +155,7 @@ class Generation:
         on_end: Called once, when all answers are complete or cancelled.
 
     Attributes:
+        tenant: Tenant of the request; see `Engine.submit`.
         plans: One plan for each prompt, after `prepare`.
         prompt_scores: Tokens of each prompt with their log-probabilities, if requested.
         answers: `request.n` answers for each plan, after `submit`.
@@ -184,6 +185,7 @@ class Generation:
         self._waits = False  # whether the iteration waits for pieces
         self._closed = False
         self._settled = False  # complete or failed: the client did not leave early
+        self.tenant: int | None = None
         self.plans: list[Plan] = []
         self.prompt_scores: list[list[TokenEvent]] = []
         self.answers: list[Answer] = []
@@ -199,6 +201,7 @@ class Generation:
         for prompt in prompts:
             grammar = self.plans[0].grammar if self.plans else None
             self.plans.append(make_plan(self.served, self.request, prompt, self._settings, grammar))
+            self.plans[-1].arguments["tenant"] = self.tenant
             if isinstance(self.request, CompletionRequest) and self.request.echo and self.request.logprobs is not None:
                 self.prompt_scores.append(score_prompt(self.served, prompt.tokens, self.request.logprobs))
 

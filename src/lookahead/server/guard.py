@@ -37,6 +37,7 @@ class ServerSettings:
         host: Address to listen on.
         port: Port to listen on; any free port if 0.
         api_keys: Valid API keys; clients need none if it is empty.
+        memory_per_key: Whether each API key is a tenant of the engines.
         cors_origin: Origins of web pages that may read answers; `*` for all.
         max_prompt_tokens: Largest number of tokens of a prompt; the model's context if `None`.
         max_new_tokens: Default of `max_tokens`, and its largest value.
@@ -52,6 +53,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    memory_per_key: bool = False
     cors_origin: Sequence[str] | None = None
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 16384
@@ -162,7 +164,7 @@ class Guard:
         number, begin, status = secrets.token_hex(8), time.perf_counter(), 0
         notes: dict[str, Any] = {}
         state = scope.setdefault("state", {})
-        state.update(notes=notes, bytes=0, number=number)
+        state.update(notes=notes, bytes=0, number=number, tenant=None)
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -216,6 +218,8 @@ class Guard:
         if scheme.lower() != "bearer" or not any(matches):
             message = "a valid API key is needed: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self._settings.memory_per_key:
+            scope["state"]["tenant"] = matches.index(True)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Receive the whole body.

@@ -133,6 +133,7 @@ class Service:
                 self._tracing.record(generation, http.state.number, http.headers)
 
         generation = Generation(served, request, self._settings, self.metrics, self._outboxes[served.name], on_end)
+        generation.tenant = http.state.tenant
         self._running.add(generation)
         http.state.notes["stage"] = "prepare"
         try:

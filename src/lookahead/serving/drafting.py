@@ -26,7 +26,7 @@ from lookahead.serving.refusals import are_whole_numbers, check_values
 from lookahead.values import require
 
 _SPARES = 16
-"""Most memories of adapters, and most unused ones for later calls: 10 MiB each; a new one costs 2 to 14 ms."""
+"""Most memories of adapters and tenants, and most unused ones: 10 MiB each; a new one costs 2 to 14 ms."""
 
 
 class Drafting:
@@ -39,6 +39,7 @@ class Drafting:
         pool: Pool of the paper's method; one for each text if not given.
         max_nodes: Limit for the nodes of each text's tree.
         chains: Whether drafts must be chains.
+        tenant: Key of the memory of the process; see `Engine.submit`.
 
     Attributes:
         max_nodes: Largest number of nodes of a tree.
@@ -53,6 +54,7 @@ class Drafting:
         pool: NGramPool | None = None,
         max_nodes: int = MAX_NODES_PER_STEP,
         chains: bool = False,
+        tenant: object = None,
     ) -> None:
         self.config = config
         self.max_nodes = min(config.max_nodes, max_nodes)
@@ -64,7 +66,7 @@ class Drafting:
         self._memory: DraftMemory | None = None
         self._file: MemoryFile | None = None
         if config.preset == "auto":
-            self._memory, self._file = draft_memory(model, config)
+            self._memory, self._file = draft_memory(model, config, tenant)
 
     def drafter(self, predicted: PredictedText | None) -> Drafter:
         """Make the drafter of one text."""
@@ -133,7 +135,9 @@ def draft_pace(
         return state.paces[key]
 
 
-def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[DraftMemory, MemoryFile | None]:
+def draft_memory(
+    model: PreTrainedModel, config: LookaheadConfig, tenant: object = None
+) -> tuple[DraftMemory, MemoryFile | None]:
     """Return the memory of a call according to `config.memory`, and its file if it has one.
 
     Raises:
@@ -147,9 +151,9 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
             memory.clear()
             return memory, None
         if config.memory == "process":
-            adapters = _active_adapters(model)
-            memory = state.memories.pop(adapters) if adapters in state.memories else DraftMemory()
-            state.memories[adapters] = memory  # the last one
+            key = _active_adapters(model), tenant
+            memory = state.memories.pop(key) if key in state.memories else DraftMemory()
+            state.memories[key] = memory  # the last one
             for unused in list(state.memories)[:-_SPARES]:
                 del state.memories[unused]
             memory.fit(vocabulary_size(model))

@@ -41,8 +41,8 @@ class Engine:
     Args:
         model: Causal language model of transformers that supports token trees. With another attention than `"sdpa"`
             batches are padded, which is slower.
-        config: Configuration of drafts; the default one with `memory="process"` if not given, so that requests draft
-            from the model's predictions for others. `preset="auto"` sends the likeliest candidates of all rows, up to
+        config: Configuration of drafts. By default requests draft from the model's predictions for others
+            (`memory="process"`). `preset="auto"` sends the likeliest candidates of all rows, up to
             `step_budget` nodes a step if it is set. Other methods draft for each row separately. If a drafter or source
             raises, its request continues without drafts, with a warning.
         max_rows: Largest number of requests that run at once. At least 1.
@@ -99,6 +99,7 @@ class Engine:
         seed: int | None = None,
         priority: int = 0,
         group: object = None,
+        tenant: object = None,
         logprobs: int | None = None,
         prediction: torch.Tensor | Sequence[int] | None = None,
         lookahead_config: LookaheadConfig | None = None,
@@ -115,6 +116,8 @@ class Engine:
                 arrive at most 1,000 steps after it.
             group: Any value, equal for requests of one group, for example the answers to one question. Each running
                 request of a group lowers the priority of its other requests by one.
+            tenant: Any hashable value. Requests of different tenants share neither predictions nor keys and values, so
+                that the time of one does not depend on texts of another.
             logprobs: Return log-probabilities, and the given number of likeliest tokens at each index; see
                 `RequestHandle.events`. At least 0.
             prediction: Token ids of the predicted output, for example a file to be edited. It is used for drafts, and
@@ -146,7 +149,7 @@ class Engine:
             shell, ids.to(model.device), kwargs, lambda prepared: prepared, checked=True
         )
         self._loop.check(arguments, config)
-        drafting = self._loop.drafting(config)
+        drafting = self._loop.drafting(config, tenant)
         predicted = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         noise = TextNoise(torch.Generator(model.device).manual_seed(seed))
@@ -155,7 +158,7 @@ class Engine:
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = min_rows(runner.model) if runner.is_invariant else 0
-        request.group = group
+        request.group, request.tenant = group, tenant
         request.serve(handle, (self.statistics.steps - PATIENCE * priority, next(self._numbers)), on_step)
         with self._changed:
             self._arrivals.append(request)

@@ -35,10 +35,11 @@ MIN_COMMON = 16
 
 @dataclass(eq=False)
 class Prefix:
-    """Finished text in the prefix cache: its token ids, and the row of its keys and values."""
+    """Finished text in the prefix cache: its token ids, the row of its keys and values, and its tenant."""
 
     tokens: list[int]
     row: TextRow
+    tenant: object
 
 
 class KVMemory:
@@ -148,8 +149,8 @@ class KVMemory:
             return 0
         common = 0
         text = request.sequence.tokens[:-1]
-        for other in others:
-            if not other.reads_inputs and may_share_more(text, other.sequence.tokens, common):
+        for other in [one for one in others if one.tenant == request.tenant and not one.reads_inputs]:
+            if may_share_more(text, other.sequence.tokens, common):
                 common = common_start(text, other.sequence.tokens)
         return common // self.block * self.block if common >= MIN_COMMON else 0
 
@@ -171,7 +172,7 @@ class KVMemory:
         size = row.capacity - self.runner.shared_tokens([row], with_others=True)
         if not self._reuses or request.reads_inputs or len(tokens) < MIN_COMMON or size > capacity:
             return
-        for prefix in list(self._prefixes):
+        for prefix in [prefix for prefix in self._prefixes if prefix.tenant == request.tenant]:
             size = min(len(tokens), len(prefix.tokens))
             if may_share_more(tokens, prefix.tokens, size - 1) and tokens[:size] == prefix.tokens[:size]:
                 if size == len(tokens):
@@ -179,7 +180,7 @@ class KVMemory:
                 self._prefixes.remove(prefix)  # contained in the new one
         row.set_apart()
         self._fits_for = 0
-        self._prefixes.append(Prefix(tokens, row))
+        self._prefixes.append(Prefix(tokens, row, request.tenant))
         self._evict(capacity)
 
     def begin(self, request: Request, running: Sequence[Request]) -> bool:
@@ -196,12 +197,12 @@ class KVMemory:
         if not self._reuses or request.reads_inputs:
             return True
         text = request.sequence.tokens
-        prefix, common = self._longest(text)
+        prefix, common = self._longest(text, request.tenant)
         row = None if prefix is None else prefix.row
         ahead = True
         for other in running:
             ahead = ahead and other is not request
-            if other is request or other.reads_inputs:
+            if other is request or other.reads_inputs or other.tenant != request.tenant:
                 continue
             if not may_share_more(text, other.sequence.tokens, common):
                 continue
@@ -235,11 +236,11 @@ class KVMemory:
                 row.crop(common)
                 request.row = row
 
-    def _longest(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
-        """Return the finished text with the longest common prefix with `text`, and its length; mark it as used."""
+    def _longest(self, text: Sequence[int], tenant: object) -> tuple[Prefix | None, int]:
+        """Return the finished text of the tenant with the longest common prefix, and its length; mark it as used."""
         longest, index = 0, 0
         for other, prefix in enumerate(self._prefixes):
-            if may_share_more(text, prefix.tokens, longest):
+            if prefix.tenant == tenant and may_share_more(text, prefix.tokens, longest):
                 common = common_start(text, prefix.tokens)
                 longest, index = max((longest, index), (common, other))
         if longest < MIN_COMMON:

@@ -106,10 +106,10 @@ class EngineLoop:
             reason = "models with a running state do not support it in an Engine; use lookahead.generate"
         check_request(arguments, config, self.runner, self.memory, self.config, reason)
 
-    def drafting(self, config: LookaheadConfig) -> Drafting:
-        """Return the drafting of a request."""
-        runner = self.runner
-        return Drafting(self.model, config, self._pace, max_nodes=runner.most_nodes, chains=runner.chains)
+    def drafting(self, config: LookaheadConfig, tenant: object = None) -> Drafting:
+        """Return the drafting of a request of a tenant."""
+        nodes, chains = self.runner.most_nodes, self.runner.chains
+        return Drafting(self.model, config, self._pace, max_nodes=nodes, chains=chains, tenant=tenant)
 
     @property
     def unfinished(self) -> int:

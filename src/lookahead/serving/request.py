@@ -46,12 +46,13 @@ class Request:
         notes: Sampler that records log-probabilities; `None` without them.
         reads_inputs: Whether the prompt has inputs beside tokens (images). Its keys and values are not shared then.
         temperature: Temperature of sampling; 0 for greedy decoding.
-        group: Group of the request; see `Engine.submit`.
+        group, tenant: Group and tenant of the request; see `Engine.submit`.
         urgency: Fixed order of requests, smallest first: the step of arrival minus the priority's steps, and a number.
     """
 
     row: Any = None
     group: object = None
+    tenant: object = None
 
     def __init__(
         self,

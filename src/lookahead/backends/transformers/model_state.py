@@ -66,7 +66,7 @@ class ModelState:
         recent: Results for earlier compositions.
         costs: Costs of steps by setting.
         paces: Paces by setting and temperature.
-        memories: n-gram memories of `memory="process"` by the active adapters, the last used one last.
+        memories: n-gram memories of `memory="process"` by the active adapters and the tenant, the last used one last.
         spares: n-gram memories of ended texts, for reuse of their arrays.
         files: Open memory files by path.
         passes_write: Whether a pass has written values into modules.
