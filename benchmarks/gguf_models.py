@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from probe import Probe, Turns, Unit, Way, option
 EXACT = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 PLAIN = LookaheadConfig(preset="autoregressive")
+FRESH = LookaheadConfig(memory="request")
 TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
 
 
@@ -80,12 +81,12 @@ class Bench:
                 load(**EXACT, draft_model=LlamaPromptLookupDecoding(), logits_all=True)
             ),
             "no drafts": self._generate(self._model, PLAIN),
-            "lookahead": self._generate(self._model, LookaheadConfig()),
+            "lookahead": self._generate(self._model, FRESH),
             "no drafts, fast_kv": self._generate(fast, PLAIN),
-            "lookahead, fast_kv": self._generate(fast, LookaheadConfig()),
+            "lookahead, fast_kv": self._generate(fast, FRESH),
         }
         for nodes in options.nodes:
-            ways[f"lookahead, {nodes} nodes"] = self._generate(self._model, LookaheadConfig(step_budget=nodes))
+            ways[f"lookahead, {nodes} nodes"] = self._generate(self._model, replace(FRESH, step_budget=nodes))
         if self._reference is not None:
             ways["transformers"] = self._generate(self._reference, None)
         self._turns = Turns(ways, exact=False)
@@ -105,7 +106,7 @@ class Bench:
             torch.manual_seed(seed)
             return generate(model, case, config, max_new_tokens=self._length, **SAMPLING).tokens
 
-        drafted = sampled(self._model, LookaheadConfig())
+        drafted = sampled(self._model, FRESH)
         ways = {"sampled, no drafts": (self._model, PLAIN), "sampled": (self._reference, None)}
         for name, (model, config) in ways.items():
             if model is not None:

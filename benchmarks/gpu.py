@@ -61,15 +61,12 @@ PARTS = ("prices", "engine", "prompts", "ragged", "kernels", "serve", "right", "
 NODES = (1, 4, 8, 16, 32, 64, 128)
 
 METHODS: dict[str, LookaheadConfig] = {
-    "auto": LookaheadConfig(),
-    "auto, eager": LookaheadConfig(engine="dynamic"),
-    "auto, 32 nodes": LookaheadConfig(step_budget=32),
+    "auto": LookaheadConfig(memory="request"),
+    "auto, eager": LookaheadConfig(engine="dynamic", memory="request"),
+    "auto, 32 nodes": LookaheadConfig(step_budget=32, memory="request"),
     "paper": LookaheadConfig(preset="paper"),
 }
-ENGINES: dict[str, LookaheadConfig] = {
-    "no drafts": LookaheadConfig(preset="autoregressive"),
-    "auto": LookaheadConfig(memory="process"),
-}
+ENGINES: dict[str, LookaheadConfig] = {"no drafts": LookaheadConfig(preset="autoregressive"), "auto": LookaheadConfig()}
 RIVALS: dict[str, dict[str, Any]] = {
     "transformers": {},
     "transformers, prompt lookup": {"prompt_lookup_num_tokens": 10},

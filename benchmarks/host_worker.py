@@ -49,9 +49,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 CALLS: dict[str, dict[str, Any]] = {
     "no drafts": {"preset": "autoregressive"},
-    "auto": {},
+    "auto": {"memory": "request"},
     "no drafts, static": {"preset": "autoregressive", "engine": "static"},
-    "auto, static": {"engine": "static"},
+    "auto, static": {"engine": "static", "memory": "request"},
 }
 """Configurations of `generate`: eager as on a CPU, and with fixed shapes as on a GPU."""
 

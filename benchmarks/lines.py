@@ -61,7 +61,7 @@ class Line:
     cases: Sequence[Case]
     per_turn: int
     run: Run
-    config: Config = field(default_factory=LookaheadConfig)
+    config: Config = field(default_factory=lambda: LookaheadConfig(memory="request"))
     begin: Callable[[], Any] = lambda: None
     repeats: bool = False
 
@@ -208,7 +208,8 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Yield lines for S at fixed numbers of nodes."""
     demo, stories = models.prompts(), models.stories()
     for nodes in (16, 64):
-        fixed, shared = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
+        shared = LookaheadConfig(step_budget=nodes)
+        fixed = replace(shared, memory="request")
         yield Line(f"demo, {nodes} nodes", demo, 24, partial(runner.texts, "demo", 128), fixed)
         yield Line(f"stories, {nodes} nodes", stories, 22, partial(runner.texts, "stories", 200), fixed)
         # the memory belongs to the model object, so each turn loads the model again
@@ -219,13 +220,14 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
                 f"forced {file}, {nodes} nodes", models.recorded(file), 48, partial(runner.texts, "tiny", 0), fixed
             )
     for nodes in (4, 8, 16, 64):
-        fixed = LookaheadConfig(step_budget=nodes)
+        fixed = LookaheadConfig(step_budget=nodes, memory="request")
         yield Line(
             f"sampled, {nodes} nodes", demo, 14, partial(runner.texts, "demo", 96, heat=0.8), fixed, repeats=True
         )
         run = partial(runner.texts, "stories", 200, heat=1.0)
         yield Line(f"stories sampled, {nodes} nodes", stories, 22, run, fixed, repeats=True)
-    run, fixed = partial(runner.texts, "tiny", 0, expects=True), LookaheadConfig(step_budget=16)
+    fixed = LookaheadConfig(step_budget=16, memory="request")
+    run = partial(runner.texts, "tiny", 0, expects=True)
     yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, run, fixed)
     yield from replay_lines(models, runner)
     yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose, 8))
@@ -265,7 +267,7 @@ def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
 
 def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Yield lines for S and time, with the default number of nodes and with fixed numbers."""
-    fixed, shared = LookaheadConfig(step_budget=16), LookaheadConfig(memory="process")
+    fixed, shared = LookaheadConfig(step_budget=16, memory="request"), LookaheadConfig()
     for line in text_lines(models, runner, 12):
         yield line
         if line.name in ("humaneval, demo", "stories", "forced code_edits, forced"):

@@ -23,9 +23,9 @@ from worth import estimate
 
 WAYS: dict[str, Config] = {
     "plain": None,
-    "auto": LookaheadConfig(),
+    "auto": LookaheadConfig(memory="request"),
     **{f"context matches, {size}": LookaheadConfig(preset="context_matches", step_budget=size) for size in (8, 16)},
-    **{f"auto, {size}": LookaheadConfig(step_budget=size) for size in (4, 8, 16, 32)},
+    **{f"auto, {size}": LookaheadConfig(step_budget=size, memory="request") for size in (4, 8, 16, 32)},
     "suffix decoding, 16": LookaheadConfig(step_budget=16, suffix_factor=16, suffix_min_probability=0.01),
     "RACER, 16": LookaheadConfig(preset="racer", step_budget=16),
 }

@@ -41,7 +41,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 }
 """Arguments of a request."""
 
-DRAFTS = {"no drafts": LookaheadConfig(preset="autoregressive"), "auto": LookaheadConfig(memory="process")}
+DRAFTS = {"no drafts": LookaheadConfig(preset="autoregressive"), "auto": LookaheadConfig()}
 NAMES = {WAIT: "waits", PINNED: "copies", PAGEABLE: "pageable copies", REPLAY: "replays", OPERATION: "launches"}
 STEPS = 12
 """Counted steps of an engine."""

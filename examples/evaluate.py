@@ -24,7 +24,6 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig
 from lookahead.bench.rows import kept_lines
 from lookahead.demo import demo_model_path
 
@@ -77,7 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name))
         expected, plain_seconds = evaluate(model, Path(name))
-        lookahead.attach(model, LookaheadConfig(memory="process"))
+        lookahead.attach(model)
         results, seconds = evaluate(model, Path(name))
     print(f"CPU seconds: {plain_seconds:.1f} plainly, {seconds:.1f} with lookahead")
     same = results == expected

@@ -140,10 +140,10 @@ class LookaheadConfig:
         step_budget: For `"auto"` and the methods without sizes of the paper: nodes of a step, the root included, at
             least 1. A step has fewer if there are not enough drafts. With `None`, `"auto"` chooses the number with the
             most tokens per second, and the others use 64.
-        memory: Lifetime of the n-gram memory of `"auto"`: one `"request"` (a call), this `"process"` (all calls with
-            the same model and adapter), or the path of a file. Calls and engines without a configuration have
-            `"process"`. The file is created if missing and written after each call. A single
-            word is no path: write `"./word"`. The file holds token ids and no text.
+        memory: Lifetime of the n-gram memory of `"auto"`: this `"process"` (all calls with the same model and adapter),
+            one `"request"` (a call), or the path of a file. Compare methods with `"request"`: other methods have no
+            memory. The file is created if missing and written after each call. A single word is no path: write
+            `"./word"`. The file holds token ids and no text.
         window_size: Paper: W, columns of the 2-D window, the number of future positions guessed in parallel
             (section 3.1). 15 if not given, at least 1.
         ngram_size: Paper: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). 5 if not
@@ -220,7 +220,7 @@ class LookaheadConfig:
         label="the fastest number",
     )
     memory: str | os.PathLike[str] = _choice(
-        *("request", _scope_or_file),
+        *("process", _scope_or_file),
         presets=("auto",),
         help="Keep the n-gram memory of the model's predictions in this file, and draft from it.",
         metavar="FILE",
@@ -310,9 +310,11 @@ class LookaheadConfig:
             if value is not None or spec.default is not None:
                 value = spec.metadata["check"](spec.name, value, spec.metadata)
             object.__setattr__(self, spec.name, value)
+        if self.preset != "auto" and self.memory == "process":  # other methods keep nothing
+            object.__setattr__(self, "memory", "request")
         for spec in fields(self):
             value, presets = getattr(self, spec.name), spec.metadata["presets"]
-            is_given = value != spec.metadata.get("chosen", spec.default)
+            is_given = value not in (spec.metadata.get("chosen", spec.default), "request")
             if is_given and presets != PRESETS and self.preset not in presets:
                 raise InvalidArgumentError(
                     f"{spec.name}={value!r} applies to preset {' or '.join(map(repr, presets))} only, but the preset "
@@ -375,17 +377,14 @@ class LookaheadConfig:
         return cls(**values)
 
 
-_DEFAULT = LookaheadConfig(memory="process")
-
-
 def check_config(config: object) -> LookaheadConfig:
-    """Return the configuration of a call; for `None` the default one, with the memory of the process.
+    """Return the configuration of a call; for `None` the default one.
 
     Raises:
         InvalidArgumentError: `config` is no `LookaheadConfig`.
     """
     if config is None:
-        return _DEFAULT
+        return LookaheadConfig()
     is_config = isinstance(config, LookaheadConfig)
     require(is_config, "lookahead_config", config, "must be a lookahead.LookaheadConfig, or None for the default one")
     return cast(LookaheadConfig, config)

@@ -59,7 +59,7 @@ from model_zoo import MAX_POSITIONS, build
         ({"preset": "autoregressive", "block_size": 4}, "block_size=4 .*'jacobi'.* 'autoregressive'"),
         ({"preset": "auto", "max_iterations": 4}, "max_iterations=4 .*'jacobi'.* 'auto'"),
         ({"preset": "auto", "pool_from_output": False}, "pool_from_output=False .*'paper'.* 'auto'"),
-        ({"preset": "token_recycling", "memory": "process"}, "memory='process' .*'auto'.* 'token_recycling'"),
+        ({"preset": "token_recycling", "memory": "./file"}, "memory='./file' .*'auto'.* 'token_recycling'"),
         ({"seed": 3}, "seed=3 .*'paper' or 'jacobi'.* 'auto'"),
         ({"window_size": 3, "block_size": 4}, "block_size=4 .*'jacobi'.* 'paper'"),
     ],

@@ -42,7 +42,7 @@ def test_every_key_of_the_file_is_read(folder: Path) -> None:
     assert sampled.data == folder / "words.jsonl"
     plain, auto, assisted_method = suite.methods
     assert plain.is_reference
-    assert auto.lookahead == LookaheadConfig(preset="auto")
+    assert auto.lookahead == LookaheadConfig(preset="auto", memory="request")
     assert assisted_method.assistant == "demo"
     assert not assisted_method.keeps_draws(sampled)
     assert assisted_method.keeps_draws(greedy)

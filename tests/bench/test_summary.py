@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookup": {"transformers": {"prompt_lookup_num_tokens": 4}, "assistant": None},
     "matches": {"lookahead": _options(LookaheadConfig(preset="context_matches", step_budget=16))},
     "auto": {"lookahead": _options(LookaheadConfig(preset="auto", step_budget=8, memory="process"))},
-    "packed": {"lookahead": _options(LookaheadConfig(preset="auto", pack_weights=True))},
+    "packed": {"lookahead": _options(LookaheadConfig(preset="auto", pack_weights=True, memory="request"))},
 }
 
 

@@ -56,7 +56,7 @@ def test_a_memory_of_the_process_saves_steps_in_the_next_call(model: PreTrainedM
     first, second = (run(model, step_budget=16, memory="process").statistics for _ in range(2))
     assert second.steps < first.steps
     assert second.sources[0]["entries"][0] >= first.sources[0]["entries"][0] > 0
-    assert run(model, step_budget=16).statistics.steps == first.steps  # a call's own memory starts empty
+    assert run(model, step_budget=16, memory="request").statistics.steps == first.steps  # its memory starts empty
     other = copy.deepcopy(model)
     assert run(other, step_budget=16, memory="process").statistics.steps == first.steps
 
@@ -72,7 +72,7 @@ def test_calls_without_a_configuration_share_a_memory(model: PreTrainedModel, at
         output = generate(PROMPT, **OPTIONS)
         assert torch.equal(output.sequences, expected)
         entries.append(output.statistics.sources[0]["entries"][0])
-    fresh = generate(PROMPT, lookahead_config=LookaheadConfig(), **OPTIONS)
+    fresh = generate(PROMPT, lookahead_config=LookaheadConfig(memory="request"), **OPTIONS)
     both = generate(torch.flip(PROMPT, [1]), **OPTIONS).statistics.sources[0]["entries"][0]
     assert both > entries[1] >= entries[0] > 0
     assert fresh.statistics.sources[0]["entries"][0] < both

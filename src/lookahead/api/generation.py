@@ -110,7 +110,8 @@ def generate(
         input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left to equal length. Without them
             transformers begins from the BOS token.
         lookahead_config: Drafting options, which never change the text. By default `preset="auto"`, which also drafts
-            from the predictions of earlier calls with this model (`memory="process"`, 10.5 MB).
+            from the predictions of earlier calls with this model (`memory="process"`, 10.5 MB); `memory="request"`
+            begins each call without them.
         on_step: Function called after each step with a `StepRecord` for each sequence: added tokens, nodes sent.
         ngram_pool: A pool to draft from and to fill, reusable in later calls; by default a new one for each sequence.
         prediction: Token ids of a predicted text, the file to edit for example: a list or a tensor `[tokens]`. For
@@ -130,8 +131,7 @@ def generate(
         ParallelError: The ranks of `parallel` disagree, or a rank failed; the message names it.
     """
     start = perf_counter()
-    alone = parallel is None or lookahead_config is not None
-    config = check_config(lookahead_config) if alone else LookaheadConfig()  # ranks keep no common memory
+    config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     if on_step is not None:
         check_callable("on_step", on_step, 1, ON_STEP)

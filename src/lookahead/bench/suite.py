@@ -328,8 +328,9 @@ def _method(table: dict[str, Any], where: str, folder: Path) -> MethodSpec:
 
 
 def _lookahead(values: dict[str, Any], where: str) -> LookaheadConfig:
+    """Return the configuration of a method, with a memory of one request unless it names another."""
     try:
-        config = LookaheadConfig.from_dict(values)
+        config = LookaheadConfig.from_dict({"memory": "request", **values})
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}: {error}") from error
     if config.memory not in MEMORY_SCOPES:

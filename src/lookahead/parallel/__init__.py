@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lookahead.config import LookaheadConfig, check_config
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig, check_config
 from lookahead.errors import UnsupportedArgumentError
 from lookahead.values import whole_number
 
@@ -69,8 +69,8 @@ def environment_number(name: str, minimum: int, maximum: int | None = None) -> i
 
 
 def check_memory(config: LookaheadConfig, ranks: int) -> None:
-    """Refuse a draft memory that outlives a call, as several ranks cannot keep it equal."""
-    if config.memory != "request" and ranks > 1:
+    """Refuse a memory file, as several ranks cannot keep it equal."""
+    if config.memory not in MEMORY_SCOPES and ranks > 1:
         raise UnsupportedArgumentError(
             f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'
         )

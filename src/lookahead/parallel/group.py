@@ -107,6 +107,8 @@ class RanksSession(CallSession):
             UnsupportedArgumentError: `memory` is one that ranks cannot keep equal.
         """
         check_memory(config, self._exchange.size)
+        if config.memory == "process":  # the ranks' processes may have learned from different calls
+            config = replace(config, memory="request")
         if config.preset in BUDGETED and config.step_budget is None:
             # A measured budget would differ between ranks, as each has its own clock.
             config = replace(config, step_budget=FIXED_BUDGET * self._exchange.size)

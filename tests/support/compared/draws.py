@@ -52,8 +52,8 @@ def draw_drafting(random: Random) -> dict[str, Any]:
     values: dict[str, Any] = {"preset": preset}
     if preset in ("auto", "token_recycling", "context_matches") and random.random() < 0.8:
         values["step_budget"] = random.choice((1, 2, 4, 8, 16, 32, 64, 128))
-    if preset == "auto" and random.random() < 0.15:
-        values["memory"] = "process"
+    if preset == "auto":
+        values["memory"] = "process" if random.random() < 0.15 else "request"  # a case alone repeats the latter
     if preset == "paper":
         values |= {
             "window_size": random.randint(1, 12),

@@ -59,5 +59,5 @@ def _simpler_turns(turn: Turn, alone: bool) -> Iterator[Turn]:
             yield replace(turn, settings={key: value for key, value in turn.settings.items() if key != name})
     if turn.drafting != {"preset": "autoregressive"} and turn.ours:
         yield replace(turn, drafting={"preset": "autoregressive"})
-        if turn.drafting != {"preset": "auto", "step_budget": 8}:
-            yield replace(turn, drafting={"preset": "auto", "step_budget": 8})
+        if turn.drafting != {"preset": "auto", "step_budget": 8, "memory": "request"}:
+            yield replace(turn, drafting={"preset": "auto", "step_budget": 8, "memory": "request"})

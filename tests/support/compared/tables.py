@@ -263,8 +263,6 @@ def _ranks_case(number: int) -> Case:
     turn = case.turns[0].without("criterion", "allowed")  # custom code may not treat rows separately
     if kind > 1 and turn.settings.get("processor"):
         turn = turn.without("processor")
-    # Ranks refuse a memory that lasts longer than the call.
-    turn = replace(turn, drafting={name: value for name, value in turn.drafting.items() if name != "memory"})
     if kind == 3 and turn.drafting["preset"] not in ("paper", "jacobi", "autoregressive"):
         # Rows draw from one generator in the order of their steps, so texts are equal only if steps are.
         turn = replace(turn, drafting={"preset": "paper"})
