@@ -20,6 +20,7 @@ from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_engine import acquire_steps
 from lookahead.config import EngineName, LookaheadConfig
 from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import DraftMemory
 from lookahead.errors import InvalidArgumentError
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -27,9 +28,6 @@ CONTEXTS = (128, 512, 2048)
 
 BRANCH = 4
 """Nodes of each candidate in the timed trees: a 5-gram without its first token."""
-
-LISTED = 8
-"""Number of most likely tokens that a step with a draft lists for each node; a plain step lists none."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,7 @@ class StepBench:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(0)
         self._vocabulary = int(vocabulary)
+        self._listed = DraftMemory(capacity=1).top_k  # of each node of a draft
         self.context = context
         module = engine_model(model, pack_weights, invariant=False)
         steps = None
@@ -121,7 +120,7 @@ class StepBench:
 
     def step(self, tree: TokenTree) -> None:
         """Run one step, and accept the root and the first candidate's first token."""
-        self._runner.forward([tree], LISTED if len(tree) > 1 else 0)
+        self._runner.forward([tree], self._listed if len(tree) > 1 else 0)
         self._runner.commit([range(min(2, len(tree)))])
 
     def undo(self) -> None:

@@ -22,11 +22,8 @@ from lookahead.core.compiled import at_once, compiled
 
 Integers = NDArray[np.int64]
 
-VISIBLE = 0
-FIRST = 1
-SCRATCH = 2
-BITS = 3
-WORD = 32
+VISIBLE, FIRST, SCRATCH, BITS = range(4)
+WORD = np.iinfo(np.int32).bits
 """Slots in one word of a bit set."""
 
 
