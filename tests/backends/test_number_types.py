@@ -47,6 +47,7 @@ def test_plain_steps_under_autocast_are_plain_to_the_bit(attention: str, dtype: 
     assert (layer.keys.dtype, layer.values.dtype) == (torch.float32, dtype)
 
 
+@pytest.mark.filterwarnings("error")
 def test_double_precision() -> None:
     model = in_type("llama", torch.float64)
     expected = model.generate(PROMPT, **GREEDY).sequences

@@ -26,6 +26,8 @@ VISIBLE, FIRST, SCRATCH, BITS = range(4)
 WORD = np.iinfo(np.int32).bits
 """Slots in one word of a bit set."""
 
+_LOWEST = float(np.finfo(np.float32).min)
+
 
 def packed_width(nodes: int) -> int:
     """Size of the last dimension of the packed mask of `nodes` nodes."""
@@ -83,7 +85,7 @@ def dense_masks(
     keys = scratch - dropped + counts
     sizes = counts * keys
     begins = sizes.cumsum() - sizes
-    exact = np.float32 if np.isfinite(np.float32(hidden)) else np.float64
+    exact = np.float32 if hidden >= _LOWEST else np.float64
     masks = np.full(int(sizes.sum()), hidden, dtype=exact)
     window, chunk = reach
     at_once(write_dense_masks)(trees, (begins, keys), (window or 0, chunk or 0, dropped), masks)
@@ -104,10 +106,12 @@ def write_masks(trees: MaskedTrees, window: int, chunk: int, mask: NDArray[np.in
     limited = window > 0 or chunk > 0
     for row in range(len(firsts) - 1):
         begin = firsts[row]
+        is_path = True
         for slot in range(firsts[row + 1] - begin):
             seen = mask[begin + slot]
             first = 0
             above = parent_slots[begin + slot]
+            is_path = is_path and above == slot - 1
             if window > 0:
                 first = max(places[begin + slot] - window + 1, 0)
             elif chunk > 0:
@@ -115,9 +119,13 @@ def write_masks(trees: MaskedTrees, window: int, chunk: int, mask: NDArray[np.in
             seen[VISIBLE] = lengths[row] if above >= -1 else 0
             seen[FIRST], seen[SCRATCH] = first, lengths[row]
             for word in range(BITS, len(seen)):
-                seen[word] = 0 if limited or above < 0 else mask[begin + above, word]
+                seen[word] = mask[begin + above, word] if above >= 0 and (is_path or not limited) else 0
             seen[BITS + slot // WORD] |= np.int32(1) << np.int32(slot % WORD)
-            while limited and above >= 0 and places[begin + above] >= first:
+            if is_path:
+                start = max(slot - places[begin + slot] + first, 0)
+                seen[BITS : BITS + start // WORD] = 0
+                seen[BITS + start // WORD] &= np.int32(-1) << np.int32(start % WORD)
+            while limited and not is_path and above >= 0 and places[begin + above] >= first:
                 seen[BITS + above // WORD] |= np.int32(1) << np.int32(above % WORD)
                 above = parent_slots[begin + above]
 
@@ -158,12 +166,12 @@ def write_dense_masks(
             start = max(first - dropped, 0)
             if lengths[row] - dropped > start:
                 masks[at + start : at + lengths[row] - dropped] = 0
-            if limited:
+            if is_path:
+                masks[nodes + max(slot - places[begin + slot] + first, 0) : nodes + slot] = 0
+            elif limited:
                 while above >= 0 and places[begin + above] >= first:
                     masks[nodes + above] = 0
                     above = parent_slots[begin + above]
-            elif is_path:
-                masks[nodes : nodes + slot] = 0
             else:
                 parent = begins[row] + above * keys[row] + keys[row] - count
                 for other in range(above + 1):  # ancestors of its parent lie before that
