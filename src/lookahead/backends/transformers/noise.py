@@ -179,13 +179,17 @@ class TextNoise(SamplingNoise):
         self._own = generator
         self._early: deque[torch.Tensor] = deque()
         """Noise of the next indices."""
-        self._used: list[tuple[torch.Tensor, int]] = []
-        """Number of indices before them, by type and vocabulary of the probabilities."""
+        self._like: torch.Tensor | None = None
+        """Probabilities of the last draw, for their type and vocabulary."""
+        self._state: torch.Tensor | None = None
+        """State of the generator before the first draw for them."""
+        self._used = 0
+        """Number of used indices after this state."""
 
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """See `SamplingNoise`."""
-        self._check_early(probabilities)
-        self._count(1, probabilities)
+        self._begin(probabilities)
+        self._used += 1
         return self._early.popleft() if self._early else self._draw(probabilities)
 
     def can_foresee(self, count: int, like: torch.Tensor) -> bool:
@@ -194,7 +198,7 @@ class TextNoise(SamplingNoise):
 
     def look_ahead(self, row: int, count: int, like: torch.Tensor) -> list[torch.Tensor]:
         """See `SamplingNoise`."""
-        self._check_early(like)
+        self._begin(like)
         fits = max(self._max_bytes // (like.shape[-1] * like.element_size()), 1)
         for _ in range(min(count, fits) - len(self._early)):
             self._early.append(self._draw(like))
@@ -202,7 +206,7 @@ class TextNoise(SamplingNoise):
 
     def advance(self, row: int, count: int, like: torch.Tensor) -> None:
         """See `SamplingNoise`."""
-        self._count(count, like)
+        self._used += count
         for _ in range(count):
             self._early.popleft()
 
@@ -210,27 +214,19 @@ class TextNoise(SamplingNoise):
         """See `SamplingNoise`."""
         self._early.clear()
 
-    def _count(self, count: int, like: torch.Tensor) -> None:
-        """Count used indices."""
-        if self._used and _is_alike(self._used[-1][0], like):
-            kind, before = self._used.pop()
-            self._used.append((kind, before + count))
-        else:
-            self._used.append((torch.empty_like(like), count))
-
-    def _check_early(self, like: torch.Tensor) -> None:
-        """Draw early noise again if the probabilities have another type or vocabulary now; from the seed on."""
-        if self._early and not _is_alike(self._early[0], like):
+    def _begin(self, like: torch.Tensor) -> None:
+        """Note the type and vocabulary of the probabilities; if they are new, drop early noise."""
+        before = self._like
+        if before is not None and before.dtype == like.dtype and before.shape[-1] == like.shape[-1]:
+            return
+        if before is not None and self._early and self._state is not None:
+            self._own.set_state(self._state)
+            for _ in range(self._used):
+                self._draw(before)
             self._early.clear()
-            self._own.manual_seed(self._own.initial_seed())
-            for earlier, count in self._used:
-                for _ in range(count):
-                    self._draw(earlier)
-
-
-def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether noise for both has the same type and vocabulary."""
-    return first.dtype == second.dtype and first.shape[-1] == second.shape[-1]
+        self._like = like.new_empty(1).expand(like.shape)
+        self._state = self._own.get_state()
+        self._used = 0
 
 
 def default_generator(device: torch.device) -> torch.Generator:
