@@ -226,7 +226,8 @@ class Packed:
             there = torch.from_numpy(dense).to(self._device, self._dtype)
             keys = (some.lengths + forest.counts[rows]).tolist()
             for row, begin, count, size in zip(rows.tolist(), begins.tolist(), np.diff(firsts), keys, strict=True):
-                masks[row] = there.narrow(0, begin, int(count) * size).view(1, 1, -1, size)
+                mask = there.narrow(0, begin, int(count) * size).view(1, 1, -1, size)
+                masks[row] = mask if mask.is_cpu else mask.clone()  # kernels of CUDA need aligned addresses
         return masks
 
 
