@@ -351,6 +351,21 @@ def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrain
     assert "".join(streamer) == tokenizer.decode(expected.sequences[0, ids.shape[1] :])
 
 
+class OnDevice(torch.Tensor):
+    """Tensor that numpy cannot read, as those of other devices."""
+
+    def __array__(self, *arguments: object, **options: object) -> Any:
+        raise TypeError("can't convert device type tensor to numpy")
+
+
+def test_a_list_of_tensors_of_a_device_is_a_prompt() -> None:
+    engine = Engine(build("llama"), NODES)
+    prompt = [torch.tensor(token).as_subclass(OnDevice) for token in PROMPT]
+    texts = [engine.submit(one, do_sample=False, max_new_tokens=4) for one in (prompt, PROMPT)]
+    engine.run()
+    assert torch.equal(texts[0].result(), texts[1].result())
+
+
 def test_unsupported_arguments_are_refused() -> None:
     model = build("llama")
     engine = Engine(model, NODES, kv_bytes=60 * token_bytes(model))

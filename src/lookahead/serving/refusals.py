@@ -105,8 +105,9 @@ def read_prompt(input_ids: object) -> torch.Tensor:
         InvalidArgumentError: `input_ids` is neither a list of token ids nor a tensor of them.
     """
     try:
-        # numpy reads lists in a quarter of torch's time
-        ids = torch.as_tensor(np.array(input_ids) if isinstance(input_ids, list) else input_ids)
+        has_numbers = isinstance(input_ids, list) and bool(input_ids) and type(input_ids[0]) is int
+        # numpy reads numbers in a quarter of torch's time, but no tensors of other devices
+        ids = torch.as_tensor(np.array(input_ids) if has_numbers else input_ids)
     except Exception as error:  # user objects may raise any error
         raise InvalidArgumentError(
             f"input_ids={display(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
