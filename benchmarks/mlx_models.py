@@ -52,9 +52,9 @@ def probe(options: Options) -> Probe:
     model = lookahead.load_mlx(model_folder(options.model) if options.model == "demo" else options.model)
     device = mx.device_info().get("device_name", "") if mx.default_device() == mx.gpu else "CPU"
     settings = {
-        "model": {"name": Path(options.model).name, "number_type": model.findings.number_type},
-        "passes": model.findings.way,
-        "difference": model.findings.difference,
+        "model": {"name": Path(options.model).name, "number_type": model.number_type},
+        "passes": model.way,
+        "difference": model.difference,
         "mlx": {"version": mx.__version__, "mlx_lm": mlx_lm.__version__, "device": device},
     }
     cases = read_cases(Path(options.prompts), encoder_of(model.tokenizer), options.limit)
@@ -92,7 +92,7 @@ def _texts(model: Any, case: Case, length: int) -> Iterator[Row]:
 def _prices(model: Any, context: int, nodes: tuple[int, ...]) -> Iterator[Row]:
     """Yield the time of a pass for each number of nodes: chains, and trees of two branches."""
     draws = random.Random(context)
-    text = [draws.randrange(model.findings.vocabulary) for _ in range(context + 1)]
+    text = [draws.randrange(model.vocabulary) for _ in range(context + 1)]
     session: Any = open_session(model)
     runner = session.runner_of([make_prompt_cache(model.mlx)])
     runner.prefill([text], None)
@@ -102,9 +102,7 @@ def _prices(model: Any, context: int, nodes: tuple[int, ...]) -> Iterator[Row]:
             tree: TokenTree = runner.begin_tree(0, text)
             half = (count - 1) // 2 if not runner.chains else 0
             tree.add_candidates(text[1 : 1 + half])
-            tree.add_candidates(
-                [(text[1] + 1) % model.findings.vocabulary, *text[2 : count - half]][: count - 1 - half]
-            )
+            tree.add_candidates([(text[1] + 1) % model.vocabulary, *text[2 : count - half]][: count - 1 - half])
             begin = _clock()
             runner.forward([tree])
             seconds.append(_clock() - begin)

@@ -15,7 +15,12 @@ from lookahead.demo import demo_model_path
 from server_process import ServerProcess
 from standard_input import StandardInput
 
-mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; `make test-mlx` installs it")
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; `make test-mlx` installs it")
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.sample_utils import make_sampler
+
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
 PROMPT = "def add(a, b):"
@@ -35,6 +40,14 @@ def expected(folder: str) -> str:
     return mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=24)
 
 
+def sampled(folder: str, seed: int, **settings: float) -> str:
+    """The text of mlx-lm at temperature 0.8. Its detokenizer drops a space at the beginning."""
+    model, tokenizer = mlx_lm.load(folder)
+    mx.random.seed(seed)
+    options: dict[str, Any] = {"max_tokens": 24, "sampler": make_sampler(0.8, **settings)}
+    return tokenizer.decode([answer.token for answer in mlx_lm.stream_generate(model, tokenizer, PROMPT, **options)])
+
+
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -50,6 +63,22 @@ def test_generate_and_compare_give_the_text_of_mlx_lm(
     assert result["identical"]
     assert result["plain"]["text"] == expected
     assert result["plain"]["steps"] > result["lookahead"]["steps"]
+
+
+def test_samples_of_commands_are_those_of_mlx_lm(
+    capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path
+) -> None:
+    expected = sampled(folder, 7, top_p=0.9)
+    options = ["-n", "24", "--model", folder, "--step-budget", "8", "--sample", "--temperature", "0.8"]
+    options += ["--top-p", "0.9", "--top-k", "0", "--sampling-seed", "7"]
+    assert report(capsys, "generate", PROMPT, *options)["text"] == expected
+    result = report(capsys, "compare", PROMPT, "--repeats", "2", *options)
+    assert result["identical"]
+    assert result["plain"]["text"] == expected
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"id": f"{n}", "prompt": PROMPT}) + "\n" for n in "ab"))
+    assert main(["batch", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl"), *options]) == 0
+    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in answers] == [expected] * 2
 
 
 def test_chat_batch_and_trace(
@@ -79,6 +108,15 @@ def test_the_server_answers_requests_side_by_side(folder: str, expected: str) ->
 
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(complete, range(4))) == [expected] * 4
+
+        def sample(seed: int) -> str:
+            settings = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": seed}
+            return client.completions.create(model="mlx", prompt=PROMPT, **settings).choices[0].text
+
+        seeds = [5, 6, 5, 6]
+        texts = {seed: sampled(folder, seed, top_p=0.9) for seed in (5, 6)}
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(sample, seeds)) == [texts[seed] for seed in seeds]
         with pytest.raises(openai.BadRequestError, match="echo"):
             client.completions.create(model="mlx", prompt=PROMPT, max_tokens=1, echo=True, logprobs=1)
 

@@ -122,8 +122,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: case[name] for name in kept},
         "kind": "case",
-        "method": model.findings.way,
-        "difference": model.findings.difference,
+        "method": model.way,
+        "difference": model.difference,
         "tokens": statistics.tokens,
         "steps": statistics.steps,
         "cpu_seconds": round(cpu, 4),

@@ -49,7 +49,7 @@ def test_texts_equal_mlx_lm(architecture: str) -> None:
     assert statistics.step_compression > 1
     check(model, sampler=make_sampler(0.7, top_p=0.9))
     is_chain = architecture in CHAINS and architecture != "mistral3"  # mlx-lm gives this one plain caches
-    assert (model.findings.way == "chains") == is_chain
+    assert (model.way == "chains") == is_chain
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,10 @@ class Runner(Backend):
         """
         return None if self.last_length is None else self.last_length - 1
 
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Return whether a prediction follows `tree`."""
+        return tree.reads_root
+
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """Process long texts in chunks, so that the first step has few pending tokens.
 
@@ -378,6 +382,21 @@ class Session(CallSession):
         Raises:
             LookaheadError: The model or the settings do not support such rows.
         """
+
+    def selector(self, processors: Sequence[Any], samples: bool, seed: int | None, rows: int) -> Any:
+        """Return an object that selects the tokens of a text as the model's engine does; `None` if transformers does.
+
+        Args:
+            processors: Logits processors of the text.
+            samples: Whether tokens are sampled.
+            seed: Seed of the text; by default the engine's own random numbers.
+            rows: Number of rows of the call.
+        """
+        return None
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers of calls without a seed of their own."""
+        torch.manual_seed(seed)
 
     def watch(self, runner: Any, compares_bits: bool) -> Any:
         """Return a watch for changes of the model, like `ModelWatch`; `None` if there can be none."""

@@ -103,6 +103,7 @@ class PassResult(Sequence["TreeResult"]):
 
     Attributes:
         logits: After nodes that were read, float32; in static passes a row for every slot, in the model's number type.
+        native: Arrays of the model's engine, for its own selection of tokens.
         logit_rows, borrowed, downloads: The arguments.
     """
 
@@ -116,6 +117,7 @@ class PassResult(Sequence["TreeResult"]):
         downloads: Downloads | None = None,
     ) -> None:
         self.logits = logits
+        self.native: Any = None
         self.logit_rows = logit_rows
         self.borrowed = borrowed
         self.downloads = downloads or Downloads()
@@ -235,6 +237,7 @@ def pass_result(
     rows: NDArray[np.int64] | None = None,
     borrowed: bool = False,
     listed: torch.Tensor | None = None,
+    predictions: NDArray[np.int64] | None = None,
 ) -> PassResult:
     """The result of one pass, given its logits.
 
@@ -245,6 +248,7 @@ def pass_result(
         rows: The row of `logits` for each of `forest.read_slots`; one after another if not given.
         borrowed: Whether the next pass overwrites `logits`.
         listed: What `pack_likeliest` made of `logits`, with `top_k` or more, where the pass did that.
+        predictions: Likeliest token of each row of `logits`, if the model's engine selects it.
     """
     downloads = Downloads()
     read = forest.read_nodes
@@ -257,6 +261,8 @@ def pass_result(
         here = _likeliest(logits, top_k)
         if borrowed and len(logits) > 1:  # the next pass may come before anybody asks
             here = here._replace(predictions=argmax(logits))
+        if predictions is not None:
+            here = here._replace(predictions=predictions)
         return PassResult(forest, logits, logit_rows, partial(_of_nodes, here, logit_rows), borrowed, downloads)
     bring = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
     return PassResult(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lookahead.core.protocols import Backend
@@ -83,6 +84,44 @@ def chains(draws: random.Random, max_tokens: int = 3) -> Draft:
         return tree.add_candidates([*right, *wrong])[: len(right)]
 
     return draft
+
+
+LENGTH = 19
+"""Tokens of the longest text of `drafted_difference`."""
+
+LEAVES = 4
+"""Maximum number of leaves of its trees."""
+
+NODES = 16
+"""Maximum number of nodes of its trees, and their paths."""
+
+_PROMPT = 6
+
+
+def drafted_difference(
+    empty_runner: Callable[[bool], Backend], tokens: Sequence[int], on_chains: bool, rows: int = 1
+) -> float:
+    """Return the largest difference between logits with drafts and in plain decoding, along random texts.
+
+    Args:
+        empty_runner: Returns a runner of as many empty rows, given whether it will run drafts.
+        tokens: Token ids of the texts.
+        on_chains: Whether drafts are chains, some of them rejected in part; else trees with wrong branches.
+        rows: Number of texts, of different lengths.
+
+    Returns:
+        The difference in standard deviations of the logits; not a number if logits are none.
+    """
+    draws = np.random.default_rng(0)
+    texts = [draws.choice(tokens, LENGTH - 4 * row).tolist() for row in range(rows)]
+    draft = chains(random.Random(0), LEAVES - 1) if on_chains else among_decoys(LEAVES, 1, tokens)
+    results = []
+    for drafts in (nothing, draft):
+        runner: Any = empty_runner(drafts is not nothing)
+        runner.prefill([text[:_PROMPT] for text in texts], None)
+        results.append(follow(runner, texts, _PROMPT, drafts))
+    plain, drafted = results
+    return difference(drafted, plain) / float(torch.cat(plain).std())
 
 
 def difference(logits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -53,7 +53,7 @@ def run(settings: ChatSettings, consoles: Consoles) -> int:
     template = read_template(settings)
     loaded = load_for_decoding(settings, consoles.notes)
     turns = choose_format(settings, template, loaded, consoles.notes)
-    seed_draws(settings)
+    seed_draws(loaded, settings.sampling_seed)
     with traced(settings, loaded, consoles.notes) as config:
         conversation = Conversation(loaded, turns, replace(settings, config=config))
         return Chat(consoles, conversation, settings.json).run()

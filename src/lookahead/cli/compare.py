@@ -9,7 +9,6 @@ from operator import truediv
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -84,7 +83,7 @@ def _run_rounds(
     loaded: LoadedModel, prompt: PromptInput, settings: CompareSettings, rounds: Rounds, notes: Console
 ) -> None:
     """Append pairs of runs to `rounds`. Sides alternate, so that a change of the machine's speed affects both."""
-    options, seed = text_options(loaded, settings), seed_draws(settings)
+    options, seed = text_options(loaded, settings), seed_draws(loaded, settings.sampling_seed)
     short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
     with measuring_progress(notes) as progress:
         task = progress.add_task("warming up", total=2 * settings.repeats + 2)
@@ -92,7 +91,7 @@ def _run_rounds(
         def run(side: str, number: int) -> Recording:
             what = f"{side} {number}/{settings.repeats}" if number else "warming up"
             progress.update(task, description=what, refresh=True)
-            torch.manual_seed(seed)  # both sides draw the same random numbers
+            seed_draws(loaded, seed)  # both sides draw the same random numbers
             recording, text = Recording(), prompt if number else short
             if side == "plain":
                 decode_plainly(loaded, text, recording, **options)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel
+from lookahead.backends.session import open_session
 from lookahead.bench.rows import versions
 from lookahead.cli.loading import load_for_decoding, memory_errors_explained
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
@@ -55,7 +56,7 @@ def _run(settings: DecodingSettings, consoles: Consoles, text: str, group: Paral
     prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
     printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
     recording = Recording(None if printer is None else printer.step)
-    seed_draws(settings)
+    seed_draws(loaded, settings.sampling_seed)
     # The launcher of ranks turns Ctrl-C into SIGTERM for rank 0.
     is_first = group is not None and group.rank == 0
     stopping = handling(signal.SIGTERM, signal.default_int_handler) if is_first else nullcontext()
@@ -194,12 +195,11 @@ def text_options(loaded: LoadedModel, settings: DecodingSettings) -> dict[str, A
     return options
 
 
-def seed_draws(settings: DecodingSettings) -> int:
-    """Seed torch with the seed of the settings, or with a new one, and return it."""
-    if settings.sampling_seed is None:
-        return torch.seed()
-    torch.manual_seed(settings.sampling_seed)
-    return settings.sampling_seed
+def seed_draws(loaded: LoadedModel, seed: int | None) -> int:
+    """Seed the random numbers of the model's engine with `seed`, or with a new one, and return it."""
+    seed = torch.seed() if seed is None else seed
+    open_session(loaded.model).seed(seed)
+    return seed
 
 
 def decode_plainly(loaded: LoadedModel, prompt: PromptInput, recording: Recording, **options: Any) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lookahead.backends.base import check_settings
 from lookahead.backends.mlx.model import MLXModel
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics
@@ -93,12 +95,11 @@ def _stream(
 ) -> Iterator[Any]:
     from lookahead.backends.mlx.stream import Stream  # late, as mlx is an extra
 
+    check_settings(config, "a model of MLX")
     BACKGROUND.begin(config)
-    sampler = options.get("sampler")
-    caches = options.get("prompt_cache"), options.get("max_kv_size")
-    stream = Stream(model, tokenizer, prompt, sampler, options.get("logits_processors"), caches, config)
+    stream = Stream(model, tokenizer, prompt, options)
     runner = stream.runner
-    temperature = 0.0 if sampler is None else 1.0
+    temperature = 0.0 if options.get("sampler") is None else 1.0
     pace = draft_pace(model, config, 1, temperature, runner.chains) if config.chooses_nodes else None
     drafting = Drafting(model, config, pace, None, runner.most_nodes, runner.chains)
     max_length = None if max_tokens < 0 else len(stream.tokens) + max_tokens
@@ -106,21 +107,17 @@ def _stream(
     def is_complete(sequence: SequenceState) -> bool:
         return sequence.tokens[-1] in stream.ends or len(sequence.tokens) == max_length
 
-    sequence = SequenceState(stream.tokens, drafting.drafter(None), stream.sampler, is_complete, most_tokens=max_length)
+    sampler = TextSampler(selector=stream)
+    sequence = SequenceState(stream.tokens, drafting.drafter(None), sampler, is_complete, most_tokens=max_length)
     steps = Steps(runner, open_session(model).clock, pace)
     requests: Any = [_Text(sequence, drafting, temperature)]
     _prefill(runner, stream.tokens, options)
     try:
         while not sequence.finished:
-            before = len(sequence.tokens)
-            stream.sampler.begin_step()
             steps.run(requests, statistics)
             if sequence.error is not None:
                 raise sequence.error
-            new = sequence.tokens[before:]
-            for number, (token, logprobs) in enumerate(zip(new, stream.sampler.logprobs, strict=True), 1):
-                is_last = number == len(new)
-                yield stream.response(token, logprobs, not is_last, is_last and sequence.finished)
+            yield from stream.responses(sequence.finished)
     finally:
         stream.close(sequence.tokens)
         drafting.save()

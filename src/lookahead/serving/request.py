@@ -10,6 +10,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.protocols import StepPace
@@ -76,9 +77,16 @@ class Request:
         keeps = bool(config.return_dict_in_generate)
         kind = TextSampler if logprobs is None else partial(LogprobSampler, logprobs)
         alone = not in_lock_step(arguments)  # in lock step, tokens are selected for all rows together
+        processors = row_processors(arguments.processors, index, prompts.rows) if alone else None
+        selector: Any = None
+        if alone:
+            session = open_session(arguments.model)
+            selector = session.selector(processors or (), bool(config.do_sample), noise.seed, prompts.rows)
+        own = alone and selector is None
         sampler = kind(
-            processor=(alone and row_processors(arguments.processors, index, prompts.rows)) or None,
-            noise=noise if alone and config.do_sample else None,
+            processor=(own and processors) or None,
+            noise=noise if own and config.do_sample else None,
+            selector=selector,
             row=index,
             keep_logits=keeps and bool(config.output_logits),
             keep_scores=keeps and bool(config.output_scores),

@@ -13,8 +13,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 from torch.nn.modules import module
 from transformers import PreTrainedModel
@@ -23,18 +21,13 @@ from lookahead.backends.base import Prompts, check_settings
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, binding
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRunner
-from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing
+from lookahead.backends.trials import LEAVES, LENGTH, NODES, drafted_difference
+from lookahead.backends.wrapped_model import refuse_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 TOLERANCE = 0.25
 """Maximum difference to the logits of plain decoding, in standard deviations of the logits."""
-
-_PROMPT = 6
-_LENGTH = 19
-_DEPTH = 3
-_DECOYS = 1
-_LEAVES = _DEPTH * _DECOYS + 1
 
 
 def check_model(model: LlamaModel) -> None:
@@ -89,18 +82,16 @@ def largest_difference(model: LlamaModel) -> float:
     """Largest difference between logits with drafts and in plain decoding, in standard deviations of the logits."""
     vocabulary = model.vocabulary
     usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
-    text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
-    context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
+    context = model.acquire(2 * LENGTH + NODES, 2 if model.has_states else LEAVES)
     kind = LlamaChainRunner if model.has_states else LlamaRunner
-    tree = among_decoys(_DEPTH + 1, _DECOYS, usable.tolist())
-    draft = chains(random.Random(0), _DEPTH) if model.has_states else tree
-    results = []
-    for drafts in (nothing, draft):
+
+    def empty_runner(drafts: bool) -> LlamaRunner:
         context.clear()
-        results += follow(kind(context, 1), [text], _PROMPT, drafts)
+        return kind(context, 1)
+
+    worst = drafted_difference(empty_runner, usable.tolist(), model.has_states)
     model.release(context)
-    plain, drafted = results
-    return difference([drafted], [plain]) / float(plain.std())
+    return worst
 
 
 def check_call(model: LlamaModel, prompts: Prompts, config: LookaheadConfig) -> None:
@@ -141,13 +132,4 @@ def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> Non
     if max_rows > MOST_SEQUENCES:
         raise InvalidArgumentError(
             f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
-        )
-
-
-def refuse_cache(cache: object) -> None:
-    """Refuse a cache passed by the caller."""
-    if cache is not None:
-        raise UnsupportedArgumentError(
-            "cache (past_key_values) is not supported for a GGUF model, whose keys and values are llama.cpp's; "
-            "give the whole text without it"
         )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import PreTrainedConfig, PreTrainedTokenizer
 
-from lookahead.backends.llama_cpp.checks import check_model, refuse_cache
+from lookahead.backends.llama_cpp.checks import check_model
 from lookahead.backends.llama_cpp.file import LlamaModel, Vocabulary
-from lookahead.backends.llama_cpp.runner import PlainReader
+from lookahead.backends.llama_cpp.runner import LlamaRunner
+from lookahead.backends.wrapped_model import PlainReader, WrappedModel
 from lookahead.values import check_path, whole_number, yes_or_no
+
+_SPARE_CELLS = 256
+"""Cells of plain decoding beyond twice the length of the texts."""
 
 
 def load_gguf(
@@ -54,11 +57,8 @@ class GGUFConfig(PreTrainedConfig):  # type: ignore[misc]
     model_type = "gguf"
 
 
-class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A GGUF model. llama.cpp holds its weights; transformers sees none.
-
-    `generate` decodes plainly, one token a step; `lookahead.generate` decodes the same text in fewer steps. Both take
-    the arguments of transformers' `generate` except a cache: keys and values stay in llama.cpp.
+class GGUFModel(WrappedModel):
+    """A GGUF model, run by llama.cpp.
 
     Attributes:
         llama: The file, loaded by llama.cpp.
@@ -66,90 +66,33 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp. The next call then
             computes only the part of its prompt that differs.
         reused_tokens: Tokens of the last prompt that llama.cpp held already.
-        generation_config: The special tokens of the file. The file's own sampling settings are not read.
     """
 
     config_class = GGUFConfig
-    main_input_name = "input_ids"
 
     def __init__(self, llama: LlamaModel) -> None:
         tokens = llama.vocabulary
-        special_tokens = {"bos_token_id": tokens.bos, "eos_token_id": tokens.ends or None, "pad_token_id": tokens.pad}
         super().__init__(
-            GGUFConfig(
-                vocab_size=len(tokens),
-                hidden_size=llama.width,
-                max_position_embeddings=llama.trained_context,
-                description=llama.name,
-                fingerprint=llama.fingerprint(),
-                fast_kv=llama.fast_kv,
-                **special_tokens,
-            )
+            GGUFTokenizer(tokens, llama.chat_template),
+            llama.parameters,
+            {"bos_token_id": tokens.bos, "eos_token_id": tokens.ends or None, "pad_token_id": tokens.pad},
+            vocab_size=len(tokens),
+            hidden_size=llama.width,
+            max_position_embeddings=llama.trained_context,
+            description=llama.name,
+            fingerprint=llama.fingerprint(),
+            fast_kv=llama.fast_kv,
         )
         self.llama = llama
-        self.tokenizer = GGUFTokenizer(tokens, llama.chat_template)
-        self.generation_config = GenerationConfig(**special_tokens)
-        # transformers reads the vocabulary size, the device and the dtype from this layer.
-        self.embed_tokens = torch.nn.Embedding(len(tokens), 0)
         self.keeps_text = False
         self.reused_tokens = 0
-        self._reader: PlainReader | None = None
-        self._lock = Lock()
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of weights in llama.cpp. The arguments change nothing."""
-        return self.llama.parameters
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: object | None = None,
-        past_key_values: object | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Pass the whole text at every step; `forward` computes only its new part."""
-        cache = past_key_values if cache is None else cache
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "cache": cache}
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: object | None = None,
-        past_key_values: object | None = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute the logits after the last token of each text.
-
-        Args:
-            input_ids: Token ids of the texts, `[batch, tokens]` int64.
-            attention_mask: Nonzero for tokens and 0 for padding, `[batch, tokens]`; no padding if not given.
-            cache, past_key_values: Not supported.
-            use_cache: Ignored: tokens of the same texts are never computed again.
-            return_dict: Ignored: the result always has named fields.
-            **kwargs: Ignored.
-
-        Returns:
-            An output with `logits`, `[batch, 1, vocabulary]` float32.
-
-        Raises:
-            UnsupportedArgumentError: A cache is given.
-        """
-        refuse_cache(past_key_values if cache is None else cache)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        texts = [row[mine.bool()].tolist() for row, mine in zip(input_ids, mask, strict=True)]
-        with self._lock:
-            if self._reader is None or not self._reader.fits(texts):
-                self._reader = PlainReader(self.llama, texts)
-            logits = self._reader.read(texts)
-        return CausalLMOutputWithPast(logits=logits[:, None].to(input_ids.device))
+    def plain_reader(self, texts: Sequence[Sequence[int]]) -> PlainReader:
+        """Return a reader of as many texts, which has capacity for them."""
+        llama = self.llama
+        cells = 2 * sum(map(len, texts)) + _SPARE_CELLS
+        runner = LlamaRunner(llama.acquire(cells, len(texts)), len(texts), llama.last_length)
+        return PlainReader(runner, cells, drops=not llama.has_states)
 
 
 class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Run a llama.cpp model on token trees: rows of a call, rows that join and leave, a chain, and plain decoding."""
+"""Run a llama.cpp model on token trees: rows of a call, rows that join and leave, and a chain."""
 
 from __future__ import annotations
 
@@ -360,32 +360,3 @@ class LlamaRowsRunner(LlamaRunner):
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token."""
         return self._bytes
-
-
-_ROOM = 256
-
-
-class PlainReader:
-    """Read rows of text in plain decoding, and compute only new tokens; `texts` are the first ones."""
-
-    def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
-        self._cells = 2 * sum(map(len, texts)) + _ROOM
-        self._runner = LlamaRunner(model.acquire(self._cells, len(texts)), len(texts), model.last_length)
-        self._has_states = model.has_states
-        self._texts: list[list[int]] = [[] for _ in texts]
-
-    def fits(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether `texts` have the same number of rows and fit into the context."""
-        return len(texts) == len(self._texts) and sum(map(len, texts)) <= self._cells
-
-    def read(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits after the last token of each text, `[rows, vocabulary]` float32."""
-        for place, (row, text) in enumerate(zip(self._runner.rows, texts, strict=True)):
-            common = common_start(self._texts[place], text[:-1])
-            # A running state cannot drop a token, so it starts again.
-            row.crop(0 if self._has_states and common < row.length else common)
-            self._texts[place] = list(text)
-        trees = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]
-        results = self._runner.forward(trees)
-        self._runner.commit([range(len(tree)) for tree in trees])
-        return torch.cat([result.logits_after(tree.root) for result, tree in zip(results, trees, strict=True)])

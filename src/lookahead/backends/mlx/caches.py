@@ -1,19 +1,20 @@
 """Caches of mlx-lm in passes over trees and chains.
 
-A tree runs as a batch: each node is a row with one token. `TreePass` gives every layer the position of each row, a mask
-of the visible tokens, and the same keys and values for all rows. Keys and values of the nodes go behind the text, into
-the `KVCache` of mlx-lm. A model reads a chain as it reads a prompt.
+Trees run as a batch: each node is a row with one token. `TreePass` gives every layer the position of each row, a mask
+of the visible tokens, and the keys and values of its text. Keys and values of the nodes go behind the text, into the
+`KVCache` of mlx-lm. A model reads a chain as it reads a prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from lookahead.core.forest import Layout
 
@@ -26,10 +27,14 @@ def are_plain(caches: Caches) -> bool:
     return all(type(cache) is KVCache for cache in caches)
 
 
+def _parts(caches: Caches) -> list[Any]:
+    """Return all caches, those of a layer with several ones too."""
+    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+
+
 def cached_tokens(caches: Caches) -> int:
     """Return the number of tokens in the caches of a text."""
-    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
-    return max((int(part.offset) for part in parts if hasattr(part, "offset")), default=0)
+    return max((int(part.offset) for part in _parts(caches) if hasattr(part, "offset")), default=0)
 
 
 def longest_chain(caches: Caches) -> int | None:
@@ -43,31 +48,42 @@ def longest_chain(caches: Caches) -> int | None:
 
 
 class TreePass:
-    """Positions and masks of a pass over the nodes of a tree.
+    """Positions and masks of a pass over the nodes of some trees, one for each text.
 
     Args:
-        length: Number of cached tokens before the tree.
-        layout: Nodes of the tree in the order of the pass.
+        texts: Caches of each text.
+        layouts: Nodes of each tree in the order of the pass.
         grouped: Whether masks that a model asks for as arrays have an axis more, for scores by groups of heads.
+
+    Attributes:
+        tokens: Token ids of the nodes, `[nodes, 1]`.
+        caches: Caches of all layers for this pass.
     """
 
-    def __init__(self, length: int, layout: Layout, grouped: bool = False) -> None:
+    def __init__(self, texts: Sequence[Caches], layouts: Sequence[Layout], grouped: bool = False) -> None:
         self._grouped = grouped
-        depths = layout.depths
-        self._positions = length + depths
-        self._key_positions = np.concatenate([np.arange(length), self._positions])
-        seen = np.ones((len(depths), length + len(depths)), dtype=np.bool_)
-        seen[:, length:] = layout.ancestor_mask()
-        self._seen = seen
+        lengths = [cached_tokens(caches) for caches in texts]
+        bounds = [*pairwise(accumulate((len(layout.order) for layout in layouts), initial=0))]
+        self._width = max(length + end - begin for length, (begin, end) in zip(lengths, bounds, strict=True))
+        # Of nodes and of the keys that they may see; keys behind a text are seen by none.
+        self._positions = np.empty(bounds[-1][1], dtype=np.int64)
+        self._key_positions = np.zeros((bounds[-1][1], self._width), dtype=np.int64)
+        self._seen = np.zeros((bounds[-1][1], self._width), dtype=np.bool_)
+        for length, layout, (begin, end) in zip(lengths, layouts, bounds, strict=True):
+            nodes, tree = slice(begin, end), slice(length, length + end - begin)
+            self._positions[nodes] = length + layout.depths
+            self._key_positions[nodes, :length] = np.arange(length)
+            self._key_positions[nodes, tree] = self._positions[nodes]
+            self._seen[nodes, :length] = True
+            self._seen[nodes, tree] = layout.ancestor_mask()
         self._masks: dict[tuple[int | None, bool], Any] = {}
+        self.tokens = mx.array(np.concatenate([layout.tokens for layout in layouts]).astype(np.int32))[:, None]
         self.offset = mx.array(self._positions.astype(np.int32))
-
-    def caches(self, caches: Caches) -> list[_LayerCache]:
-        """Return the caches of all layers for this pass."""
-        return [_LayerCache(cache, self) for cache in caches]
+        self._bounds = bounds
+        self.caches = [_LayerCache(layer, self) for layer in zip(*texts, strict=True)]
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """Return the tokens that each node sees in a layer, `[nodes, 1, 1, tokens + nodes]` bool.
+        """Return the tokens that each node sees in a layer, `[nodes, 1, 1, width]` bool.
 
         Args:
             window: Number of tokens that the layer sees; all of them if `None`.
@@ -77,29 +93,37 @@ class TreePass:
         if key not in self._masks:
             seen = self._seen
             if window is not None:
-                seen = seen & (self._positions[:, None] < self._key_positions[None] + window)
+                seen = seen & (self._positions[:, None] < self._key_positions + window)
             self._masks[key] = mx.array(seen)[:, None, None, None] if key[1] else mx.array(seen)[:, None, None]
         return self._masks[key]
+
+    def append(self, layer: Sequence[Any], states: tuple[Any, Any]) -> list[Any]:
+        """Append keys and values of the nodes `[nodes, heads, 1, size]` to their texts; return those of each node."""
+        wide: tuple[list[Any], list[Any]] = [], []
+        for cache, (begin, end) in zip(layer, self._bounds, strict=True):
+            parts = cache.update_and_fetch(*(part[begin:end].transpose(2, 1, 0, 3) for part in states))
+            for part, rows in zip(parts, wide, strict=True):
+                if part.shape[2] < self._width:
+                    part = mx.pad(part, [(0, 0), (0, 0), (0, self._width - part.shape[2]), (0, 0)])
+                rows.append(mx.broadcast_to(part, (end - begin, *part.shape[1:])))
+        return [rows[0] if len(rows) == 1 else mx.concatenate(rows) for rows in wide]
 
 
 class _LayerCache:
     """Cache of one layer in a `TreePass`, with the members that mlx-lm's models use."""
 
-    def __init__(self, cache: Any, tree: TreePass) -> None:
-        self._cache = cache
-        self._tree = tree
-        self.offset = tree.offset
+    def __init__(self, layer: Sequence[Any], trees: TreePass) -> None:
+        self._layer = layer
+        self._trees = trees
+        self.offset = trees.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Return the mask of the nodes; mlx-lm passes arguments by these names."""
-        return self._tree.mask(window_size, return_array)
+        return self._trees.mask(window_size, return_array)
 
-    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Append the nodes `[nodes, heads, 1, size]` to the text; return a view of all tokens for each node."""
-        nodes = keys.shape[0]
-        states = self._cache.update_and_fetch(keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3))
-        wide = [mx.broadcast_to(part, (nodes, *part.shape[1:])) for part in states]
-        return wide[0], wide[1]
+    def update_and_fetch(self, keys: Any, values: Any) -> list[Any]:
+        """Append the nodes to their texts; return all tokens of each node's text."""
+        return self._trees.append(self._layer, (keys, values))
 
 
 def keep_nodes(caches: Caches, length: int, slots: Sequence[int]) -> None:
@@ -116,35 +140,22 @@ def keep_nodes(caches: Caches, length: int, slots: Sequence[int]) -> None:
 
 def first_tokens(caches: Caches, tokens: int) -> Caches:
     """Return caches of the first `tokens` tokens of a text, which share its memory until one of them grows."""
-    copies = []
-    for cache in caches:
-        copy = KVCache()
-        copy.keys, copy.values = cache.keys[..., :tokens, :], cache.values[..., :tokens, :]
-        copy.offset = tokens
-        copies.append(copy)
-    return copies
+    parts = [(cache.keys[..., :tokens, :], cache.values[..., :tokens, :], tokens) for cache in caches]
+    return [KVCache.from_state(part) for part in parts]
 
 
 def restorer(caches: Caches) -> Callable[[], None]:
     """Return a function that restores the present state of the caches, once."""
-    parts = [_restorer(cache) for cache in caches]
+    states: list[tuple[Any, str, Any]] = []
+    for part in _parts(caches):
+        if type(part) is KVCache:  # later tokens are overwritten
+            states.append((part, "offset", part.offset))
+        else:  # a write into a cache changes its array object; another object of the same array keeps the values
+            copy = tree_map(lambda leaf: mx.array(leaf) if isinstance(leaf, mx.array) else leaf, part.state)
+            states.append((part, "state", copy))
 
     def restore() -> None:
-        for part in parts:
-            part()
+        for part, name, value in states:
+            setattr(part, name, value)
 
     return restore
-
-
-def _restorer(cache: Any) -> Callable[[], None]:
-    if isinstance(cache, CacheList):
-        return restorer(list(cache.caches))
-    if type(cache) in (KVCache, QuantizedKVCache):  # later tokens are overwritten
-        return _assignment(cache, "offset", cache.offset)
-    # A write into a cache changes its array object. Another object of the same array keeps the values.
-    state = tree_map(lambda leaf: mx.array(leaf) if isinstance(leaf, mx.array) else leaf, cache.state)
-    return _assignment(cache, "state", state)
-
-
-def _assignment(target: Any, name: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(target, name, value)

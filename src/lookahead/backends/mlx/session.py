@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter, process_time
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -11,8 +12,10 @@ from transformers import GenerationConfig
 
 from lookahead.backends.base import Call, Prompts, Session, check_settings
 from lookahead.backends.mlx.caches import Caches
-from lookahead.backends.mlx.model import MLXModel, refuse_cache
+from lookahead.backends.mlx.model import MLXModel
 from lookahead.backends.mlx.runner import MLXRunner
+from lookahead.backends.mlx.sampler import selector_of
+from lookahead.backends.wrapped_model import refuse_cache
 from lookahead.config import LookaheadConfig
 
 
@@ -23,7 +26,7 @@ class MLXSession(Session):
 
     def __init__(self, model: MLXModel) -> None:
         self._model = model
-        self.number_type = model.findings.number_type
+        self.number_type = model.number_type
         # MLX computes in threads of its own.
         self.clock = process_time if mx.default_device() == mx.cpu else perf_counter
 
@@ -33,14 +36,15 @@ class MLXSession(Session):
 
     def runner_of(self, caches: Sequence[Caches]) -> MLXRunner:
         """Return a runner of texts that begin with the content of mlx-lm's caches."""
-        model = self._model
-        return MLXRunner(model.mlx, caches, model, model.findings.way, model.findings.vocabulary)
+        return MLXRunner(self._model.mlx, caches, self._model, self._model.way)
 
-    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> MLXCall:
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
         """Check a call, and make the caches of its rows."""
         check_settings(config, "a model of MLX")
         refuse_cache(prompts.cache)
-        return MLXCall(self, prompts)
+        call = Call()
+        call.clock, call.runner = self.clock, self.runner(prompts.rows)
+        return call
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
@@ -49,15 +53,17 @@ class MLXSession(Session):
         check_settings(config, "a model of MLX")
         return self.runner(0), kv_bytes, prefix_bytes
 
+    def selector(self, processors: Sequence[Any], samples: bool, seed: int | None, rows: int) -> Any:
+        """Return an object that selects tokens with mlx-lm's functions. Rows of a call have their own random states."""
+        if seed is None and samples and rows > 1:
+            seed = int(mx.random.randint(0, 2**31 - 1).item())
+        return selector_of(processors, samples, seed, self._model.vocabulary)
+
+    def seed(self, seed: int) -> None:
+        """Seed `mx.random` in the calling thread."""
+        mx.random.seed(seed % 2**64)
+
     def sharing_weights(self) -> MLXModel:
         """Return another object of the same loaded model."""
         model = self._model
         return MLXModel(model.mlx, model.mlx_tokenizer, model.description)
-
-
-class MLXCall(Call):
-    """Caches and runner of a call of a model of mlx-lm."""
-
-    def __init__(self, session: MLXSession, prompts: Prompts) -> None:
-        self.clock = session.clock
-        self.runner = session.runner(prompts.rows)

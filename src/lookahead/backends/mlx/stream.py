@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -11,62 +11,63 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from lookahead.backends.base import check_settings
 from lookahead.backends.mlx.checks import check_caches
 from lookahead.backends.mlx.model import MLXModel
 from lookahead.backends.mlx.runner import MLXRunner
-from lookahead.backends.mlx.sampler import MLXSampler, Processor
+from lookahead.backends.mlx.sampler import MLXSelector, Processor, random_state, set_random_state
 from lookahead.backends.mlx.session import MLXSession
-from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 
-class Stream:
-    """Prompt, runner and responses of a call with mlx-lm's arguments.
+class Stream(MLXSelector):
+    """Prompt, runner, selected tokens and responses of a call with mlx-lm's arguments.
 
     Args:
         model: The model.
         tokenizer: Tokenizer of mlx-lm or transformers.
         prompt: Text or token ids.
-        sampler, logits_processors: Arguments of `mlx_lm.stream_generate`.
-        caches: `prompt_cache` and `max_kv_size`.
-        config: Drafting options.
+        options: `sampler`, `logits_processors`, `prompt_cache` and `max_kv_size` of `mlx_lm.stream_generate`.
 
     Attributes:
         tokens: Token ids of the prompt.
         runner: Runner of the only row.
-        sampler: Sampler of the tokens.
         ends: Token ids that complete a text.
     """
 
-    def __init__(
-        self,
-        model: MLXModel,
-        tokenizer: Any,
-        prompt: Any,
-        sampler: Callable[[Any], Any] | None,
-        logits_processors: Sequence[Processor] | None,
-        caches: tuple[Any, int | None],
-        config: LookaheadConfig,
-    ) -> None:
-        check_settings(config, "a model of MLX")
+    def __init__(self, model: MLXModel, tokenizer: Any, prompt: Any, options: dict[str, Any]) -> None:
+        processors = options.get("logits_processors") or ()
+        super().__init__(options.get("sampler"), [_of_text(processor) for processor in processors])
         wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        prompt_cache, max_kv_size = caches
-        self.tokens = _token_ids(wrapper, prompt, model.findings.vocabulary)
+        self.tokens = _token_ids(wrapper, prompt, model.vocabulary)
         self.ends = frozenset(wrapper.eos_token_ids)
-        self.sampler = MLXSampler(sampler, logits_processors or ())
-        self._keeps = prompt_cache is not None
-        if prompt_cache is None:
-            prompt_cache = make_prompt_cache(model.mlx, max_kv_size)
-        check_caches(prompt_cache)
-        self.runner: MLXRunner = MLXSession(model).runner_of([prompt_cache])
+        self._keeps = options.get("prompt_cache") is not None
+        cache = options["prompt_cache"] if self._keeps else make_prompt_cache(model.mlx, options.get("max_kv_size"))
+        check_caches(cache)
+        self.runner: MLXRunner = MLXSession(model).runner_of([cache])
         self._detokenizer = wrapper.detokenizer
+        self._selected: list[tuple[int, Any, Any]] = []  # tokens of a step, log-probabilities, random states
         self._start = perf_counter()
         self._speed = 0.0
         self._count = 0
 
-    def response(self, token: int, logprobs: Any, drafted: bool, last: bool) -> GenerationResponse:
-        """Return the response of the next token."""
+    def select(self, sequence: Any, outputs: Any, node: int) -> int:
+        """Select the token after `node` of the text `sequence`."""
+        token = super().select(sequence, outputs, node)
+        self._selected.append((token, self.logprobs, None if self._sampler is None else random_state()))
+        return token
+
+    def responses(self, finished: bool) -> Iterator[GenerationResponse]:
+        """Yield the responses of the tokens of a step; the last one was not drafted.
+
+        Args:
+            finished: Whether the step completed the text.
+        """
+        while self._selected:
+            token, logprobs, _ = self._selected.pop(0)
+            more = bool(self._selected)
+            yield self._response(token, logprobs, more, finished and not more)
+
+    def _response(self, token: int, logprobs: Any, drafted: bool, last: bool) -> GenerationResponse:
         now = perf_counter()
         if not self._count:
             self._speed = len(self.tokens) / (now - self._start)
@@ -90,11 +91,23 @@ class Stream:
         )
 
     def close(self, text: Sequence[int]) -> None:
-        """Leave the prompt and the tokens that were yielded in the caller's cache, and the random state of mlx-lm."""
-        yielded = text[: len(self.tokens) + self._count]
+        """Leave the prompt and the tokens that were yielded in the caller's cache, and the random state of mlx-lm.
+
+        mlx-lm samples one token more than it yields.
+        """
         if self._keeps:
-            self.runner.leave(yielded)
-        self.sampler.close(len(text) - len(yielded))
+            self.runner.leave(text[: len(self.tokens) + self._count])
+        if self._sampler is None or self.logprobs is None:
+            return
+        if self._selected:
+            set_random_state(self._selected[0][2])
+        else:
+            mx.eval(self._sampler(self.logprobs[None]))
+
+
+def _of_text(processor: Callable[[Any, Any], Any]) -> Processor:
+    """Return a logits processor of mlx-lm, which takes token ids, as a function of a text."""
+    return lambda text, logits: processor(mx.array(text.tokens), logits)
 
 
 def _token_ids(tokenizer: Any, prompt: Any, vocabulary: int) -> list[int]:

@@ -48,6 +48,11 @@ class SamplingNoise:
         self.drawn_again = 0
 
     @property
+    def seed(self) -> int | None:
+        """Seed of the generator; `None` for torch's default generator."""
+        return None if self._generator is None else self._generator.initial_seed()
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of kept noise; all units have the same size."""
         return len(self._noise) * next((noise.nbytes for noise in self._noise.values()), 0)

@@ -110,6 +110,7 @@ class TextSampler:
         row: Row of the noise.
         keep_logits: Whether to collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
         keep_scores: Whether to collect the processed scores of each token in `scores`, `[1, vocabulary]` float32 each.
+        selector: Selects tokens instead, with functions of the model's engine; see `Session.selector`.
 
     Attributes:
         samples: Whether tokens are sampled.
@@ -127,6 +128,7 @@ class TextSampler:
         row: int = 0,
         keep_logits: bool = False,
         keep_scores: bool = False,
+        selector: Any = None,
     ) -> None:
         self._processors = _listed(processor)
         ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
@@ -135,13 +137,14 @@ class TextSampler:
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise = noise
         self._row = row
+        self._selector = selector
         self.like: torch.Tensor | None = None
         self.foreseen: Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.samples = noise is not None
         self.records = keep_logits or keep_scores
-        self.needs_logits = bool(self._processors) or self.samples or self.records
+        self.needs_logits = bool(self._processors) or self.samples or self.records or selector is not None
 
     @cached_property
     def ignores_text(self) -> bool:
@@ -192,6 +195,11 @@ class TextSampler:
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """Select the token after `node` of the text `sequence`."""
+        if self._selector is not None:
+            token = int(self._selector.select(sequence, outputs, node))
+            if self.records:
+                self.keep(outputs.logits_after(node), self._selector.scores)
+            return token
         foreseen = self.foreseen
         if foreseen is not None and node in foreseen.nodes:
             index = foreseen.nodes.index(node)
