@@ -178,7 +178,7 @@ def packed_rows_attention(
     if isinstance(cache, StaticTreeCache):
         states: Any = [layer for layer in cache.layers if layer.keys is key]
     else:
-        states = None if cache is None else cache.states(key)
+        _, states = (None, None) if cache is None else cache.written.get(id(key), (None, None))
     if packed_rows is None or not states or attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to other keys than its cache returned, or has its own mask"

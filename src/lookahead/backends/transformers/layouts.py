@@ -213,8 +213,8 @@ class Packed:
         trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, plan.places)
         bounds = list(pairwise(forest.firsts.tolist()))
         if self.is_invariant:
-            mask = packed_masks(trees, *reach, packed_width(int(forest.counts.max())))
-            parts = [mask[None, None, begin:end, : packed_width(end - begin)] for begin, end in bounds]
+            packed = packed_masks(trees, *reach, packed_width(int(forest.counts.max())))
+            parts = [packed[None, None, begin:end, : packed_width(end - begin)] for begin, end in bounds]
             return [torch.from_numpy(np.ascontiguousarray(part)) for part in parts]
         masks: list[torch.Tensor | None] = [None] * forest.rows
         rows = np.flatnonzero(_need_masks(trees, *reach))

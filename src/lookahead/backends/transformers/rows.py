@@ -191,12 +191,15 @@ class PackedCache(RowsCache):
 
     `update` writes the states of each row's nodes to its cache. The attention function finds the states of all rows by
     the returned tensor.
+
+    Attributes:
+        written: States of all rows by the `id` of the key tensor that `update` returned, with this tensor.
     """
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         super().__init__(rows, counts)
         self._counts = list(counts)
-        self._states: dict[int, tuple[torch.Tensor, States]] = {}
+        self.written: dict[int, tuple[torch.Tensor, States]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -208,14 +211,8 @@ class PackedCache(RowsCache):
             layers.append(of_row[layer_idx] if layer_idx < len(of_row) else row.cache.layer(layer_idx))
         keys = torch.split(key_states, self._counts, 2)
         states = write_states(layers, keys, torch.split(value_states, self._counts, 2))
-        # Stored with their key tensor, so that its id stays unique.
-        self._states[id(key_states)] = (key_states, states)
+        self.written[id(key_states)] = (key_states, states)
         return key_states, value_states
-
-    def states(self, keys: torch.Tensor) -> States | None:
-        """Return the states written when `update` returned `keys`; `None` for another tensor."""
-        entry = self._states.get(id(keys))
-        return None if entry is None else entry[1]
 
 
 class PaddedCache(RowsCache):

@@ -33,7 +33,7 @@ from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache
-from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, rows_of
+from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, extend_rows, rows_of
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.forest import Forest
 from lookahead.core.results import CommittedNodes, JoinedOutputs
@@ -306,17 +306,23 @@ class ModelRunner(TransformersRunner):
         return shortest(self._limits.columns_after, self._limits.picks_after, reach)
 
     def begin_step(self, texts: Sequence[Sequence[int] | None]) -> Roots:
-        """Begin a step; see `Backend`. Packed rows with one pending token need no separate tree."""
-        if not self.packed or self._limits.recompute_at is not None or None in texts:
+        """Begin a step; see `Backend`. Rows with one pending token need no separate tree if drafts are allowed."""
+        lengths = self.lengths_of(self.rows)
+        drafts = self.packed or self._limits.allows(max(lengths), self._drafted)
+        if not drafts or self._limits.recompute_at is not None or None in texts:
             return super().begin_step(texts)
-        shifts = [row.shift for row in self.rows]
-        sizes = np.array([0 if text is None else len(text) for text in texts], dtype=np.int64)
-        sizes += [row.before for row in self.rows]
-        rooms = self._limits.rooms(sizes - 1 + np.array(shifts), shifts)
-        trees: list[TokenTree | None] = [None] * len(sizes)
-        for row in np.flatnonzero(sizes - self.lengths_of(self.rows) != 1).tolist():
-            trees[row] = self.begin_tree(row, texts[row] or ())
-        return Roots(trees, [text[-1] for text in texts if text is not None], rooms, self.vocabulary)
+        trees = list[TokenTree | None]()
+        last = list[int]()
+        positions = list[int]()
+        shifts = list[int]()
+        for number, (row, text, length) in enumerate(zip(self.rows, texts, lengths, strict=True)):
+            assert text is not None
+            size = row.before + len(text)
+            trees.append(None if size == length + 1 else self.begin_tree(number, text))
+            last.append(text[-1])
+            positions.append(size - 1 + row.shift)
+            shifts.append(row.shift)
+        return Roots(trees, last, self._limits.rooms(np.array(positions), shifts), self.vocabulary)
 
     def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
         recompute_at = self._limits.recompute_at
@@ -338,8 +344,9 @@ class ModelRunner(TransformersRunner):
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         if self.packed or self._shares:
             return [list(range(len(self.rows)))]
-        together = [place for place, tree in enumerate(trees) if self._together and len(tree) <= LARGE]
-        alone = [[place] for place in range(len(trees)) if place not in together]
+        counts = Forest.of(trees).counts.tolist()
+        together = [place for place, count in enumerate(counts) if self._together and count <= LARGE]
+        alone = [[place] for place in range(len(counts)) if place not in together]
         return [together, *alone] if together else alone
 
     def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
@@ -374,9 +381,7 @@ class ModelRunner(TransformersRunner):
         rows, slots, targets = paths.misplaced()
         for row in set(rows.tolist()):
             self.rows[row].cache.move_nodes(slots[rows == row], targets[rows == row])
-        for row, count in zip(self.rows, paths.counts.tolist(), strict=True):
-            if count:
-                row.cache.set_lengths([row.cache.lengths[0] + count])
+        extend_rows(self.rows, paths.counts.tolist())
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text needs no dense mask; a batch does, which grows with the chunk.

@@ -391,6 +391,19 @@ class Row(TextRow):
         self.cache.adopt([text])
 
 
+def extend_rows(rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """Keep the states of the first slots of the scratch of some rows with separate caches: `counts` of each."""
+    for row, count in zip(rows, counts, strict=True):
+        cache = row.cache
+        length = cache.lengths[0] + count
+        cache.lengths = [length]
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.length = length
+                if layer.indexer is not None:
+                    layer.indexer.length = length
+
+
 def rows_of(cache: TreeCache) -> list[Row]:
     """Return the rows of a cache."""
     return [Row(cache, place) for place in range(len(cache.lengths))]
