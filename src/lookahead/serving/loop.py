@@ -83,7 +83,7 @@ class EngineLoop:
         self._pace = SharedPace(self._pace_of_load, config.step_budget)
         self._notices = Notices()
         self._steps = Steps(
-            self.runner, self._session.clock, self._pace, launched=self._during_pass, notify=self._notices.add
+            self.runner, self._session.clock, self._pace, launched=self._during_pass, notices=self._notices
         )
         self._compares_bits = reuses or bool(config.pack_weights)
         self._begin()

@@ -215,7 +215,7 @@ class Steps:
         pace: Chooses the number of nodes, of each row or of all together; `None` for no choice by time.
         rows_leave: Whether rows leave before the call ends; see `Call`.
         launched: Called after the launch of a pass, while the device computes.
-        notify: Called with the requests and the results of a step, before all listeners.
+        notices: Notifies handles of each step, before all listeners; `None` for requests without handles.
 
     Attributes:
         batch: Arguments of `step`.
@@ -228,12 +228,12 @@ class Steps:
         pace: StepPace | None = None,
         rows_leave: bool = True,
         launched: Callable[[], None] | None = None,
-        notify: Callable[[Sequence[Request], StepResults], None] | None = None,
+        notices: Notices | None = None,
     ) -> None:
         self.backend = backend
         self.rows_leave = rows_leave
         self._pace = pace
-        self._notify = notify
+        self._notices = notices
         # Without a pace the cheaper clock is enough: CPU time needs a system call.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
         self.batch = Batch((), launched=launched)
@@ -242,7 +242,7 @@ class Steps:
         """Run one step, and add its counts to `statistics`. Errors of a request are stored in `SequenceState.error`."""
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
-        batch.notify = None if self._notify is None else partial(self._notify, requests)
+        batch.notify = None if self._notices is None else partial(self._notices.add, requests)
         batch.mark = self._timer.mark
         batch.pace = pace = self._pace_of(requests)
         try:

@@ -113,7 +113,6 @@ class TextSampler:
         selector: Selects tokens instead, with functions of the model's engine; see `Session.selector`.
 
     Attributes:
-        samples: Whether tokens are sampled.
         needs_logits: Whether selection needs more than the likeliest token of the raw logits.
         records: Whether something is recorded with each token, so that `select` must be called for it.
         alike: Key of the processors if they ignore the text; texts with equal keys are sampled together. Else empty.
@@ -142,9 +141,13 @@ class TextSampler:
         self.foreseen: Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-        self.samples = noise is not None
         self.records = keep_logits or keep_scores
-        self.needs_logits = bool(self._processors) or self.samples or self.records or selector is not None
+        self.needs_logits = self.selects or self.records or selector is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled."""
+        return self._noise is not None
 
     @cached_property
     def ignores_text(self) -> bool:
