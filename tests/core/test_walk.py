@@ -49,11 +49,11 @@ def test_walk_stops_inside_an_accepted_run() -> None:
 
 
 class Text:
-    """A text of a greedy row, for both kinds of walks."""
+    """A text of a greedy row, for both kinds of walks; without `end_tokens`, rows are walked one by one."""
 
     finished, error = False, None
 
-    def __init__(self, most_tokens: int, end_tokens: tuple[int, ...]) -> None:
+    def __init__(self, most_tokens: int, end_tokens: tuple[int, ...] | None) -> None:
         self.tokens: list[int] = []
         self.most_tokens, self.end_tokens = most_tokens, end_tokens
         self.sampler = TextSampler()
@@ -64,7 +64,7 @@ class Text:
 
     def append(self, token: int) -> bool:
         self.tokens.append(token)
-        return token in self.end_tokens or len(self.tokens) >= self.most_tokens
+        return token in (self.end_tokens or ()) or len(self.tokens) >= self.most_tokens
 
     def extend(self, tokens: list[int]) -> None:
         self.tokens += tokens
@@ -98,7 +98,8 @@ def test_rows_walked_together_equal_single_walks() -> None:
     for _ in range(300):
         forest = Forest([random_tree(random) for _ in range(random.randint(1, 5))])
         outputs = Predictions(forest, random)
-        rules = [(random.randint(1, 6), tuple(random.sample(range(4), random.randint(0, 1)))) for _ in forest]
+        ends = [random.choice([None, (), (random.randrange(4),)]) for _ in forest]
+        rules = [(random.randint(1, 6), tokens) for tokens in ends]
         together, alone = ([Text(*rule) for rule in rules] for _ in range(2))
         walks = walk_trees(together, forest, outputs)
         for row, text in enumerate(alone):
