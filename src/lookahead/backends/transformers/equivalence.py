@@ -262,28 +262,35 @@ class Equivalence:
         """Whether a miniature could be built and run."""
         return self.obstacle is None
 
+    def drop_miniatures(self) -> None:
+        """Free the miniatures; a question without an answer builds them again."""
+        self._comparisons = {}
+
     def _answer(self, question: Question) -> bool:
+        comparisons = self._comparisons  # another thread may drop them
         keeps_state = has_running_state(self._class, self._config)
         with quiet(), torch.inference_mode(False), torch.no_grad():
             for seed in range(question.seeds):
                 try:
-                    if seed not in self._comparisons:
+                    if seed not in comparisons:
                         miniature = build_miniature(self._class, self._config, seed)
-                        self._comparisons[seed] = _Comparison(miniature, seed, keeps_state)
+                        comparisons[seed] = _Comparison(miniature, seed, keeps_state)
                 except Exception as error:
                     # The miniature cannot be built, or its plain decoding fails.
                     self.obstacle = f"{type(error).__name__}: {error}"
                     return question.unknown
                 try:
-                    if question.trial(self._comparisons[seed]):
+                    if question.trial(comparisons[seed]):
                         return True
                 except Exception:
                     continue  # only the drafts failed
         return False
 
 
-_MAX_KINDS = 16
-"""Cached kinds of models, each with some megabytes of miniatures."""
+_MAX_KINDS = 256
+"""Kinds of models with cached answers."""
+_MAX_MINIATURES = 16
+"""Kinds of models with miniatures, of some megabytes each."""
 _by_kind: dict[tuple[object, ...], Equivalence] = {}
 """Equivalence by class and configuration, most recently used last. Models of one kind share it."""
 _lock = Lock()
@@ -305,6 +312,8 @@ def _look_up(model: PreTrainedModel) -> Equivalence:
         if known is None or not known.is_current:
             known = Equivalence(model)
         _by_kind[kind] = known
+        for other in list(_by_kind.values())[:-_MAX_MINIATURES]:
+            other.drop_miniatures()
         if len(_by_kind) > _MAX_KINDS:
             del _by_kind[next(iter(_by_kind))]
         return known
