@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported, so `test_tree_attentio
 process: `TRITON_INTERPRET=1 python -m pytest tests/backends/apart/interpreted_tree_attention.py`.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -145,6 +146,25 @@ def test_a_text_with_more_nodes_than_others_takes_its_turns() -> None:
     """The long text has eight blocks of rows; four run at once."""
     step = Step([[*range(-1, 31)], [-1], [-1]], [9, 20, 0], 0, None, None)
     assert_pages(step, torch.float16, (1, 4), (16, 16), 7, 0, None, 0)
+
+
+def test_a_long_text_among_short_ones_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text of 4,000 tokens among seven of 20 to 200: no program reads more than 1,024 keys, where one read all."""
+    lengths = [20, 40, 200, 4000, 100, 33, 64, 190]
+    products = Counter[tuple[int, ...]]()
+    dot = InterpreterBuilder.create_dot
+
+    def counted(self: InterpreterBuilder, *args: Any) -> TensorHandle:
+        products[tuple(self.grid_idx)] += 1
+        return dot(self, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+    step = Step([[-1, 0]] * 8, lengths, 0, None, None)
+    assert_pages(step, torch.float16, (1, 4), (16, 16), 64, 0, (16, 32, 1), 0)
+    blocks = {program: count // 2 for program, count in products.items()}  # scores, and the average of values
+    assert max(blocks.values()) == 32
+    assert sum(blocks.values()) == sum(-(-length // 32) + 1 for length in lengths)
+    assert len(blocks) == 7 + 4
 
 
 def assert_pages(

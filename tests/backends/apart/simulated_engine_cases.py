@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from compared.doors import token_bytes
 from lookahead import Engine, LookaheadConfig, LookaheadError, LookaheadWarning
 from lookahead.backends.machine import Staged
-from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PooledRunner
+from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PROMPT_SIZES, PooledRunner
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
 from simulated_cuda import CAPTURE, OPERATION, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
@@ -167,7 +167,7 @@ def test_a_pool_that_is_too_small_grows(device: Simulation) -> None:
     model = build("qwen2_mixed_sliding")
     engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1)
     before, captured = pool_of(engine).capacity, engine.statistics.graphs.count
-    assert captured == len(runner_of(engine).pass_sizes)
+    assert captured == len(runner_of(engine).pass_sizes) + len(PROMPT_SIZES)
     prompt = torch.randint(3, 60, (1, FIRST_TOKENS - 8), generator=torch.Generator().manual_seed(0))
     handle = engine.submit(prompt.to("cuda"), **{**OPTIONS, **GREEDY})
     engine.run()
@@ -279,6 +279,36 @@ def test_texts_reuse_prefixes_of_others(
     for text, handle in zip(texts, handles, strict=True):
         assert handle.tokens == new_tokens(demo_model, text, **options)
     assert all(handle.statistics.reused_tokens >= long.shape[1] - 6 for handle in handles[1:])
+
+
+def test_prompts_of_all_sizes_are_read_by_captured_passes(device: Simulation) -> None:
+    """While texts are decoded, prompts of 90 to 960 tokens arrive: no pass runs kernel by kernel."""
+    model = build("llama")
+    sizes = 300, 700, 90, 960, 513
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=6, kv_bytes=6400 * token_bytes(model))
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 40}
+    random = torch.Generator().manual_seed(0)
+    prompts = [PROMPT, *(torch.randint(3, 60, (1, size), generator=random) for size in sizes)]
+    handles = [engine.submit(prompts[0].to("cuda"), **options)]
+    engine.step()
+    device.take()
+    steps: list[list[Event]] = []
+    for prompt in prompts[1:]:
+        handles.append(engine.submit(prompt.to("cuda"), **options))
+        device.take()
+        for _ in range(2):
+            engine.step()
+            steps.append(device.take())
+    while engine.step():
+        steps.append(device.take())
+    for ids, handle in zip(prompts, handles, strict=True):
+        assert handle.tokens == new_tokens(model, ids, **options)
+    for events in steps[:-1]:
+        kinds = [event.kind for event in events]
+        assert kinds.count(REPLAY) == kinds.count(WAIT) == 1
+        assert PINNED in kinds
+        assert not any(event.kind == OPERATION and event.in_model for event in events)
+        assert CAPTURE not in kinds
 
 
 def test_rows_with_a_common_beginning_share_its_pages(device: Simulation) -> None:

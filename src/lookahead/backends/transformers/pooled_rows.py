@@ -29,7 +29,10 @@ from lookahead.core.tree_masks import BITS, WORD, MaskedTrees, packed_width, wri
 from lookahead.errors import LookaheadError
 
 MOST_RECORDED = 256
-"""Nodes of the largest recorded pass. In larger ones products hide the time of launches."""
+"""Nodes of the largest recorded pass that keeps all logits."""
+
+PROMPT_SIZES = 512, 768, 1024
+"""Nodes of recorded passes with parts of prompts. They keep the logits after `MOST_RECORDED` nodes."""
 
 LISTED = 8
 """Likeliest tokens that recorded passes list: the default of drafters. For more, a pass is recorded again."""
@@ -228,16 +231,18 @@ class PooledInputs:
         width: Largest number of pages of a text.
         block: Tokens of a page.
         device: Device of the model.
+        reads: Number of nodes whose logits are kept; 0 for all.
 
     Attributes:
         columns: Columns of the nodes in the pool, `[nodes]` int32.
     """
 
     def __init__(
-        self, masks: MaskBuilder, nodes: int, texts: int, width: int, block: int, device: torch.device
+        self, masks: MaskBuilder, nodes: int, texts: int, width: int, block: int, device: torch.device, reads: int = 0
     ) -> None:
         mask = (nodes, packed_width(nodes))
-        shapes = [(1, nodes), (1, nodes), (nodes,), (texts + 2,), (texts + 1, width), *[mask] * len(masks.kinds)]
+        shapes = [(1, nodes), (1, nodes), (nodes,), (reads,), (texts + 2,), (texts + 1, width)]
+        shapes += [mask] * len(masks.kinds)
         self._staged = Staged(device, shapes)
         self._masks = masks
         self.nodes = nodes
@@ -249,14 +254,15 @@ class PooledInputs:
 
     def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
         """Return the arguments of the model beside its cache."""
-        tokens, positions, _, starts, table, *packed = self._staged.there
+        tokens, positions, _, read, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
         rows = PackedRows([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
-        return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": rows}
+        kept = {"logits_to_keep": read.long()} if len(read) else {}
+        return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": rows, **kept}
 
     def stage(self, pool: RowPool, numbers: Integers, plan: PassPlan) -> None:
         """Upload the inputs of a pass over some texts of a pool."""
-        tokens, positions, columns, starts, table, *packed = self._staged.here
+        tokens, positions, columns, read, starts, table, *packed = self._staged.here
         forest = plan.forest
         places = plan.places
         used = len(places)
@@ -268,6 +274,8 @@ class PooledInputs:
         slots = np.arange(used) - forest.firsts[rows]
         columns[:used] = pool.columns_of(numbers[rows], plan.lengths[rows] + slots)
         columns[used:] = np.arange(used, self.nodes) % self._block
+        if len(read):
+            read[: len(forest.read_slots)] = forest.read_slots
         width = min(len(table[0]), pool.page_table.shape[1])
         table[: len(numbers), :width] = pool.page_table[numbers, :width]
         trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, places)
@@ -282,7 +290,7 @@ class PooledRunner(ModelRunner):
     """Runner of the rows of a pool, all rows of a step in one pass.
 
     Passes have a few sizes, by the nodes of all rows. Each size is recorded once; larger passes are not recorded.
-    Recorded passes stay valid when rows join or leave.
+    Those with parts of prompts keep a fixed number of logits. Recorded passes stay valid when rows join or leave.
 
     Args:
         rows: Runner of packed rows with separate caches.
@@ -323,10 +331,11 @@ class PooledRunner(ModelRunner):
         self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED, self._is_trial)
         self.recorded = self._passes.recorded
         self.pass_sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
+        self._prompt_sizes = PROMPT_SIZES if self._records and self._keeps_logits and not self._is_trial else ()
         self._texts = rows
         self._make_room(0)
         nothing = PassPlan(Forest(()), self._numbers, self._numbers)
-        for size in self.pass_sizes:
+        for size in (*self.pass_sizes, *self._prompt_sizes):
             self._passes.run(size, 0, self._new_inputs, self._pool, self._numbers, nothing)
 
     def grow(self, tokens: int) -> int:
@@ -359,25 +368,33 @@ class PooledRunner(ModelRunner):
         pool.reserve(self._numbers, plan.lengths + forest.counts)
         self._make_room(int(pool.page_counts[self._numbers].max()))
         nodes = len(forest.tokens)
+        read = forest.read_slots
         size = next((size for size in self.pass_sizes if size >= nodes), None)
+        if size is None and len(read) <= MOST_RECORDED:
+            size = next((size for size in self._prompt_sizes if size >= nodes), None)
         if size is None:
             return pass_result(forest, self._run_once(plan), top_k)
         logits, listed = self._passes.run(size, top_k, self._new_inputs, pool, self._numbers, plan)
-        return pass_result(forest, logits, top_k, forest.read_slots, borrowed=True, listed=listed)
+        rows = None if size in self._prompt_sizes else read
+        return pass_result(forest, logits, top_k, rows, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
         """Make inputs large enough for the rows of the step. Passes recorded for other sizes are dropped."""
         self._texts = max(self._texts, len(self.rows))
         if pages > self._width or not self._width:
-            self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
+            block = self._pool.block
+            self._width = whole_blocks(rounded(max(pages * block, PROMPT_SIZES[-1])), block) // block  # fits padding
         self._passes.serve((self._texts, self._width, self._pool.moves))
 
     def _new_inputs(self, nodes: int) -> PooledInputs:
-        return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
+        reads = MOST_RECORDED if nodes in self._prompt_sizes else 0
+        return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device, reads)
 
     def _run_once(self, plan: PassPlan) -> torch.Tensor:
         """Run an unrecorded pass, and return float32 logits after the nodes to read."""
-        inputs = self._new_inputs(len(plan.forest.tokens))
+        inputs = PooledInputs(
+            self._masks, len(plan.forest.tokens), self._texts, self._width, self._pool.block, self._device
+        )
         inputs.stage(self._pool, self._numbers, plan)
         (slots,) = upload(self._device, plan.forest.read_slots)
         arguments = {"logits_to_keep": slots} if self._keeps_logits else {}

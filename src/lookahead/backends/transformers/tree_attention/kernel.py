@@ -9,6 +9,7 @@ packed mask on the device, and divides the blocks of the text equally over the s
 costs little, and a captured graph stays correct as the text grows.
 
 Texts with pages in a shared buffer have separate programs, which process their blocks of rows in turn, usually one.
+Each text uses as many of the splits as its own length needs, so that a long text does not delay many short ones.
 
 The other kernel computes bits that depend only on a query's own text: splits and blocks have fixed positions. A split
 is `SPAN` positions of the text from a multiple of `SPAN` on, and its blocks begin at multiples of their size,
@@ -50,6 +51,15 @@ _BITS = tl.constexpr(BITS)
 _WORD = tl.constexpr(WORD)
 _END = tl.constexpr(END)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+
+_LONG = tl.constexpr(1024)
+"""Keys of a split of a long text among other texts."""
+
+_MOST_SPLITS = 32
+"""Largest number of splits of a text in pages; fewer for passes with many nodes, whose shares take memory."""
+
+_SPLIT_NODES = 1 << 13
+"""Largest number of nodes times splits."""
 
 _ROWS_OF_A_TEXT = 16
 """Query rows of a block in passes with many texts, which usually have few nodes."""
@@ -105,19 +115,23 @@ def tree_attention(
         tiling = choose_tiling(rows, heads, keys, max(head_dim, value.shape[3]), key.dtype)
         if pages is not None:  # addresses of pages need registers, which sm_80 lacks
             tiling = replace(tiling, keys=min(tiling.keys, 32))
+    few = tiling.splits
+    if pages is not None:
+        most = min(_MOST_SPLITS, _SPLIT_NODES // nodes)
+        tiling = replace(tiling, splits=max(few, min(-(-keys // _LONG.value), most)))
     blocks = -(-nodes * group // tiling.rows)
     grid = blocks if pages is None else min(blocks, 2 * usual), tiling.splits, texts * kv_heads
-    extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
+    extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "few": few, "PAGE": size}
     return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, **extra)
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel again.
 # Strides and sizes are separate arguments, because only newer versions of Triton accept tuples.
-@triton.jit(do_not_specialize=["mask_stride", "nodes", "splits", "table_stride"])
+@triton.jit(do_not_specialize=["mask_stride", "nodes", "splits", "table_stride", "few"])
 def _attention_kernel(
     query, key, value, mask, shares, sums,
     key_stride_b, key_stride_h, key_stride_n, value_stride_b, value_stride_h, value_stride_n, mask_stride,
-    nodes, splits, scale, table, starts, table_stride,
+    nodes, splits, scale, table, starts, table_stride, few,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -166,17 +180,18 @@ def _attention_kernel(
         scratch = tl.load(mask + _SCRATCH)
 
         # Blocks of keys for this row block: cached tokens visible to any of its rows, then slots up to its last node,
-        # since parents precede their children. Each split gets an equal share of them.
+        # since parents precede their children. `few` splits, or more for a long text, get equal shares of them.
         length = tl.max(visible, 0)
         low = tl.minimum(tl.min(tl.where(visible > 0, first, 2147483647), 0), length)
         slots = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // GROUP + 1, nodes)
         cached_blocks = tl.cdiv(length - low, BLOCK_N)
         blocks = cached_blocks + tl.cdiv(slots, BLOCK_N)
-        share = tl.cdiv(blocks, splits)
+        share = tl.cdiv(blocks, tl.minimum(tl.maximum(few, tl.cdiv(blocks * BLOCK_N, _LONG)), splits))
         begin = tl.minimum(split * share, blocks)
         end = tl.minimum(begin + share, blocks)
 
-        query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
+        is_seen = row < tl.where(begin < end, nodes * GROUP, 0)  # otherwise this split is empty
+        query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_seen, KEY_SIZE, BLOCK_K)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -206,7 +221,6 @@ def _attention_kernel(
             scores = tl.dot(query_block, tl.trans(key_block), input_precision="ieee") * scale
             acc, peak, total = fold(tl.where(seen, scores, float("-inf")), value_block, acc, peak, total)
 
-        is_seen = row < tl.where(begin < end, nodes * GROUP, 0)  # otherwise this split is empty
         store_share(shares, sums, acc, peak, total, row, is_row, is_seen, VALUE_SIZE, BLOCK_V)
 
 
