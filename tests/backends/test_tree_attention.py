@@ -80,6 +80,7 @@ try:
     from triton.compiler import ASTSource
 
     from lookahead.backends import likeliest_kernel
+    from lookahead.backends.transformers import fused
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
     from lookahead.backends.transformers.tree_attention import running_softmax
 except ModuleNotFoundError:
@@ -202,6 +203,19 @@ def test_kernels_of_likeliest_tokens_compile_without_spills(
     likeliest_kernel.list_largest(torch.empty(64, 128256, dtype=dtype, device="meta"), count)
     for launch in found.values():
         assert stack_bytes(launch.compile(capability).asm["cubin"]) == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernel_of_gates_compiles_without_spills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch = Launches(fused._gate_kernel)
+    monkeypatch.setattr(fused, "_gate_kernel", launch)
+    states = torch.empty(64, 14336, dtype=torch.bfloat16, device="meta")
+    fused.gate(states, states)
+    assert stack_bytes(launch.compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton

@@ -5,17 +5,22 @@ process. The interpreter stores bfloat16 as raw bits, so tests use float16 and f
 """
 
 from inspect import unwrap
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import triton
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from triton.runtime.interpreter import TensorHandle
 
+from lookahead.backends.transformers import fused
 from lookahead.backends.transformers.fused import fused_kind, rotate
 from model_zoo import build
 
@@ -69,6 +74,40 @@ def test_attention_finds_the_function_that_rotates_alike() -> None:
     assert type(attention) is not LlamaAttention
     assert torch.equal(model(torch.arange(5)[None]).logits, expected)
     assert type(attention).__name__ == "LlamaAttention"
+
+
+@pytest.fixture
+def exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use torch's exponential function: the interpreter has no functions of CUDA's library."""
+
+    def exp(states: Any) -> Any:
+        values = torch.from_numpy(states.handle.data).exp().numpy()
+        return triton.language.core.tensor(TensorHandle(values, states.handle.dtype), states.type)
+
+    monkeypatch.setattr(fused, "libdevice", SimpleNamespace(exp=exp))
+
+
+def test_gated_layers_give_the_bits_of_the_model(exponential: None) -> None:
+    """The trial compares all 63,488 finite numbers of float16."""
+    model = build("llama").half()
+    expected = model(torch.arange(5)[None]).logits
+    for layer in model.model.layers:
+        layer.mlp.__class__ = fused_kind(layer.mlp, LlamaMLP)
+        assert type(layer.mlp) is not LlamaMLP
+    with mock.patch.object(fused, "gate", wraps=fused.gate) as gate:
+        assert torch.equal(model(torch.arange(5)[None]).logits, expected)
+    assert gate.call_count == len(model.model.layers)
+
+
+def test_other_gated_layers_stay(exponential: None) -> None:
+    """Another activation; float32; another forward pass."""
+    mlp = build("llama").float().model.layers[0].mlp
+    assert fused_kind(mlp, LlamaMLP) is LlamaMLP
+    mlp.half().act_fn = torch.nn.GELU()
+    assert fused_kind(mlp, LlamaMLP) is LlamaMLP
+    mlp.act_fn = torch.nn.SiLU()
+    other = type("Other", (LlamaMLP,), {"forward": lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)))})
+    assert fused_kind(mlp, other) is other
 
 
 def test_attention_that_turns_neighbours_stays() -> None:

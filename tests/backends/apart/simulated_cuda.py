@@ -25,6 +25,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple, cast
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -63,24 +64,29 @@ class Event(NamedTuple):
     in_model: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """Replacement for `torch.cuda.CUDAGraph`: the launches of a capture, with their memory."""
 
     launches: list[Callable[[], None]] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     pool: object = None
+    spoiled: bool = False
 
     def replay(self) -> None:
         for other in _device.graphs:
             if other is not self and other.pool == self.pool:
                 other.spoil()
+        self.spoiled = False
         for launch in self.launches:
             launch()
         _device.log(REPLAY, f"{len(self.launches)} launches")
 
     def spoil(self) -> None:
         """Overwrite the graph's results, like another graph of its pool."""
+        if self.spoiled:
+            return
+        self.spoiled = True
         for result in self.results:
             result.fill_(float("nan") if result.is_floating_point() else result.dtype == torch.bool or -77)
 
@@ -90,13 +96,13 @@ class Simulation:
 
     Attributes:
         events: Log, which tests may clear.
-        graphs: Captured graphs.
+        graphs: Captured graphs that are in use.
         captures_fail: Whether a capture raises.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.graphs: list[Graph] = []
+        self.graphs = WeakSet[Graph]()
         self.captures_fail = False
         self._largest = 10**10
         self._capture: Graph | None = None
@@ -196,7 +202,7 @@ class Simulation:
             yield
         finally:
             self._capture = None
-        self.graphs.append(graph)
+        self.graphs.add(graph)
         graph.spoil()  # a capture computes nothing
         self.log(CAPTURE, f"{len(graph.launches)} launches")
 
@@ -534,6 +540,11 @@ def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaT
     return tuple(_kernel("rotary", by_definition, (states, cos, sin), {}) for states in (query, key))  # type: ignore
 
 
+def _gate(states: Any, others: Any) -> CudaTensor:
+    """Replacement for the Triton kernel of gates."""
+    return _kernel("gate", lambda states, others: torch.nn.functional.silu(states) * others, (states, others), {})
+
+
 def _list_largest(logits: Any, count: int) -> CudaTensor:
     """Replacement for the Triton kernel of likeliest tokens."""
     return _kernel("likeliest", lambda logits: pack_likeliest(logits, count), (logits,), {})
@@ -569,6 +580,7 @@ def simulated_cuda() -> Iterator[Simulation]:
             stack.enter_context(mock.patch.object(tree_kernel, "tree_attention", _tree_attention))
             stack.enter_context(mock.patch.object(fused, "rms_norm", _rms_norm))
             stack.enter_context(mock.patch.object(fused, "rotate", _rotate))
+            stack.enter_context(mock.patch.object(fused, "gate", _gate))
             stack.enter_context(mock.patch.object(likeliest_kernel, "list_largest", _list_largest))
             stack.enter_context(mock.patch.object(likeliest_kernel, "lists_alike", return_value=True))
             stack.enter_context(_Functions())

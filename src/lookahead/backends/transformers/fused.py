@@ -1,4 +1,4 @@
-"""Fused kernels for norms and rotary embeddings on a GPU, where models launch six and ten kernels.
+"""Fused kernels for norms, rotary embeddings and gates on a GPU, where models launch six, ten and two kernels.
 
 They round at the same points as the model's own operations. Trials choose the replacement of a module.
 """
@@ -18,6 +18,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.language import constexpr  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
 """Variants of RMS norms: whether they round before the multiplication by the weight, and an offset of the weight."""
@@ -40,6 +41,10 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
         original = forward.__globals__[_ROTARY]
         if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
             return _fused_attention(kind)
+    if _is_gated(forward):
+        weight = module.gate_proj.weight
+        if not weight.is_meta and weight.dtype.itemsize == 2 and _gates_alike(module.act_fn, weight):
+            return _fused_gate(kind)
     return kind
 
 
@@ -114,6 +119,66 @@ def _rotates_alike(original: Callable[..., Any], dtype: torch.dtype, device: tor
         return all(map(torch.equal, rotate(*sample), original(*sample)))
     except Exception:  # it has another signature
         return False
+
+
+def _gated_forward(self: Any, x: torch.Tensor) -> Any:
+    """Compute the gated layer of transformers' Llama and others, operation for operation."""
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj  # noqa: RET504
+
+
+def _is_gated(forward: Any) -> bool:
+    """Return whether a function has the instructions of `_gated_forward`."""
+    code, own = getattr(forward, "__code__", None), _gated_forward.__code__
+    return code is not None and (code.co_code, code.co_names) == (own.co_code, own.co_names)
+
+
+@torch.no_grad()
+def _gates_alike(activation: Any, weight: torch.Tensor) -> bool:
+    """Return whether `gate` has the bits of an activation and a product for every number of a 16-bit type."""
+    if not isinstance(activation, torch.nn.Module) or activation._forward_hooks or activation._forward_pre_hooks:
+        return False
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(weight.dtype)
+    numbers = numbers[numbers.isfinite()].to(weight.device)
+    others = torch.randn(len(numbers), generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        return torch.equal(gate(numbers, others), activation(numbers) * others)
+    except Exception:  # it is no function of single numbers
+        return False
+
+
+@cache
+def _fused_gate(kind: Any) -> Any:
+    """Return a subclass of a gated layer `kind` with the fused activation and product."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if x.dtype.itemsize != 2:
+            return kind.forward(self, x)
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def gate(states: Any, others: Any) -> torch.Tensor:
+    """Return SiLU of `states` times `others`, in a 16-bit type."""
+    states, others = states.contiguous(), others.contiguous()
+    output = torch.empty_like(states)
+    count = states.numel()
+    with torch.cuda.device_of(states):
+        _gate_kernel[triton.cdiv(count, 1024),](states, others, output, count, 1024, enable_fp_fusion=False)
+    return output
+
+
+@triton.jit
+def _gate_kernel(states, others, output, count, BLOCK: constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < count
+    state = tl.load(states + place, mask=there, other=0.0)
+    wide = state.to(tl.float32)
+    # As torch computes it, with the exponential function of CUDA and an exact division.
+    active = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(state.dtype).to(tl.float32)
+    other = tl.load(others + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(output + place, (active * other).to(state.dtype), mask=there)
 
 
 def rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> torch.Tensor:
