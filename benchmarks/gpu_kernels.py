@@ -25,6 +25,7 @@ HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
 
 VOCABULARY = 128256
 HIDDEN = 4096
+GATED = 14336
 
 TIMES = 20
 """Calls of a kernel in a captured graph. The first ones bring its inputs to the caches, as the layers before it do."""
@@ -145,9 +146,13 @@ def attention_rows(device: str, heads: int, groups: int, size: int) -> Iterator[
             yield row | ({"error": f"the kernel is wrong by {error:.3f} at {about}"} if not error < 0.01 else {})
 
 
+def _gate_of_model(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(states) * others
+
+
 def fused_rows(device: str) -> Iterator[Row]:
     """Yield values with other bits than the model's, and times, of the fused kernels for 1 to 256 nodes."""
-    from lookahead.backends.transformers.fused import rms_norm, rotate
+    from lookahead.backends.transformers.fused import gate, rms_norm, rotate
 
     norm = LlamaRMSNorm(HIDDEN).to(device, torch.bfloat16)
     with torch.no_grad():
@@ -158,12 +163,14 @@ def fused_rows(device: str) -> Iterator[Row]:
         states = random(1, nodes, HIDDEN)
         query, key = (random(1, nodes, heads, 128).transpose(1, 2) for heads in (32, 8))
         cos, sin = random(2, 1, nodes, 128)
+        wide, other = random(2, nodes, GATED)
         pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "norm": (partial(rms_norm, states, norm.weight, norm.variance_epsilon, True, 0.0), partial(norm, states)),
             "rotary embeddings": (
                 partial(rotate, query, key, cos, sin),
                 partial(apply_rotary_pos_emb, query, key, cos, sin),
             ),
+            "gate": (partial(gate, wide, other), partial(_gate_of_model, wide, other)),
         }
         for name, (ours, theirs) in pairs.items():
             with torch.no_grad():

@@ -42,8 +42,9 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
         if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
             return _fused_attention(kind)
     if _is_gated(forward):
-        weight = module.gate_proj.weight
-        if not weight.is_meta and weight.dtype.itemsize == 2 and _gates_alike(module.act_fn, weight):
+        weight = getattr(module.gate_proj, "weight", None)
+        is_plain = isinstance(weight, torch.Tensor) and not weight.is_meta and weight.dtype.itemsize == 2
+        if is_plain and _gates_alike(module.act_fn, weight):
             return _fused_gate(kind)
     return kind
 
@@ -134,7 +135,7 @@ def _is_gated(forward: Any) -> bool:
 
 
 @torch.no_grad()
-def _gates_alike(activation: Any, weight: torch.Tensor) -> bool:
+def _gates_alike(activation: Any, weight: Any) -> bool:
     """Return whether `gate` has the bits of an activation and a product for every number of a 16-bit type."""
     if not isinstance(activation, torch.nn.Module) or activation._forward_hooks or activation._forward_pre_hooks:
         return False
