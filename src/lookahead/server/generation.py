@@ -213,7 +213,7 @@ class Generation:
         """
         prompt, number = divmod(index, self.request.n)
         plan = self.plans[prompt]
-        channel = Channel(self._outbox, loop, partial(self._receive, index))
+        channel = Channel(self._outbox, loop, partial(self._receive, index), self.request.stream)
         answer = Answer(self.served, plan, index, plan.seed + number, self, self._begin, channel.put)
         self.answers.append(answer)
         answer.handle.add_done_callback(partial(channel.put, None))

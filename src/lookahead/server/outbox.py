@@ -17,6 +17,9 @@ _PAUSE = 0.0016
 _SHORTEST, _LONGEST = 0.02, 0.1
 """Limits of the seconds between two deliveries. A delivery costs 8 % of a token of the demo model."""
 
+_UNSTREAMED = 64
+"""Steps of a delivery without a stream: only counts of tokens wait for them."""
+
 
 class AnswerStep(NamedTuple):
     """One step of an answer.
@@ -82,22 +85,27 @@ class Channel:
         outbox: Outbox of the model.
         loop: The event loop.
         receive: Called in the loop's thread with new pieces; `None` is the end of the answer.
+        streams: Whether a client waits for the pieces.
     """
 
     def __init__(
-        self, outbox: Outbox, loop: asyncio.AbstractEventLoop, receive: Callable[[Sequence[Piece | None]], None]
+        self,
+        outbox: Outbox,
+        loop: asyncio.AbstractEventLoop,
+        receive: Callable[[Sequence[Piece | None]], None],
+        streams: bool,
     ) -> None:
-        self._outbox, self._loop, self.receive = outbox, loop, receive
+        self._outbox, self._loop, self.receive, self._streams = outbox, loop, receive, streams
         self._steps: deque[AnswerStep | None] = deque()
         self.is_listed = False  # whether the next delivery has it
 
     def put(self, step: AnswerStep | None) -> None:
         """Schedule the delivery of a step, or of the end of the answer. One thread at a time may call it."""
         self._steps.append(step)
-        if step is None or step.is_first:  # clients wait for these
+        if step is None or (step.is_first and self._streams):  # clients wait for these
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._outbox.deliver, [self])
-        elif not self.is_listed:
+        elif not self.is_listed and (self._streams or len(self._steps) >= _UNSTREAMED):
             self.is_listed = True
             self._outbox.put(self, self._loop)
 
