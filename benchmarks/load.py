@@ -2,9 +2,9 @@
 
 guidellm sends prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
 `transformers serve`, with the same model. Servers run one after another, each in its own process on the loop-back
-interface, once per repeat. Requests are greedy and stream; their number, length and time are limited, and each has
-another prompt. A server has one core, and guidellm the others. Times are measured by the client; `cpu_seconds` is the
-CPU time of the server's process.
+interface, once per temperature and repeat. Requests stream, and have seed 0 if they are sampled; their number, length
+and time are limited. A server gets no prompt twice. It has one core, and guidellm the others. Times are measured by the
+client; `cpu_seconds` is the CPU time of the server's process.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Options:
     users: list[int] = option([1, 8, 32], "numbers of concurrent users")
     requests: list[int] = option([8, 24, 48], "number of requests for each number of users")
     max_tokens: int = option(48, "maximum tokens of an answer")
+    temperatures: list[float] = option([0.0], "temperatures of sampling; 0: greedy")
+    servers: list[str] = option(list(SERVERS), "servers to measure")
     seconds: int = option(60, "maximum seconds for each number of users")
     repeats: int = option(3, "number of measurements of each server")
 
@@ -131,12 +133,13 @@ class Bench:
             )
         self._first, self._prompts = prompts[0], prompts[1:]
 
-    def rows(self, server: str, repeat: int) -> Iterator[Row]:
+    def rows(self, server: str, temperature: float, repeat: int) -> Iterator[Row]:
         """Yield a row for each number of users."""
         name = self._model if server == "transformers serve" else Path(self._model).name
         os.sched_setaffinity(0, self._cores)
         with running(server, self._model) as (url, process):
-            request = {"model": name, "prompt": self._first, "max_tokens": 48, "temperature": 0, "stream": False}
+            sampling = {"temperature": temperature, **({"seed": 0} if temperature else {})}
+            request = {"model": name, "prompt": self._first, "max_tokens": 48, **sampling, "stream": False}
             for _ in range(2):
                 httpx.post(f"{url}/v1/completions", json=request, timeout=START_SECONDS).raise_for_status()
             pin(process)
@@ -145,12 +148,18 @@ class Bench:
                 texts, start = self._prompts[start : start + requests], start + requests
                 before = _seconds(process)
                 with tempfile.TemporaryDirectory() as folder:
-                    figures = self._load(url, name, texts, users, Path(folder))
+                    figures = self._load(url, name, texts, users, sampling, Path(folder))
                 after = _seconds(process)
-                row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
+                row: Row = {
+                    "kind": "run",
+                    "server": server,
+                    "temperature": temperature,
+                    "repeat": repeat,
+                    "users": users,
+                }
                 yield row | figures | {key: after[key] - before[key] for key in after}
 
-    def _load(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
+    def _load(self, url: str, name: str, texts: Sequence[str], users: int, sampling: Row, folder: Path) -> Row:
         options = self._options
         prompts, report = folder / "prompts.jsonl", folder / "report.json"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
@@ -160,7 +169,7 @@ class Bench:
             "model": name,
             "request_format": "/v1/completions",
             "max_tokens": options.max_tokens,
-            "extras": {"body": {"temperature": 0}},
+            "extras": {"body": sampling},
         }
         command = [
             *(options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)),
@@ -196,13 +205,14 @@ def _seconds(process: psutil.Process) -> dict[str, float]:
 
 
 def probe(options: Options) -> Probe:
-    """Make a unit for each repeat and server; servers alternate."""
+    """Make a unit for each repeat, temperature and server; servers alternate."""
     model = str(demo_model_path())
     bench = Bench(options, model)
     units = [
-        Unit(f"{server}, {repeat}", partial(bench.rows, server, repeat))
+        Unit(f"{server}, {temperature}, {repeat}", partial(bench.rows, server, temperature, repeat))
         for repeat in range(options.repeats)
-        for server in SERVERS
+        for temperature in options.temperatures
+        for server in options.servers
     ]
-    about = {"model": "demo", "dtype": "float32", "servers": list(SERVERS), "max_tokens": options.max_tokens}
+    about = {"model": "demo", "dtype": "float32", "servers": list(options.servers), "max_tokens": options.max_tokens}
     return Probe(units, about)
