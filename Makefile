@@ -129,9 +129,11 @@ build/guidellm/installed: constraints.txt
 
 # A folder that was asked for must hold prompts; without any they are taken from the library's own files.
 LOAD_PROMPTS = $(if $(filter file,$(origin SHARED)),$(wildcard $(SHARED)/data/humaneval.jsonl),$(SHARED)/data/humaneval.jsonl)
+LOAD = $(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm $(addprefix --prompts ,$(LOAD_PROMPTS))
 bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone; installs the generator first (four minutes)
-	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm $(addprefix --prompts ,$(LOAD_PROMPTS)) \
-		--output $(OUT)/benchmarks/results/load.jsonl
+	$(LOAD) --output $(OUT)/benchmarks/results/load.jsonl
+	$(LOAD) --temperatures 0 0.8 --servers 'lookahead serve' 'lookahead serve, no drafts' --seconds 400 \
+		--output $(OUT)/benchmarks/results/load-drafts.jsonl
 
 # In environments of their own, which see what is installed here: they bring data sets, and what reads these.
 build/trl: PACKAGE = trl
