@@ -76,6 +76,7 @@ class _Comparison:
         if not bool(torch.isfinite(self._expected).all()):
             raise ArithmeticError("the logits are not finite")
         self._tolerance = _TOLERANCE * float(self._expected.abs().max())
+        self._second: dict[int, torch.Tensor] = {}  # logits of the second text, by its length
 
     def trees(self) -> bool:
         """Compare trees along a text, and after a long prompt."""
@@ -164,8 +165,10 @@ class _Comparison:
     def _side_by_side(self, runner: Runner) -> bool:
         # Batches of longer texts are refused.
         texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
-        alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
-        return self._agrees(runner, texts, alone)
+        length = len(texts[1])
+        if length not in self._second:
+            self._second[length] = plain_logits(self._model, texts[1:], _PROMPT)[0]
+        return self._agrees(runner, texts, [self._expected[: len(texts[0]) - _PROMPT], self._second[length]])
 
     def _agrees(
         self,
