@@ -42,6 +42,7 @@ PROBES = {
     "waits": "waits, copies and launches of a step, on a simulated GPU",
     "host": "host time of steps, by part, with a model of free forward passes",
     "same_bits": "bits of every logit of invariant texts, compared with plain decoding",
+    "step_ends": "where steps of `auto` end: tokens that no source proposed, and how others are ranked",
     "replay": "drafts for recorded answers, without a model",
 }
 

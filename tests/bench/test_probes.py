@@ -262,3 +262,19 @@ def test_a_unit_that_fails_does_not_end_the_half_hour() -> None:
     rows = list(importlib.import_module("gpu").guarded(work))
     assert [row["kind"] for row in rows] == ["step", "failed"]
     assert "out of memory" in rows[1]["error"]
+
+
+def test_tokens_that_end_steps_are_proposed_or_not_and_bound_what_ranking_brings(
+    measure: Measure, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"id": name, "prompt": f"def {name}(numbers):\n    total = 0\n"}) for name in ("one", "two")]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines))
+    assert measure("step_ends", "--data", tmp_path, "--tasks", "short", "--nodes", 16, "--limit", 1) == 0
+    steps = [row for row in rows_in(tmp_path) if row["kind"] == "step"]
+    assert {row["id"] for row in steps} == {"two"}
+    assert 64 < sum(row["tokens"] for row in steps) < 128
+    for row in steps:
+        assert row["tokens"] <= row["ranking"] <= 16
+        assert row["tokens"] <= row["coverage"] <= 16
+        assert row["first"] <= row["proposed"] == (row["probability"] > 0)
+    assert {row["proposed"] for row in steps} == {0, 1}
