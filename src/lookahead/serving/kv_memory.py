@@ -56,6 +56,7 @@ class KVMemory:
         tokens: Limit of `kv_bytes` in tokens; longer texts are refused. `None` without it.
         capacity: Tokens that fit. It becomes smaller if the runner's memory cannot grow so far.
         block: Growth of a row's capacity in tokens.
+        reuses: Whether finished texts are reused.
         token_bytes: Bytes of keys and values of a token.
     """
 
@@ -68,7 +69,7 @@ class KVMemory:
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes; give more"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // MIN_BLOCKS, 1), BLOCK)
-        self._reuses = prefix_bytes is not None
+        self.reuses = prefix_bytes is not None
         self._prefixes: list[Prefix] = []
         self._max_prefix_tokens = (prefix_bytes or 0) // token_bytes
         apart = self._max_prefix_tokens if runner.keeps_apart else 0
@@ -145,7 +146,7 @@ class KVMemory:
 
     def _sharable(self, request: Request, others: Sequence[Request]) -> int:
         """Return the tokens of whole pages that a new request will share with another one."""
-        if not self._reuses or request.reads_inputs:
+        if not self.reuses or request.reads_inputs:
             return 0
         common = 0
         text = request.sequence.tokens[:-1]
@@ -170,7 +171,7 @@ class KVMemory:
         capacity = self._prefix_capacity(running)
         tokens = request.sequence.tokens[: row.length]
         size = row.capacity - self.runner.shared_tokens([row], with_others=True)
-        if not self._reuses or request.reads_inputs or len(tokens) < MIN_COMMON or size > capacity:
+        if not self.reuses or request.reads_inputs or len(tokens) < MIN_COMMON or size > capacity:
             return
         for prefix in [prefix for prefix in self._prefixes if prefix.tenant == request.tenant]:
             size = min(len(tokens), len(prefix.tokens))
@@ -194,7 +195,7 @@ class KVMemory:
             Whether the request takes part in the next step. It waits if a more urgent one computes its prefix now, or
             if it does not fit because it shares less than expected.
         """
-        if not self._reuses or request.reads_inputs:
+        if not self.reuses or request.reads_inputs:
             return True
         text = request.sequence.tokens
         prefix, common = self._longest(text, request.tenant)

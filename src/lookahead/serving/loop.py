@@ -85,14 +85,14 @@ class EngineLoop:
         self._steps = Steps(
             self.runner, self._session.clock, self._pace, launched=self._during_pass, notices=self._notices
         )
-        self._compares_bits = reuses or bool(config.pack_weights)
         self._begin()
 
     def _begin(self) -> None:
         """Allocate the runner's memory, and start to watch the model."""
         self.runner.take_memory(self.memory.tokens, self.memory.block, self._rows[1], self.config.max_nodes)
         self.statistics.graphs = self.runner.recorded
-        self._watch = self._session.watch(self.runner, self._compares_bits)
+        compares_bits = self.memory.reuses or bool(self.config.pack_weights)
+        self._watch = self._session.watch(self.runner, compares_bits)
 
     def _pace_of_load(self, rows: int, temperature: float) -> Any:
         """Return the pace of a number of rows."""

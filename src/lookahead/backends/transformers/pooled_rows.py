@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -312,10 +313,9 @@ class PooledRunner(ModelRunner):
     ) -> None:
         super().__init__(rows.model, positions_end=rows.positions_end)
         self._shapes = tuple(shapes)
-        self._records = records
-        self._clock = clock
-        self._is_trial = is_trial
+        self._new_passes = partial(FixedPasses, rows.model, clock=clock, lists=LISTED, is_trial=is_trial)
         self._keeps_logits = "logits_to_keep" in forward_arguments(rows.model)
+        self._prompt_sizes = PROMPT_SIZES if records and self._keeps_logits and not is_trial else ()
         self.engine = "static" if records else "dynamic"
         self._texts = self._width = 0
         self._numbers: Integers = np.empty(0, dtype=np.int64)  # of the rows of the pass
@@ -328,10 +328,10 @@ class PooledRunner(ModelRunner):
         """
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._passes = FixedPasses(self.model, self._pool, self._clock, LISTED, self._is_trial)
+        self._passes = self._new_passes(cache=self._pool)
         self.recorded = self._passes.recorded
-        self.pass_sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
-        self._prompt_sizes = PROMPT_SIZES if self._records and self._keeps_logits and not self._is_trial else ()
+        most = max(rows, min(rows * nodes, MOST_RECORDED))
+        self.pass_sizes = pass_sizes(most) if self.engine == "static" else ()
         self._texts = rows
         self._make_room(0)
         nothing = PassPlan(Forest(()), self._numbers, self._numbers)
