@@ -72,3 +72,14 @@ def test_the_oldest_of_many_memories_is_dropped(model: PreTrainedModel) -> None:
     for tenant in range(1, 17):
         engine.submit(PROMPT[:, :2], tenant=tenant, max_new_tokens=1).result()
     assert steps_of(engine, tenant=0) == first
+
+
+def test_predictions_of_earlier_weights_do_not_change_the_text(model: PreTrainedModel) -> None:
+    lookahead.generate(model, PROMPT, **OPTIONS)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    expected = model.generate(PROMPT, **OPTIONS).sequences
+    for _ in range(2):
+        assert torch.equal(lookahead.generate(model, PROMPT, **OPTIONS).sequences, expected)

@@ -178,7 +178,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
 
     Args:
         path: TOML file. Paths in it are relative to its folder.
-        data: Folder of the prompt files, and a second base folder for models; by default the folder of `path`.
+        data: Folder of the prompt files, and a second base folder for models, besides the folder of `path`.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or a value is invalid; the message names the key.
@@ -194,7 +194,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
     exact = root.get("exact", True)
     readers: dict[str, Callable[[dict[str, Any], str], Any]] = {
         "models": lambda table, where: _model({"exact": exact, **table}, where, folder, data or folder),
-        "tasks": lambda table, where: _task(table, where, data or folder),
+        "tasks": lambda table, where: _task(table, where, data or folder, folder),
         "methods": lambda table, where: _method(table, where, folder),
     }
     for name, read in readers.items():
@@ -291,9 +291,10 @@ def _source(text: str, where: str, *folders: Path) -> Path | str:
     )
 
 
-def _task(table: dict[str, Any], where: str, folder: Path) -> TaskSpec:
+def _task(table: dict[str, Any], where: str, *folders: Path) -> TaskSpec:
     arguments = _arguments(TaskSpec, table, where)
-    arguments["data"] = path = folder / Path(table["data"]).expanduser()
+    paths = [folder / Path(table["data"]).expanduser() for folder in folders]
+    arguments["data"] = path = next(filter(Path.is_file, paths), paths[0])
     if not path.is_file():
         raise InvalidArgumentError(
             f"{where}.data={table['data']!r}: there is no file {path}; give the folder of the prompts with --data"
