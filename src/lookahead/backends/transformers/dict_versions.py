@@ -1,7 +1,7 @@
 """Versions of dictionaries: thousands of them are checked for writes in microseconds.
 
-CPython numbers each write to a dictionary (PEP 509), and stores the number in its header. There is no number in
-Python 3.14 and later, in free-threaded Python, and without compiled loops.
+CPython 3.10 to 3.12 numbers each write to a dictionary (PEP 509), and stores the number in its header. Python 3.13 does
+not number writes of attributes, and later ones have no number. Without compiled loops it cannot be read quickly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DictVersions:
 
     Args:
         dictionaries: Dictionaries. The order of an `OrderedDict` is not checked.
-        objects: Objects; their types are checked.
+        objects: Objects, whose types are checked.
     """
 
     def __init__(self, dictionaries: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:
@@ -71,17 +71,17 @@ class DictVersions:
         self._words = self.read()
 
     def read(self) -> Integers:
-        """Return the versions and types of now."""
+        """Return the current versions and types."""
         words = np.empty_like(self._addresses)
         _read(self._addresses, words)
         return words
 
     def note(self, words: Integers) -> None:
-        """Take versions and types that were read before as unchanged."""
+        """Compare with these versions and types from now on."""
         self._words = words
 
     def hold(self) -> bool:
-        """Return whether no dictionary was written, and no type replaced, since the noted ones were read."""
+        """Return whether versions and types equal the noted ones."""
         return _are_equal(self._addresses, self._words)
 
 
@@ -93,8 +93,8 @@ def has_dict_versions() -> bool:
 @cache
 def _are_right() -> bool:
     """Try versions on dictionaries and attributes of the kinds that models have."""
-    is_known = sys.implementation.name == "cpython" and (3, 10) <= sys.version_info < (3, 14)
-    if not is_known or sys.maxsize < 1 << 32 or not getattr(sys, "_is_gil_enabled", lambda: True)():
+    is_known = sys.implementation.name == "cpython" and (3, 10) <= sys.version_info < (3, 13)
+    if not is_known or sys.maxsize < 1 << 32:
         return False
     return all(map(_follows_writes, ({}, {"a": 0, "b": 1}, OrderedDict(a=0, b=1)))) and _follows_attributes(_Object())
 
