@@ -32,7 +32,7 @@ class Groups(NamedTuple):
     single: list[int]
 
     def among(self, going: NDArray[np.bool_]) -> Groups:
-        """Return the groups with only the rows that go on, by a mask `[rows]`."""
+        """Return the groups with only the rows of a mask `[rows]`."""
         if going.all():
             return self
         shared = {group: [row for row in rows if going[row]] for group, rows in self.shared.items()}

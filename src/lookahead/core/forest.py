@@ -256,7 +256,7 @@ class Forest(Sequence[TokenTree]):
 
 @lru_cache(maxsize=512)
 def _tokens_alone(rows: int, reads: bool) -> dict[str, Any]:
-    """All attributes but `tokens` of a forest of one token in each row: plain decoding has little time to make them."""
+    """Attributes of a forest of one token in each row, except `tokens`; kept, because plain steps are short."""
     numbers = np.arange(rows)
     zeros = np.zeros(rows, dtype=np.int64)
     before = zeros - 1

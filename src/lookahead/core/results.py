@@ -45,10 +45,10 @@ class ForestOutputs(Predictions, Protocol):
 
 
 class JoinedOutputs:
-    """The outputs of the trees of a step that were found apart (`ForestOutputs`).
+    """Outputs of trees from several passes of a step (`ForestOutputs`).
 
     Args:
-        outputs: Those of each tree.
+        outputs: Outputs of each tree.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
@@ -182,7 +182,7 @@ class Walks(Sequence["Walk | None"]):
             going: Whether the text of each row is not finished. All pending tokens of a part of its prompt are kept.
         """
         forest = self._forest
-        if forest.rows == 1 and forest.is_plain:  # plain decoding of one text has little time
+        if forest.rows == 1 and forest.is_plain:  # plain steps of one text are short
             return [range(len(forest.tokens) if self.counts[0] or going[0] else 0)]
         counts = forest.roots + np.maximum(self.counts, 1)
         if not self.counts.all():

@@ -54,7 +54,7 @@ class Batch:
 
 
 def step(backend: Backend, batch: Batch) -> StepResults:
-    """One forward pass for all sequences, and all that follows from it."""
+    """Run one forward pass for all sequences, and process its results."""
     sequences = batch.sequences
     mark = batch.mark
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
@@ -69,7 +69,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     if batch.launched is not None:
         batch.launched()
     mark("forward")
-    # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
+    # A device still computes here, so drafters could learn some results meanwhile.
     walk: Callable[..., Walks] = getattr(backend, "walk", walk_trees)
     results = StepResults(forest, outputs, walk(sequences, forest, outputs, early))
     mark("verify")

@@ -35,10 +35,10 @@ def packed_width(nodes: int) -> int:
 
 
 class MaskedTrees(NamedTuple):
-    """Trees of a pass, one behind another, as their masks are written.
+    """Trees of a pass, one behind another.
 
     Attributes:
-        firsts: Nodes before each tree, and behind them their sum, `[rows + 1]`.
+        firsts: Number of nodes before each tree, and at the end of all, `[rows + 1]`.
         parent_slots: Slot of the parent of the node in each slot, within its tree, `[nodes]`; -1 for the first pending
             token, -2 for padding, which sees only itself.
         lengths: Cached tokens of each row, `[rows]`.

@@ -110,7 +110,7 @@ class StaticTreeCache(TreeCache):
             torch.cuda.OutOfMemoryError: There is too little memory; the capacity has not changed.
         """
         columns = self.longest
-        moved = [buffer for buffer in self.buffers if buffer.shape[3] >= capacity]  # before memory ran out
+        moved = [buffer for buffer in self.buffers if buffer.shape[3] >= capacity]  # by a call that ran out of memory
         old = self.buffers[len(moved) :]
         rest = self._owners[sum(map(len, moved)) :]
         # An inference tensor could not be written to by a later call outside of inference mode.

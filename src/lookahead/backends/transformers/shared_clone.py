@@ -198,7 +198,7 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
         attributes["_forward_hooks"] = copy.copy(module._forward_hooks)  # transformers registers some in a pass
         attributes["_modules"] = {name: shells.get(id(child), child) for name, child in module._modules.items()}
     shell: PreTrainedModel = shells[id(model)]
-    if prepares_alike:  # a cache has an object for each layer, a quarter of the preparation
+    if prepares_alike:  # saves a quarter of the preparation, as a cache has an object for each layer
         vars(shell)["_supports_default_dynamic_cache"] = lambda: False
     return shell
 

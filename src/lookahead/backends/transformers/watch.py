@@ -95,8 +95,8 @@ class ModelWatch:
     def changed_by_pass(self) -> bool:
         """Return whether the model has changed, just after the launch of a pass.
 
-        Values that the pass wrote into modules are accepted. Passes never write code and weights. A first write of a
-        later pass counts as a change once.
+        Values that the pass wrote into modules are accepted. Passes never write code and weights. The first write of a
+        later pass counts as a change.
         """
         if self._is_quiet:
             return self.has_changed(thorough=False, compares_places=not self._is_recorded)

@@ -215,7 +215,7 @@ class DraftBatch:
         is_trusted = self._is_trusted(places)
         budget.begin(int(np.count_nonzero(is_trusted)) if self.reads and drafters[0].learns else 0)
         self.sent[places] = 0
-        nodes = min(drafters[0].searched, budget.max_candidates)  # which the texts of a batch have in common
+        nodes = min(drafters[0].searched, budget.max_candidates)  # equal for all texts of a batch
         with self.memory.lock:
             for drafter in drafters:
                 if drafter.late:
