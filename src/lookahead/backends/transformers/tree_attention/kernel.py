@@ -9,7 +9,7 @@ packed mask on the device, and divides the blocks of the text equally over the s
 costs little, and a captured graph stays correct as the text grows.
 
 Texts with pages in a shared buffer have separate programs, which process their blocks of rows in turn, usually one.
-Each text uses as many of the splits as its own length needs, so that a long text does not delay many short ones.
+The length of a text decides how many splits it uses, so that a long text does not delay many short ones.
 
 The other kernel computes bits that depend only on a query's own text: splits and blocks have fixed positions. A split
 is `SPAN` positions of the text from a multiple of `SPAN` on, and its blocks begin at multiples of their size,
