@@ -234,7 +234,7 @@ class Packed:
 def _need_masks(trees: MaskedTrees, window: int | None, chunk: int | None) -> NDArray[np.bool_]:
     """Return whether each row needs a mask, `[rows]`.
 
-    A single node that sees all tokens needs none. Nor does a text from its beginning: without a mask, attention is causal.
+    A single node that sees all tokens needs none. A text from its beginning needs none: attention is causal then.
     """
     begins = trees.firsts[:-1]
     counts = np.diff(trees.firsts)
