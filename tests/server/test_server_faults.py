@@ -149,6 +149,8 @@ HARMLESS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("completions", {"ebnf": 'root ::= "a"'}, {"structured_outputs": {"grammar": 'root ::= "a"'}}),
     ("completions", {"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
     ("completions", {"guided_regex": "a+", "structured_outputs": {"regex": "a+"}}, {"guided_regex": "a+"}),
+    ("completions", {"metadata": {"a": "b"}, "client_metadata": {"a": 1}}, {}),
+    ("chat", {"client_metadata": {"a": 1}}, {}),
     ("chat", {"repeat_penalty": 1.3, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
 ]
 

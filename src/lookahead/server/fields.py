@@ -41,8 +41,8 @@ _ALL = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 UNUSED = (
     Unused("store", (CHAT, RESPONSES), ANY, "nothing is stored"),
-    Unused("metadata", (CHAT, MESSAGES), ANY, "a note of the client"),
-    Unused("client_metadata", (RESPONSES,), ANY, "a note of the client"),
+    Unused("metadata", (CHAT, COMPLETIONS, MESSAGES), ANY, "a note of the client"),
+    Unused("client_metadata", _ALL, ANY, "a note of the client"),
     Unused("service_tier", (CHAT, RESPONSES, MESSAGES), ANY, "there is one tier"),
     Unused("prompt_cache_key", (CHAT, RESPONSES), ANY, "common prefixes of prompts are always shared"),
     Unused("prompt_cache_retention", (CHAT, RESPONSES), ANY, "the cache is bounded by memory, not by time"),
