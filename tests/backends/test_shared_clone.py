@@ -19,7 +19,7 @@ from lookahead.backends.transformers.attention import INVARIANT
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.snapshots import _KEYS, fingerprint, preserved_state
+from lookahead.backends.transformers.snapshots import fingerprint, preserved_state
 from quick import diagonal, quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
@@ -227,8 +227,9 @@ def test_fingerprints_tell_tensors_apart(dtype: torch.dtype, shape: tuple[int, i
 
 
 def test_fingerprints_equal_a_brute_force_sum() -> None:
-    words = np.random.default_rng(0).integers(1 << 32, size=(7, len(_KEYS)), dtype=np.uint32)
-    keys = [int(key) for key in _KEYS]
+    words = np.random.default_rng(0).integers(1 << 32, size=(7, 1024), dtype=np.uint32)
+    keys = fingerprint(torch.eye(1024, dtype=torch.int32))[:-1].tolist()
+    assert all(key % 2 for key in keys)
     expected = [sum(map(operator.mul, row, keys)) % (1 << 64) for row in words.tolist()]
     assert fingerprint(torch.from_numpy(words.view(np.int32))).tolist() == [*expected, 0]
 

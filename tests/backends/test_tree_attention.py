@@ -141,9 +141,9 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
-    """The kernels of attention and the one that combines splits, not launched, by their names."""
+    """All kernels, not launched, by their names."""
     found = {}
-    for module in (kernel_module, running_softmax):
+    for module in (kernel_module, running_softmax, likeliest_kernel, fused):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 found[name.lstrip("_")] = Launches(kernel)
@@ -194,28 +194,19 @@ def stack_bytes(cubin: bytes) -> int:
     [(80, torch.bfloat16, 8), (90, torch.bfloat16, 8), pytest.param(80, torch.float32, 16, marks=pytest.mark.exact)],
 )
 def test_kernels_of_likeliest_tokens_compile_without_spills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, dtype: torch.dtype, count: int
+    launches: dict[str, Launches], capability: int, dtype: torch.dtype, count: int
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = {name: Launches(getattr(likeliest_kernel, name)) for name in ("_part_kernel", "_merge_kernel")}
-    for name, launch in found.items():
-        monkeypatch.setattr(likeliest_kernel, name, launch)
     likeliest_kernel.list_largest(torch.empty(64, 128256, dtype=dtype, device="meta"), count)
-    for launch in found.values():
+    for launch in (launches["part_kernel"], launches["merge_kernel"]):
         assert stack_bytes(launch.compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernel_of_gates_compiles_without_spills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launch = Launches(fused._gate_kernel)
-    monkeypatch.setattr(fused, "_gate_kernel", launch)
+def test_kernel_of_gates_compiles_without_spills(launches: dict[str, Launches], capability: int) -> None:
     states = torch.empty(64, 14336, dtype=torch.bfloat16, device="meta")
     fused.gate(states, states)
-    assert stack_bytes(launch.compile(capability).asm["cubin"]) == 0
+    assert stack_bytes(launches["gate_kernel"].compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton
