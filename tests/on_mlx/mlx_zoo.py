@@ -127,17 +127,17 @@ CHAINS: dict[str, dict[str, Any]] = {
 """Architectures with windows or running states, which run on chains, and their settings."""
 
 
-def tokenizer(ends: tuple[int, ...] = ()) -> TokenizerWrapper:
+def tokenizer(ends: tuple[int, ...] = (), words: int = VOCABULARY) -> TokenizerWrapper:
     """Return mlx-lm's tokenizer of a word for each token id."""
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    vocabulary = {f"w{number}": number for number in range(words)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner), eos_token_ids=list(ends))
 
 
-def build_module(architecture: str, seed: int = 0, dtype: Any = mx.float32) -> Any:
+def build_module(architecture: str, seed: int = 0, dtype: Any = mx.float32, **options: Any) -> Any:
     """Return a model of mlx-lm with random weights."""
-    settings = {**_SIZES, "model_type": architecture, **{**TREES, **CHAINS}[architecture]}
+    settings = {**_SIZES, "model_type": architecture, **{**TREES, **CHAINS}[architecture], **options}
     kind, arguments = _get_classes(settings)
     before = mx.random.state[0].tolist()
     mx.random.seed(seed)

@@ -13,6 +13,8 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; `make test-mlx` i
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
+from transformers import DynamicCache
 
 import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
@@ -117,5 +119,11 @@ def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             new_tokens(model, PROMPT, lookahead_config=config)
+    for cache, error in (
+        (make_prompt_cache(model.mlx), InvalidArgumentError),
+        (DynamicCache(), UnsupportedArgumentError),
+    ):
+        with pytest.raises(error, match="cache"):
+            new_tokens(model, PROMPT, past_key_values=cache)
     with pytest.raises(InvalidArgumentError, match="cannot be loaded"):
         lookahead.load_mlx(tmp_path)

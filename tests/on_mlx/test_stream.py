@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from lookahead import InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
+from lookahead.backends.mlx.model import MLXModel
 from lookahead.core.statistics import Statistics
 from lookahead.integrations.mlx import stream_generate
-from mlx_zoo import CHAINS, TREES, VOCABULARY, build_mlx, tokenizer
+from mlx_zoo import CHAINS, TREES, VOCABULARY, build_mlx, build_module, tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -90,8 +92,10 @@ def test_end_tokens_and_parts_of_a_prompt(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 56, 200])
-def test_texts_longer_than_max_kv_size(size: int) -> None:
-    check(build_mlx("llama"), max_kv_size=size)
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])  # Llama of mlx-lm ignores the size
+def test_texts_longer_than_max_kv_size(architecture: str, size: int) -> None:
+    check(build_mlx(architecture), max_kv_size=size)
+    check(build_mlx(architecture), max_kv_size=size, prefill_step_size=7, prompt=PROMPT * 3)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "gemma3_text", "falcon_h1"])
@@ -121,6 +125,67 @@ def test_a_stream_that_is_left_early_leaves_the_yielded_tokens(architecture: str
             state = tuple(mx.random.state[0].tolist())
             turns.append((tokens, state, stream(way, module, [8, 9], prompt_cache=cache)))
     assert turns[:3] == turns[3:]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("calls", [1, 5, 6, 9])
+def test_an_interrupted_step_leaves_the_yielded_tokens(architecture: str, calls: int) -> None:
+    model = build_mlx(architecture)
+    left = iter(range(calls))
+
+    def interrupt(tokens: mx.array, logits: mx.array) -> mx.array:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return logits
+
+    cache = make_prompt_cache(model.mlx)
+    tokens: list[int] = []
+    options: dict[str, Any] = {"prompt_cache": cache, "logits_processors": [interrupt], "lookahead_config": DRAFTS}
+    responses = stream_generate(model, tokenizer(), PROMPT, **options)
+    with pytest.raises(KeyboardInterrupt):
+        tokens.extend(response.token for response in responses)
+    expected = stream(mlx_lm.stream_generate, model.mlx, [*PROMPT, *tokens, 8, 9])
+    assert [row[:4] for row in stream(stream_generate, model, [8, 9], prompt_cache=cache)] == [
+        row[:4] for row in expected
+    ]
+
+
+def test_threads_have_their_own_random_numbers() -> None:
+    model = build_mlx("llama")
+    options: dict[str, Any] = {"sampler": make_sampler(0.9)}
+    expected = stream(mlx_lm.stream_generate, model.mlx, **options)
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(stream, stream_generate, model, lookahead_config=DRAFTS, **options) for _ in range(3)]
+    assert [text.result() for text in found] == [expected] * 3
+
+
+def test_tied_weights_and_a_vocabulary_larger_than_the_tokenizer() -> None:
+    module = build_module("qwen3", tie_word_embeddings=True)
+    words = tokenizer(words=50)
+    model = MLXModel(module, words)
+    check(model, words=words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": 3},
+        {"logits_processors": lambda tokens, logits: logits},
+        {"logits_processors": [3]},
+        {"prompt": None},
+        {"prompt": [[1, 2]]},
+        {"prompt": [1.5]},
+        {"max_kv_size": 0},
+        {"prompt_cache": []},
+        {"prompt_cache": 7},
+        {"prompt_progress_callback": 3},
+    ],
+    ids=str,
+)
+def test_invalid_values_are_refused(options: dict[str, Any]) -> None:
+    model = build_mlx("llama")
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        list(stream_generate(model, tokenizer(), options.pop("prompt", PROMPT), **options))
 
 
 def test_what_is_not_supported_is_named() -> None:

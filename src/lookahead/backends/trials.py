@@ -113,7 +113,7 @@ def drafted_difference(
         The difference in standard deviations of the logits; not a number if logits are none.
     """
     draws = np.random.default_rng(0)
-    texts = [draws.choice(tokens, LENGTH - 4 * row).tolist() for row in range(rows)]
+    texts = [draws.choice(tokens, LENGTH - 8 * row).tolist() for row in range(rows)]
     draft = chains(random.Random(0), LEAVES - 1) if on_chains else among_decoys(LEAVES, 1, tokens)
     results = []
     for drafts in (nothing, draft):

@@ -17,7 +17,7 @@ from lookahead.drafting.background import BACKGROUND
 from lookahead.errors import UnsupportedArgumentError
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.request import Steps
-from lookahead.values import require, whole_number
+from lookahead.values import check_callable, require, whole_number
 
 _OPTIONS = {
     *("sampler", "logits_processors", "prompt_cache", "max_kv_size", "prefill_step_size", "prompt_progress_callback")
@@ -81,7 +81,27 @@ def stream_generate(
         if name not in _OPTIONS:
             remedy = _REFUSED.get(name, "leave it out")
             raise UnsupportedArgumentError(f"{name} is not supported by lookahead decoding: {remedy}")
+    _check_options(options)
     return _stream(model, tokenizer, prompt, max_tokens, config, statistics or Statistics(), options)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse invalid values of mlx-lm's arguments.
+
+    Raises:
+        InvalidArgumentError: A value is invalid.
+    """
+    for name, arguments in (("sampler", 1), ("prompt_progress_callback", 2)):
+        if options.get(name) is not None:
+            check_callable(name, options[name], arguments, f"must be a function of {arguments} arguments")
+    processors = options.get("logits_processors") or ()
+    is_list = isinstance(processors, (list, tuple)) and all(map(callable, processors))
+    require(
+        is_list, "logits_processors", processors, "must be a list of functions, as make_logits_processors returns it"
+    )
+    if options.get("max_kv_size") is not None:
+        whole_number("max_kv_size", options["max_kv_size"], 1)
+    whole_number("prefill_step_size", options.get("prefill_step_size", 2048), 1)
 
 
 def _stream(
@@ -127,7 +147,7 @@ def _stream(
 def _prefill(runner: Any, tokens: Sequence[int], options: dict[str, Any]) -> None:
     """Read the prompt but its last token, in the parts of mlx-lm, and report the progress."""
     report = options.get("prompt_progress_callback") or (lambda read, total: None)
-    size = whole_number("prefill_step_size", options.get("prefill_step_size", 2048), 1)
+    size = int(options.get("prefill_step_size", 2048))
     report(0, len(tokens))
     for begin in range(0, len(tokens) - 1, size):
         end = min(begin + size, len(tokens) - 1)

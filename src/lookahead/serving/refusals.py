@@ -183,6 +183,8 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     streamer = kwargs.get("streamer")
     puts = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
     require(puts, "streamer", streamer, "is not a streamer; give a streamer of transformers, with put and end")
+    is_list = isinstance(kwargs.get(CACHE), (list, tuple))
+    require(not is_list, CACHE, kwargs.get(CACHE), "is a list, but must be a cache of transformers; leave it out")
     if kwargs.pop("custom_generate", None) is not None:
         raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
     if kwargs.pop("assistant_model", None) is not None:

@@ -22,6 +22,7 @@ from lookahead.backends.mlx.caches import Caches
 from lookahead.backends.mlx.runner import MLXRunner, Way
 from lookahead.backends.trials import drafted_difference
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
+from lookahead.values import require
 
 TOLERANCE = 1e-3
 """Maximum difference to the logits of plain decoding with weights in float32, in standard deviations of the logits."""
@@ -80,12 +81,17 @@ def describe_weights(module: Any) -> tuple[int, str, int, str]:
     return vocabulary, " ".join(types), sum(weight.size for _, weight in weights), digest.hexdigest()[:24]
 
 
-def check_caches(caches: Caches) -> None:
-    """Refuse caches of a caller that are not exact on chains.
+def check_caches(caches: Caches, layers: int) -> None:
+    """Refuse caches of a caller that are not exact on chains, or belong to another model.
 
     Raises:
+        InvalidArgumentError: The caches are not a list of one for each of the model's layers.
         UnsupportedArgumentError: A cache holds quantised keys and values, or several texts.
     """
+    fits = isinstance(caches, (list, tuple)) and len(caches) == layers
+    require(
+        fits, "prompt_cache", caches, f"must be a list of {layers} caches, as make_prompt_cache(model.mlx) makes it"
+    )
     for cache in caches:
         if isinstance(cache, (QuantizedKVCache, BatchKVCache, BatchRotatingKVCache)):
             raise UnsupportedArgumentError(

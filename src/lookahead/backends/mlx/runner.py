@@ -99,6 +99,7 @@ class MLXRunner(Runner):
         self._sent: list[Layout | None] = []
         self._restore: dict[int, Callable[[], None]] = {}
         self._lengths: list[int] = []  # before the last pass
+        self._is_open = False  # whether the last pass waits for `commit`
 
     def new_row(self, block: int | None = None) -> MLXRow:
         """Return an empty row. `block` is ignored, as mlx-lm's caches grow by their own step."""
@@ -150,8 +151,14 @@ class MLXRunner(Runner):
         return passes
 
     def leave(self, text: Sequence[int]) -> None:
-        """Leave the whole `text` in the caches of the only row, also if the last step accepted more tokens."""
+        """Leave the whole `text` in the caches of the only row.
+
+        The last step may have accepted more tokens, or have been interrupted before its `commit`.
+        """
         row = self.rows[0]
+        if self._is_open and (layout := self._sent[0]) is not None:
+            is_undone = 0 in self._restore or not self.chains
+            self.commit([() if is_undone else range(len(layout.order))])
         if row.length > row.before + len(text):
             if not self.chains:
                 row.crop(row.before + len(text))
@@ -172,6 +179,7 @@ class MLXRunner(Runner):
         forest = Forest.of(trees)
         self._sent = [None if tree is self._idle else forest.layout(row) for row, tree in enumerate(forest)]
         self._restore = {}
+        self._is_open = True
         self._lengths = [row.length for row in self.rows]
         parts: dict[int, Any] = {}
         states = []
@@ -219,6 +227,7 @@ class MLXRunner(Runner):
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted nodes of the last trees. A state that has read others is restored."""
+        self._is_open = False
         for number, (row, layout, path) in enumerate(zip(self.rows, self._sent, paths, strict=True)):
             if layout is None:
                 continue

@@ -7,6 +7,8 @@ from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import torch
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,6 +19,7 @@ from lookahead.backends.mlx.runner import MLXRunner
 from lookahead.backends.mlx.sampler import MLXSelector, Processor, random_state, set_random_state
 from lookahead.backends.mlx.session import MLXSession
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import require
 
 
 class Stream(MLXSelector):
@@ -37,12 +40,13 @@ class Stream(MLXSelector):
     def __init__(self, model: MLXModel, tokenizer: Any, prompt: Any, options: dict[str, Any]) -> None:
         processors = options.get("logits_processors") or ()
         super().__init__(options.get("sampler"), [_of_text(processor) for processor in processors])
+        require(hasattr(tokenizer, "encode"), "tokenizer", tokenizer, "is no tokenizer; pass model.mlx_tokenizer")
         wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.tokens = _token_ids(wrapper, prompt, model.vocabulary)
         self.ends = frozenset(wrapper.eos_token_ids)
         self._keeps = options.get("prompt_cache") is not None
         cache = options["prompt_cache"] if self._keeps else make_prompt_cache(model.mlx, options.get("max_kv_size"))
-        check_caches(cache)
+        check_caches(cache, len(make_prompt_cache(model.mlx)))
         self.runner: MLXRunner = MLXSession(model).runner_of([cache])
         self._detokenizer = wrapper.detokenizer
         self._selected: list[tuple[int, Any, Any]] = []  # tokens of a step, log-probabilities, random states
@@ -114,12 +118,12 @@ def _token_ids(tokenizer: Any, prompt: Any, vocabulary: int) -> list[int]:
     if isinstance(prompt, str):
         begins = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=begins)
-    tokens = [int(token) for token in (prompt.tolist() if isinstance(prompt, mx.array) else prompt)]
-    if not tokens:
-        raise InvalidArgumentError("prompt is empty; give at least one token")
+    tokens = prompt.tolist() if isinstance(prompt, (mx.array, torch.Tensor, np.ndarray)) else prompt
+    is_text = isinstance(tokens, (list, tuple)) and bool(tokens) and all(type(token) is int for token in tokens)
+    require(is_text, "prompt", prompt, "must be a text, or token ids of one text: at least one whole number")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise InvalidArgumentError(
             f"prompt has token ids from {min(tokens)} to {max(tokens)}, but the model knows 0 to {vocabulary - 1}; use "
             "its own tokenizer"
         )
-    return tokens
+    return list(tokens)
