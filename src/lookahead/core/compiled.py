@@ -158,7 +158,7 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
 
 _PACKAGE = Path(__file__).parents[1]
 
-_MAX_FOLDERS = 16
+_FOLDER_CAPACITY = 16
 """Number of states of the sources with cached loops, 1.3 MB each."""
 
 
@@ -176,7 +176,7 @@ def _stamp() -> str:
 def loops_folder() -> Path | None:
     """Return the cache folder of the current loops; `None` if it is neither complete nor writable.
 
-    Several environments or checkouts may be in use at once, so the `_MAX_FOLDERS` most recently used folders stay.
+    Several environments or checkouts may be in use at once, so the `_FOLDER_CAPACITY` most recently used folders stay.
     """
     begin = f"loops-{sys.implementation.cache_tag}-numba-{numba.__version__}-"
     folder = user_cache() / OWN_FOLDER / f"{begin}{_stamp()}"
@@ -188,7 +188,7 @@ def loops_folder() -> Path | None:
         return folder if _is_complete(folder) else None
     with suppress(OSError):  # another process removes folders as well
         by_use = sorted(folder.parent.glob("loops-*"), key=lambda other: other.stat().st_mtime)
-        for other in by_use[:-_MAX_FOLDERS]:
+        for other in by_use[:-_FOLDER_CAPACITY]:
             shutil.rmtree(other)
     return folder
 
