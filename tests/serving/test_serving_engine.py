@@ -4,6 +4,8 @@ import asyncio
 import copy
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -282,6 +284,32 @@ def test_closing_finishes_or_cancels_requests() -> None:
     engine.close(cancel=True)
     with pytest.raises(CancelledError):
         handle.result()
+
+
+ENDS = """
+import torch
+from lookahead import Engine, LookaheadConfig
+from model_zoo import build
+
+matrix = torch.ones(300, 300)
+
+def compute(ids, scores):
+    for _ in range(100):
+        torch.mm(matrix, matrix)
+    return scores
+
+engine = Engine(build("llama"), LookaheadConfig(preset="autoregressive"))
+engine.start()
+handle = engine.submit([3, 14, 15], max_new_tokens=200, do_sample=False, logits_processor=[compute])
+while not handle.tokens:
+    pass
+"""
+
+
+@pytest.mark.slow_by_nature("starts a process that imports torch")
+def test_a_program_ends_while_its_engine_runs() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", ENDS], env=environment, timeout=300).returncode == 0
 
 
 def test_an_exception_in_a_processor_ends_its_own_request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -201,6 +202,12 @@ class Engine:
             if self._thread is None:
                 self._thread = Thread(target=self._serve, name="lookahead-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self._end)
+
+    def _end(self) -> None:
+        """End the thread before Python ends, which would abort the process if a thread is inside of torch."""
+        if os.getpid() == self._process:
+            self.close(cancel=True)
 
     def close(self, cancel: bool = False) -> None:
         """Refuse new requests, finish the others, and end the thread.
@@ -224,6 +231,7 @@ class Engine:
         if thread is not None:
             thread.join()
             self._thread = None
+            atexit.unregister(self._end)
         self.run()
 
     def __enter__(self) -> Engine:
