@@ -127,6 +127,21 @@ def test_a_stream_that_is_left_early_leaves_the_yielded_tokens(architecture: str
     assert turns[:3] == turns[3:]
 
 
+def test_a_second_turn_beyond_max_kv_size_sends_no_drafts() -> None:
+    """The memory of the first turn has drafts for the first step of the second one."""
+    model = build_mlx("qwen3")
+    turns = []
+    for way, module, options in (
+        (mlx_lm.stream_generate, model.mlx, {}),
+        (stream_generate, model, {"lookahead_config": DRAFTS}),
+        (stream_generate, model, {"lookahead_config": DRAFTS}),
+    ):
+        cache = make_prompt_cache(model.mlx, 24)
+        texts = [stream(way, module, prompt, prompt_cache=cache, **options) for prompt in (PROMPT, [3], [5])]
+        turns.append(texts)
+    assert turns[0] == turns[1] == turns[2]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("calls", [1, 5, 6, 9])
 def test_an_interrupted_step_leaves_the_yielded_tokens(architecture: str, calls: int) -> None:

@@ -127,11 +127,10 @@ class MLXRunner(Runner):
         state = self.rows[row]
         pending = len(text) + state.before - state.length
         begins = state.length == state.before
-        room = PREFILL_TOKENS
-        if state.last_chain is not None and not begins:
-            room = max(state.last_chain - state.length, 1)
-        if pending > min(MOST_PENDING if self.chains and not begins else 1, room):
-            tree = TokenTree(self._pending(state, text)[: min(pending - 1, room, PREFILL_TOKENS)])
+        room = PREFILL_TOKENS if state.last_chain is None else max(state.last_chain - state.length, 1)
+        longest = PREFILL_TOKENS if begins else room  # mlx-lm reads any prompt in long passes
+        if pending > min(MOST_PENDING if self.chains and not begins else 1, longest):
+            tree = TokenTree(self._pending(state, text)[: min(pending - 1, longest, PREFILL_TOKENS)])
             tree.needs_logits[tree.root] = False
             return tree
         tree = super().begin_tree(row, text)
