@@ -134,5 +134,7 @@ def parse(words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     add("--output", required=True, type=Path, help="JSON lines; units in the file are not measured again")
     add("--restart", action="store_true", help="discard the rows of an existing file")
     add("--threads", type=int, default=1, help="CPU threads (1)")
-    probe_options, options = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
-    return probe_options, options
+    *parsed, unknown = parser.parse_args_into_dataclasses(list(words), True, look_for_args_file=False)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed[0], parsed[1]

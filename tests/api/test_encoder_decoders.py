@@ -116,7 +116,7 @@ def test_drafts_come_from_the_encoder_input(preset: str) -> None:
         output = lookahead.generate(
             model,
             read,
-            lookahead_config=LookaheadConfig(preset=preset, step_budget=16),
+            lookahead_config=LookaheadConfig(preset=preset, step_budget=16, memory="request"),
             logits_processor=LogitsProcessorList([Forced(text)]),
             max_new_tokens=len(text),
             do_sample=False,

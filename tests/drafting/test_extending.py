@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,7 +49,7 @@ def steps_with(config: LookaheadConfig, rows: int = 1) -> int:
     output = lookahead.generate(
         build("llama", seed=0),
         torch.tensor([PROMPT] * rows),
-        lookahead_config=config,
+        lookahead_config=replace(config, memory="request"),  # whatever earlier calls have taught
         max_new_tokens=TOKENS,
         do_sample=False,
         return_dict_in_generate=True,

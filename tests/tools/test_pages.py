@@ -95,10 +95,10 @@ def parse_benchmark(words: list[str]) -> None:
     """Parse the options of a probe; search other commands' options in their source."""
     if words[0] in command.PROBES:
         try:
-            probe = importlib.import_module(words[0])
+            importlib.import_module(words[0])
         except ModuleNotFoundError as error:  # an engine that needs its own environment
             pytest.skip(str(error))
-        command.parse(words, words[0], probe)
+        command.parse(words)
         return
     assert words[0] in command.COMMANDS
     source = Path(sys.modules[command.COMMANDS[words[0]].__module__].__file__ or "").read_text()
