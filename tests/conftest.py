@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backends.transformers.model_state import STATES
 from model_zoo import build
 
 
@@ -45,6 +46,13 @@ def _product_clocks() -> Iterator[list[Callable[[Any], dict[int, tuple[float, fl
             "lookahead.backends.transformers.packed_linear.product_seconds", lambda layers: clocks[-1](layers)
         )
         yield clocks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_learned() -> None:
+    """Tests share models, but not the memories of earlier calls, which change steps."""
+    for state in list(STATES.values()):
+        state.memories.clear()
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def recorded_with(recorder: type) -> Iterator[None]:
     """Let calls of `generate` record their passes with `recorder`, and delete the recorded passes afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed_passes, "recorder_for", recorder)
-        patch.setattr(model_state, "_states", weakref.WeakKeyDictionary())
+        patch.setattr(model_state, "STATES", weakref.WeakKeyDictionary())
         yield
 
 

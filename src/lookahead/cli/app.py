@@ -40,7 +40,7 @@ from lookahead.cli.signals import BROKEN_PIPE, ERROR, INTERRUPTED, OK, raise_on_
 from lookahead.core.files import OWN_FOLDER, user_cache
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
-from lookahead.parallel import check_memory, started_together
+from lookahead.parallel.launcher import check_memory, started_together
 from lookahead.version import __version__
 
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -24,7 +24,7 @@ from lookahead.cli.signals import INTERRUPTED, OK, handling, raise_on_interrupt
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
-from lookahead.parallel import environment_number, started_together
+from lookahead.parallel.launcher import environment_number, started_together
 from lookahead.text import Tokenizer
 from lookahead.trace import Trace
 

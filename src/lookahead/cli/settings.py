@@ -35,7 +35,8 @@ from lookahead.cli.options import (
 )
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
-from lookahead.parallel import environment_number, scale_config, started_together
+from lookahead.parallel import scale_config
+from lookahead.parallel.launcher import environment_number, started_together
 
 
 def _dtype(default: str) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lookahead.config import MEMORY_SCOPES, LookaheadConfig, check_config
-from lookahead.errors import UnsupportedArgumentError
+from lookahead.config import LookaheadConfig, check_config
 from lookahead.values import whole_number
 
 if TYPE_CHECKING:
@@ -50,27 +48,3 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
     if config.step_budget is not None:
         return replace(config, step_budget=config.step_budget * ranks)
     return config
-
-
-def started_together() -> bool:
-    """Whether this process is a rank, with environment variables from `torchrun` or `--parallel`."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def environment_number(name: str, minimum: int, maximum: int | None = None) -> int:
-    """Number in an environment variable that `torchrun` sets; 0 if it is missing.
-
-    Raises:
-        InvalidArgumentError: The variable is no whole number, or is out of range.
-    """
-    text = os.environ.get(name, "0")
-    number = int(text) if text.isdecimal() else text
-    return whole_number(f"environment variable {name}", number, minimum, maximum, "start the processes with torchrun")
-
-
-def check_memory(config: LookaheadConfig, ranks: int) -> None:
-    """Refuse a memory file, as several ranks cannot keep it equal."""
-    if config.memory not in MEMORY_SCOPES and ranks > 1:
-        raise UnsupportedArgumentError(
-            f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'
-        )

@@ -25,8 +25,8 @@ from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.sequence import SequenceState
 from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.parallel import check_memory, environment_number
 from lookahead.parallel.exchange import Exchange, Monitor, agree, settings, share_random_state
+from lookahead.parallel.launcher import check_memory, environment_number
 from lookahead.parallel.runner import ParallelRunner
 from lookahead.values import finite_number, require, whole_number
 from lookahead.version import __version__

@@ -22,6 +22,10 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig
+from lookahead.errors import UnsupportedArgumentError
+from lookahead.values import whole_number
+
 GRACE = 3.0
 """Seconds that rank 0 has to exit by itself, with a message, after another rank has exited with an error."""
 
@@ -33,6 +37,30 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 _POLL = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+def started_together() -> bool:
+    """Whether this process is a rank, with environment variables from `torchrun` or `--parallel`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def environment_number(name: str, minimum: int, maximum: int | None = None) -> int:
+    """Number in an environment variable that `torchrun` sets; 0 if it is missing.
+
+    Raises:
+        InvalidArgumentError: The variable is no whole number, or is out of range.
+    """
+    text = os.environ.get(name, "0")
+    number = int(text) if text.isdecimal() else text
+    return whole_number(f"environment variable {name}", number, minimum, maximum, "start the processes with torchrun")
+
+
+def check_memory(config: LookaheadConfig, ranks: int) -> None:
+    """Refuse a memory file, as several ranks cannot keep it equal."""
+    if config.memory not in MEMORY_SCOPES and ranks > 1:
+        raise UnsupportedArgumentError(
+            f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'
+        )
 
 
 @dataclass(frozen=True)

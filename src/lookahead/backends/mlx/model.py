@@ -109,7 +109,9 @@ class MLXModel(WrappedModel):
 
     def plain_reader(self, texts: Sequence[Sequence[int]]) -> PlainReader:
         """Return a reader of as many texts."""
-        from lookahead.backends.mlx.session import MLXSession
+        from mlx_lm.models.cache import make_prompt_cache  # late, as mlx is an extra
 
-        runner = MLXSession(self).runner(len(texts))
+        from lookahead.backends.mlx.runner import MLXRunner
+
+        runner = MLXRunner(self.mlx, [make_prompt_cache(self.mlx) for _ in texts], self, self.way)
         return PlainReader(runner, drops=not runner.chains)

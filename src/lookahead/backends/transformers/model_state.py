@@ -143,12 +143,13 @@ def model_setting(model: PreTrainedModel) -> Setting:
     return (model.config._attn_implementation, model.dtype, device, autocast)
 
 
-_states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
+STATES: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
+"""States of all models; the only registry of models."""
 
 
 def state_of(model: PreTrainedModel) -> ModelState:
     """Return the state of `model`; an empty one on first use."""
-    return _states.get(model) or _states.setdefault(model, ModelState())
+    return STATES.get(model) or STATES.setdefault(model, ModelState())
 
 
 def of_config(model: PreTrainedModel, key: Setting, make: Callable[[], T]) -> T:
