@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.invariant.kernel import attend
-from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache
+from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache, of_rows
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -186,11 +186,12 @@ def packed_rows_attention(
     masks = packed_rows.masks_of(module)
     if packed_rows.pages is not None:
         return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
-    queries = torch.split(query, packed_rows.counts, 2)
+    queries = of_rows(query, packed_rows.counts)
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row: Any = invariant_attention
     elif query.device.type == "cpu":  # folding is faster only there
-        return torch.cat(_fold(module, queries, states, masks, **kwargs), dim=1), None
+        outputs = _fold(module, queries, states, masks, **kwargs)
+        return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
     else:
         of_row = sdpa_attention_forward
     rows = zip(queries, states, masks, strict=True)
