@@ -49,10 +49,10 @@ from tiny.variant import Variant
 PROMPT = torch.tensor([[5, 11, 7, 3, 13, 2, 17, 5, 11, 7, 3, 19, 5, 11, 7]])
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
-EAGER = LookaheadConfig(step_budget=16, engine="dynamic")
-GRAPHS = LookaheadConfig(step_budget=16, engine="static")
+EAGER = LookaheadConfig(step_budget=16, engine="dynamic", memory="request")
+GRAPHS = LookaheadConfig(step_budget=16, engine="static", memory="request")
 PLAIN = LookaheadConfig(preset="autoregressive", engine="dynamic")
-AUTO = LookaheadConfig(step_budget=16)
+AUTO = LookaheadConfig(step_budget=16, memory="request")
 
 
 def to_host(tensor: Any) -> torch.Tensor:
