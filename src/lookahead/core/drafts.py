@@ -33,7 +33,7 @@ class Groups(NamedTuple):
 
     def among(self, going: NDArray[np.bool_]) -> Groups:
         """Return the groups with only the rows of a mask `[rows]`."""
-        if going.all():
+        if not (self.shared or self.single) or going.all():
             return self
         shared = {group: [row for row in rows if going[row]] for group, rows in self.shared.items()}
         return Groups({group: rows for group, rows in shared.items() if rows}, [r for r in self.single if going[r]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -20,11 +21,12 @@ class Roots:
     Args:
         trees: The trees that are objects already; `None` for a row with one pending token that is read.
         tokens: Last decided token of each text, `[rows]`; empty if all trees are objects.
-        rooms: Levels of nodes that fit below each root, `[rows]` int64; `None` if all trees are objects.
+        rooms: Returns the levels of nodes that fit below each root, `[rows]` int64, when drafts need them; `None` if
+            all trees are objects.
         vocabulary: Number of tokens that the model reads.
 
     Attributes:
-        trees, tokens, rooms, vocabulary: The arguments.
+        trees, tokens, vocabulary: The arguments.
         foresee: For sampled rows a function that returns the noise of the given number of tokens below the root; see
             `Sampler.foresee`.
     """
@@ -33,15 +35,20 @@ class Roots:
         self,
         trees: Sequence[TokenTree | None],
         tokens: Sequence[int] = (),
-        rooms: Integers | None = None,
+        rooms: Callable[[], Integers] | None = None,
         vocabulary: int = sys.maxsize,
     ) -> None:
         self.trees = list(trees)
         self.tokens = tokens
-        self.rooms = np.empty(0, dtype=np.int64) if rooms is None else rooms
+        self._find_rooms = rooms
         self.vocabulary = vocabulary
         self.foresee: dict[int, Callable[[int], Noise | None]] = {}
         self._drafts: list[tuple[Integers, Integers, Integers, Integers]] = []
+
+    @cached_property
+    def rooms(self) -> Integers:
+        """Levels of nodes that fit below each root, `[rows]`; empty if all trees are objects."""
+        return np.empty(0, dtype=np.int64) if self._find_rooms is None else self._find_rooms()
 
     def __len__(self) -> int:
         return len(self.trees)

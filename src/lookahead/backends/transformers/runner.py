@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -322,7 +323,7 @@ class ModelRunner(TransformersRunner):
             last.append(text[-1])
             positions.append(size - 1 + row.shift)
             shifts.append(row.shift)
-        return Roots(trees, last, self._limits.rooms(np.array(positions), shifts), self.vocabulary)
+        return Roots(trees, last, partial(self._limits.rooms, np.array(positions), shifts), self.vocabulary)
 
     def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
         recompute_at = self._limits.recompute_at
