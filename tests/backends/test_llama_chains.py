@@ -62,7 +62,7 @@ def test_texts_equal_transformers(
         torch.manual_seed(3)
         output = lookahead.generate(model, PROMPT, lookahead_config=config, return_dict_in_generate=True, **options)
         assert output.sequences.tolist() == plain.tolist() == expected.tolist()
-    if config.memory == "process":
+    if config.step_budget == 24:
         assert output.statistics.step_compression > 1.3
 
 
