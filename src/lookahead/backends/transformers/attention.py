@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.invariant.kernel import attend
-from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache, of_rows
+from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -186,7 +186,7 @@ def packed_rows_attention(
     masks = packed_rows.masks_of(module)
     if packed_rows.pages is not None:
         return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
-    queries = of_rows(query, packed_rows.counts)
+    queries = torch.split(query, packed_rows.counts, 2) if len(packed_rows.counts) > 1 else [query]
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row: Any = invariant_attention
     elif query.device.type == "cpu":  # folding is faster only there

@@ -186,11 +186,6 @@ class RowsCache(Cache):  # type: ignore[misc]
         self._rows = list(zip(rows, counts, strict=True))
 
 
-def of_rows(states: torch.Tensor, counts: list[int]) -> Sequence[torch.Tensor]:
-    """Return the parts of packed states `[1, heads, nodes of all rows, head_dim]` by row."""
-    return torch.split(states, counts, 2) if len(counts) > 1 else [states]
-
-
 class PackedCache(RowsCache):
     """Cache argument for packed rows.
 
@@ -214,8 +209,11 @@ class PackedCache(RowsCache):
         for row, _ in self._rows:
             of_row = row.cache.layers
             layers.append(of_row[layer_idx] if layer_idx < len(of_row) else row.cache.layer(layer_idx))
-        keys, values = of_rows(key_states, self._counts), of_rows(value_states, self._counts)
-        states = write_states(layers, keys, values)
+        if len(layers) == 1:
+            states = write_states(layers, [key_states], [value_states])
+        else:
+            keys = torch.split(key_states, self._counts, 2)
+            states = write_states(layers, keys, torch.split(value_states, self._counts, 2))
         self.written[id(key_states)] = (key_states, states)
         return key_states, value_states
 
