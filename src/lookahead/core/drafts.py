@@ -57,7 +57,7 @@ def draft(
         if tree is None or backend.wants_draft(tree):
             rows.append(row)
             levels.append(left - 1)
-            if sequence.sampler.needs_logits and sequence.sampler.samples:
+            if sequence.sampler.samples:
                 roots.foresee[row] = sequence.sampler.foresee
     if rows:
         roots.limit(rows, levels)

@@ -120,15 +120,15 @@ class Padded:
         # A plain step of one sequence uses transformers' own fast path, without a mask.
         plain = plan.forest.rows == 1 and plan.forest.is_plain and not self.is_invariant
         masks = None if plain else self._masks
-        packed = masks.packed(padded_trees(plan.forest, plan.lengths, indices)) if masks and self._packs else []
+        trees = padded_trees(plan.forest, plan.lengths, indices) if masks else None
+        packed = masks.packed(trees) if masks and trees and self._packs else []
         tensors = upload(self._device, tokens, positions, *picked, *packed)
         inputs = Inputs(tensors[0], tensors[1], keep)
         if masks and packed:
             keys = int(plan.lengths.max()) + tokens.shape[1]
             packed_masks = tensors[len(tensors) - len(packed) :]
             inputs.arguments["attention_mask"] = masks.of_packed(packed_masks, keys, self._dtype, plan.dropped)
-        elif masks:
-            trees = padded_trees(plan.forest, plan.lengths, indices)
+        elif masks and trees:
             inputs.arguments["attention_mask"] = masks.dense(trees, self._dtype, self._device, plan.dropped)
         if picks:
             inputs.arguments["logits_to_keep"] = tensors[2]

@@ -113,6 +113,7 @@ class TextSampler:
         selector: Selects tokens instead, with functions of the model's engine; see `Session.selector`.
 
     Attributes:
+        samples: Whether tokens are sampled.
         needs_logits: Whether selection needs more than the likeliest token of the raw logits.
         records: Whether something is recorded with each token, so that `select` must be called for it.
         alike: Key of the processors if they ignore the text; texts with equal keys are sampled together. Else empty.
@@ -132,8 +133,6 @@ class TextSampler:
         self._processors = _listed(processor)
         ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
         self.alike = repr(_setting(self._processors)) if ignores_text else ""
-        warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
-        self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise = noise
         self._row = row
         self._selector = selector
@@ -141,13 +140,14 @@ class TextSampler:
         self.foreseen: Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
+        self.samples = noise is not None
         self.records = keep_logits or keep_scores
         self.needs_logits = self.selects or self.records or selector is not None
 
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are sampled."""
-        return self._noise is not None
+    @cached_property
+    def _temperature(self) -> float:
+        warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
+        return float(warpers[0].temperature) if warpers else 1.0
 
     @cached_property
     def ignores_text(self) -> bool:

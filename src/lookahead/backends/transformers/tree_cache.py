@@ -253,8 +253,9 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def _filled(self) -> list[TreeLayer]:
         """Filled layers and their indexers; some models have layers with the states of other layers."""
-        parts = [part for layer in self.layers if layer.is_initialized for part in (layer, layer.indexer)]
-        return [part for part in parts if part is not None] if None in parts else parts
+        return [
+            part for layer in self.layers if layer.is_initialized for part in (layer, layer.indexer) if part is not None
+        ]
 
     @property
     def longest(self) -> int:
@@ -394,14 +395,8 @@ class Row(TextRow):
 def extend_rows(rows: Sequence[Row], counts: Sequence[int]) -> None:
     """Keep the states of the first slots of the scratch of some rows with separate caches: `counts` of each."""
     for row, count in zip(rows, counts, strict=True):
-        cache = row.cache
-        length = cache.lengths[0] + count
-        cache.lengths = [length]
-        for layer in cache.layers:
-            if layer.is_initialized:
-                layer.length = length
-                if layer.indexer is not None:
-                    layer.indexer.length = length
+        if count:
+            row.cache.set_lengths([row.cache.lengths[0] + count])
 
 
 def rows_of(cache: TreeCache) -> list[Row]:

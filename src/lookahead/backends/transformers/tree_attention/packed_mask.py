@@ -87,7 +87,7 @@ def along_paths(packed: torch.Tensor) -> torch.Tensor:
 
 
 def first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
-    """Return the first visible position for each of `positions`; `window` and `chunk` as for `sight`."""
+    """Return the first visible position for each of `positions`; `window` and `chunk` as for `packed_masks`."""
     if window is not None:
         return np.maximum(positions - window + 1, 0)
     if chunk is not None:
