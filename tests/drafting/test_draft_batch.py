@@ -10,6 +10,7 @@ import pytest
 from lookahead.core.forest import Forest
 from lookahead.core.results import JoinedOutputs, StepResult, StepResults, Walk, Walks
 from lookahead.core.roots import Roots
+from lookahead.core.shared_pace import UNRANKED, new_ranking
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -109,6 +110,34 @@ def test_a_drafter_drafts_and_learns_as_its_batch_does(seed: int, reach: int) ->
     assert paths.texts == [text]
     assert accepted == len(text) - 3 - STEPS
     assert accepted > STEPS / 8
+
+
+def test_a_ranked_search_finds_the_likeliest_candidates_of_all_texts() -> None:
+    model = Model(4)
+    texts = Texts(*[[1, 2, 3 + place] for place in range(8)])
+    for _ in range(STEPS // 2):
+        texts.step(model)
+    batch = DraftBatch(texts.batch.memory, 24, places=8)
+    for place, text in enumerate(texts.texts):
+        batch.begin(place, text)
+    limits = np.array([(place, 24, 24, 0.01) for place in range(8)], dtype=LIMITS)
+
+    def likeliest(ranking: np.ndarray) -> tuple[list[tuple[float, int, int]], int]:
+        batch.find(limits, ranking=ranking)
+        counts = batch.counts.tolist()
+        nodes = [
+            (-node["offered"], place, rank)
+            for place, count in enumerate(counts)
+            for rank, node in enumerate(batch.trees[place, 1 : count + 1])
+        ]
+        return sorted(nodes)[:capacity], sum(counts)
+
+    for capacity in (1, 7, 20, 50):
+        expected, searched = likeliest(UNRANKED)
+        assert expected[-1][0] < -0.01  # likelier than the minimum, so that some are not needed
+        found, fewer = likeliest(new_ranking(capacity))
+        assert found == expected
+        assert capacity <= fewer < searched
 
 
 def step_results(trees: list[TokenTree], results: list[StepResult]) -> StepResults:

@@ -159,7 +159,10 @@ class StepBudget(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether candidates compete with those of other rows, so that `StepPace.share` chooses."""
+        """Whether candidates compete with those of other rows, so that `StepPace.share` chooses.
+
+        Such a budget has an attribute `ranking`; see `lookahead.core.shared_pace.new_ranking`.
+        """
 
     @property
     def backs_off(self) -> bool:

@@ -9,8 +9,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.compiled import inner
 from lookahead.core.pace import TAUGHT, Pace
 from lookahead.core.step_time import StepTime
+
+_BINS = 256
+"""Bins of probabilities in a ranking."""
+
+_CAPACITY, _CUT, _ABOVE, _FIRST_BIN = range(4)
+"""Indices in a ranking: its arguments `capacity`, the first bin that counts, candidates in it and above, and bin 0."""
+
+
+def new_ranking(capacity: int) -> NDArray[np.int64]:
+    """Return an empty ranking of the candidates of a step, of all rows: their numbers by probability.
+
+    With it a search skips candidates that cannot be among the likeliest `capacity` of all rows.
+    """
+    ranking = np.zeros(_FIRST_BIN + _BINS + 1, dtype=np.int64)
+    ranking[_CAPACITY] = capacity
+    return ranking
+
+
+UNRANKED = new_ranking(1 << 62)
+"""Ranking that skips no candidate."""
+
+
+@inner
+def count_ranked(probability: float, ranking: NDArray[np.int64]) -> None:
+    """Count a candidate."""
+    place = int(probability * _BINS)
+    if place < ranking[_CUT]:
+        return
+    ranking[_FIRST_BIN + place] += 1
+    ranking[_ABOVE] += 1
+    while ranking[_ABOVE] - ranking[_FIRST_BIN + ranking[_CUT]] >= ranking[_CAPACITY]:
+        ranking[_ABOVE] -= ranking[_FIRST_BIN + ranking[_CUT]]
+        ranking[_CUT] += 1
+
+
+@inner
+def least_ranked(ranking: NDArray[np.int64]) -> float:
+    """Return the probability below which candidates are not among the likeliest."""
+    return float(ranking[_CUT]) / _BINS
 
 
 class SharedPace:
@@ -28,6 +68,7 @@ class SharedPace:
         backs_off: Whether the coming step has no draft.
         min_probability: Minimum probability of a candidate that is searched for.
         rows: Number of rows of the step.
+        ranking: Candidates of the step; see `new_ranking`.
     """
 
     is_shared = True
@@ -36,6 +77,7 @@ class SharedPace:
         self.backs_off = True
         self.min_probability = 0.0
         self.rows = 0
+        self.ranking = UNRANKED
         self._first = first
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
@@ -57,6 +99,7 @@ class SharedPace:
         pace.begin_step(rows)
         self.backs_off = pace.rests
         self.min_probability = pace.min_probability(rows) / 2
+        self.ranking = new_ranking(self._room)  # fixed nodes have none: recent predictions break its order
 
     def _of_load(self, load: int, temperature: float) -> Pace:
         """Return the pace of a load; a new one starts from the costs of the nearest known load.
@@ -75,6 +118,11 @@ class SharedPace:
                 pace = self._paces[min(calibrated)[1], temperature].similar(load)
             self._paces[key] = pace
         return self._paces[key]
+
+    @property
+    def _room(self) -> int:
+        """Maximum number of candidates of all rows, if a pace chooses."""
+        return 0 if self._pace is None else max(self._pace.room - self.rows, self.rows)
 
     @property
     def max_candidates(self) -> int:
@@ -101,9 +149,8 @@ class SharedPace:
         if self._pace is None:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
         else:
-            room = max(self._pace.room - self.rows, self.rows)
             sent = self._pace.choose(
-                likely[order[:room]], pending, shared=True, taught=TAUGHT * self._teaching / self.rows
+                likely[order[: self._room]], pending, shared=True, taught=TAUGHT * self._teaching / self.rows
             )
             self.backs_off = self._pace.in_rest  # the search was only a probe
         owners = np.repeat(np.arange(len(counts)), counts)

@@ -14,6 +14,7 @@ from lookahead.core.compiled import TypedLoop
 from lookahead.core.forest import spread
 from lookahead.core.results import StepResult, StepResults
 from lookahead.core.roots import Roots
+from lookahead.core.shared_pace import UNRANKED
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
@@ -223,7 +224,7 @@ class DraftBatch:
             limits = np.empty(len(places), dtype=LIMITS)
             limits["place"], limits["nodes"] = places, nodes
             limits["levels"], limits["min_probability"] = roots.rooms_of(rows), budget.min_probability
-            self._search_rows(limits, roots, rows, is_trusted)
+            self._search_rows(limits, roots, rows, is_trusted, budget.ranking if budget.is_shared else UNRANKED)
             counts = self.state.counts[places]
             of_rows, ranks = _spread(counts)
             drafts = self.state.trees[places[of_rows], ranks + 1]
@@ -244,7 +245,12 @@ class DraftBatch:
         roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
 
     def _search_rows(
-        self, limits: NDArray[Any], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_]
+        self,
+        limits: NDArray[Any],
+        roots: Roots,
+        rows: Sequence[int],
+        is_trusted: NDArray[np.bool_],
+        ranking: NDArray[np.int64],
     ) -> None:
         """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
         known = np.zeros(len(limits), dtype=np.bool_)
@@ -254,9 +260,9 @@ class DraftBatch:
                 noise = None if foresee is None else foresee(min(FORESEEN, int(limits["levels"][index])))
                 if noise is not None:
                     known[index] = True
-                    self.find(limits[index : index + 1], padded_noise(noise))
+                    self.find(limits[index : index + 1], padded_noise(noise), ranking)
         if not known.all():
-            self.find(limits[~known] if known.any() else limits)
+            self.find(limits[~known] if known.any() else limits, ranking=ranking)
 
     def _known(self, place: int, vocabulary: int) -> int:
         """Return the number of leading nodes with tokens inside the vocabulary."""
@@ -285,11 +291,12 @@ class DraftBatch:
     def search(self, drafter: Member, tree: TokenTree, limits: NDArray[Any]) -> None:
         """Search a draft for one text, with its sampling noise if that is known."""
         noise = drafter.foresee(tree)
-        self.find(limits, NO_NOISE if noise is None else noise)
+        ranking = drafter.budget.ranking if drafter.budget.is_shared else UNRANKED
+        self.find(limits, NO_NOISE if noise is None else noise, ranking)
 
-    def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE) -> None:
+    def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE, ranking: NDArray[np.int64] = UNRANKED) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
-        self._find(limits, noise, self.state, self.room)
+        self._find(limits, noise, self.state, self.room, ranking)
 
     def observe_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
         """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
+from lookahead.core.shared_pace import count_ranked, least_ranked
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.learning import UNTRUSTED, BatchState
 from lookahead.drafting.auto.ngrams import look_up
@@ -89,7 +90,7 @@ class Room(NamedTuple):
 
 
 @compiled
-def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> None:
+def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room, ranking: NDArray[np.int64]) -> None:
     """Draft after some texts: repeatedly add the most probable candidate, up to the limit of nodes.
 
     Args:
@@ -97,6 +98,7 @@ def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
         noise: Sampling noise of tokens on each of `FORESEEN` levels; arrays may be empty.
         state: Texts and evidence; receives the trees and their numbers of nodes below the root.
         room: Buffers.
+        ranking: Candidates of the step so far. Unlikelier ones are not searched once its capacity is full.
     """
     chains = state.settings["chains"]
     explores = state.settings["explores"]
@@ -113,12 +115,11 @@ def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
             begin = end
             if chains:  # a chain adds one node at each level
                 waiting = node
-            if nodes[node]["depth"] < of_row["levels"]:
+            least = max(of_row["min_probability"], least_ranked(ranking))
+            if nodes[node]["depth"] < of_row["levels"] and nodes[node]["probability"] >= least:
                 end = _propose(place, node, begin, noise, state, room, nodes)
                 for candidate in range(begin, end):
-                    waiting = _wait(
-                        candidate, of_row["min_probability"], waiting, node + 1 if chains else max_nodes, room
-                    )
+                    waiting = _wait(candidate, least, waiting, node + 1 if chains else max_nodes, room)
                 if node == 0 and explores and state.feedback[place]["share"] >= UNTRUSTED:
                     end, waiting = _try_recent(end, waiting, of_row, noise, state, room)
             if node == waiting:
@@ -126,6 +127,7 @@ def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> N
             node += 1
             nodes[node] = new = room.candidates[room.queue[node - 1]]
             nodes[node]["offered"] = max(new["probability"], new["listed"] if new["parent"] == 0 else 0.0)
+            count_ranked(new["probability"], ranking)
         state.counts[place] = node
 
 
