@@ -320,20 +320,25 @@ def _note_recent(
         for is_text in (False, True):
             for at in range(len(selected)):
                 if (at <= root or selected[at] >= 0) == is_text and predicted[at, rank] >= 0:
-                    count = _add_recent(predicted[at, rank], count, fresh)
-    for index in range(before):
-        count = _add_recent(recent[index], count, fresh)
+                    count = _add_recent(predicted[at, rank], count, count, fresh)
+    new = count
+    for index in range(before):  # they differ from one another
+        count = _add_recent(recent[index], new, count, fresh)
     for index in range(count):
         recent[index] = fresh[index]
     return count
 
 
 @inner
-def _add_recent(token: int, count: int, recent: NDArray[np.int64]) -> int:
-    """Add a token to the first `count`, unless it is among them or the array is full; return the new number."""
+def _add_recent(token: int, compared: int, count: int, recent: NDArray[np.int64]) -> int:
+    """Add a token behind the first `count`, unless it is among the first `compared` or the array is full.
+
+    Returns:
+        The new number of tokens.
+    """
     if count == len(recent):
         return count
-    for index in range(count):
+    for index in range(compared):
         if recent[index] == token:
             return count
     recent[count] = token
