@@ -195,13 +195,26 @@ def _propose(
 @inner
 def _candidate_of(token: int, begin: int, end: int, score: float, candidates: NDArray[Any]) -> int:
     """Return the index of the candidate with this token between `begin` and `end`; without one, add it at `end`."""
+    row = _place_of(token, begin, end, candidates)
+    if row == end:
+        _add_candidate(token, end, score, candidates)
+    return row
+
+
+@inner
+def _place_of(token: int, begin: int, end: int, candidates: NDArray[Any]) -> int:
+    """Return the index of the candidate with this token between `begin` and `end`; without one, `end`."""
     for row in range(begin, end):
         if candidates[row]["token"] == token:
             return row
-    new = candidates[end]
+    return end
+
+
+@inner
+def _add_candidate(token: int, row: int, score: float, candidates: NDArray[Any]) -> None:
+    new = candidates[row]
     new["token"], new["order"], new["match"], new["probability"] = token, 0, -1, score
     new["listed"], new["source"] = 0.0, -1
-    return end
 
 
 @inner
@@ -275,6 +288,7 @@ def _try_recent(end: int, waiting: int, limits: Any, noise: Noise, state: BatchS
         End of the candidates, and length of the queue.
     """
     place = limits["place"]
+    known = end  # recent predictions differ from one another
     record = state.entries.evidence[0, 0]
     rest = 1.0
     for row in range(end):
@@ -283,14 +297,16 @@ def _try_recent(end: int, waiting: int, limits: Any, noise: Noise, state: BatchS
     for index in range(state.feedback[place]["count"]):
         token = state.recent[place, index]
         probability = 0.001 / (4.0 + index) * exp(_foreseen(token, FIRST, noise))
-        at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
-        if at == end:
-            new = room.candidates[at]
+        if probability < limits["min_probability"] and noise.temperature > 0.0:
+            continue
+        if _place_of(token, FIRST, known, room.candidates) == known:
+            _add_candidate(token, end, min(probability, 1.0), room.candidates)
+            new = room.candidates[end]
             new["parent"], new["depth"], new["listed"] = 0, 1, share / (4.0 + index)
             new["weighed"] = 1 if share > 0.0 else 0
             before = waiting
+            waiting = _wait(end, limits["min_probability"], waiting, limits["nodes"], room)
             end = end + 1
-            waiting = _wait(at, limits["min_probability"], waiting, limits["nodes"], room)
             if waiting == before and noise.temperature == 0.0:
                 break  # the queue is full of better ones
     return end, waiting
