@@ -152,7 +152,7 @@ def _gate_of_model(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 def fused_rows(device: str) -> Iterator[Row]:
     """Yield values with other bits than the model's, and times, of the fused kernels for 1 to 256 nodes."""
-    from lookahead.backends.transformers.fused import gate, rms_norm, rotate
+    from lookahead.backends.transformers.fused_kernels import gate, rms_norm, rotate
 
     norm = LlamaRMSNorm(HIDDEN).to(device, torch.bfloat16)
     with torch.no_grad():

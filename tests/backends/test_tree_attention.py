@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,7 +81,7 @@ try:
     from triton.compiler import ASTSource
 
     from lookahead.backends import likeliest_kernel
-    from lookahead.backends.transformers import fused
+    from lookahead.backends.transformers import fused_kernels
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
     from lookahead.backends.transformers.tree_attention import running_softmax
 except ModuleNotFoundError:
@@ -143,7 +144,7 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     """All kernels, not launched, by their names."""
     found = {}
-    for module in (kernel_module, running_softmax, likeliest_kernel, fused):
+    for module in (kernel_module, running_softmax, likeliest_kernel, fused_kernels):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 found[name.lstrip("_")] = Launches(kernel)
@@ -203,10 +204,21 @@ def test_kernels_of_likeliest_tokens_compile_without_spills(
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernel_of_gates_compiles_without_spills(launches: dict[str, Launches], capability: int) -> None:
-    states = torch.empty(64, 14336, dtype=torch.bfloat16, device="meta")
-    fused.gate(states, states)
-    assert stack_bytes(launches["gate_kernel"].compile(capability).asm["cubin"]) == 0
+def test_fused_kernels_compile_without_spills(launches: dict[str, Launches], capability: int) -> None:
+    """For shapes of Llama 3.1 8B."""
+    new = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    states = new(64, 14336)
+    fused_kernels.gate(states, states)
+    hidden = new(1, 64, 4096)
+    fused_kernels.add_norm(hidden, hidden, new(4096), 1e-5, True, 0.0)
+    query, key = (new(1, 64, heads, 128).transpose(1, 2) for heads in (32, 8))
+    cos = new(1, 64, 128)
+    fused_kernels.rotate(query, key, cos, cos)
+    buffer = new(1, 8, 4096, 128)
+    columns = torch.empty(64, dtype=torch.int64, device="meta")
+    fused_kernels.rotate_into(fused_kernels.LateKey(query, key, cos, cos, query), key, buffer, buffer, columns)
+    for name in ("gate_kernel", "norm_kernel", "rotate_kernel", "rotate_into_kernel"):
+        assert stack_bytes(launches[name].compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton

@@ -12,17 +12,22 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from triton.runtime.interpreter import TensorHandle
 
-from lookahead.backends.transformers import fused
-from lookahead.backends.transformers.fused import fused_kind, rotate
-from model_zoo import build
+from lookahead.backends.transformers import fused_kernels
+from lookahead.backends.transformers.cache_names import CACHE
+from lookahead.backends.transformers.fused import fused_kind, joined_kind
+from lookahead.backends.transformers.fused_kernels import rotate
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
+from model_zoo import build, in_type
 
 
 def random_weight(norm: torch.nn.Module) -> Any:
@@ -84,7 +89,7 @@ def exponential(monkeypatch: pytest.MonkeyPatch) -> None:
         values = torch.from_numpy(states.handle.data).exp().numpy()
         return triton.language.core.tensor(TensorHandle(values, states.handle.dtype), states.type)
 
-    monkeypatch.setattr(fused, "libdevice", SimpleNamespace(exp=exp))
+    monkeypatch.setattr(fused_kernels, "libdevice", SimpleNamespace(exp=exp))
 
 
 def test_gated_layers_give_the_bits_of_the_model(exponential: None) -> None:
@@ -94,7 +99,7 @@ def test_gated_layers_give_the_bits_of_the_model(exponential: None) -> None:
     for layer in model.model.layers:
         layer.mlp.__class__ = fused_kind(layer.mlp, LlamaMLP)
         assert type(layer.mlp) is not LlamaMLP
-    with mock.patch.object(fused, "gate", wraps=fused.gate) as gate:
+    with mock.patch.object(fused_kernels, "gate", wraps=fused_kernels.gate) as gate:
         assert torch.equal(model(torch.arange(5)[None]).logits, expected)
     assert gate.call_count == len(model.model.layers)
 
@@ -116,3 +121,69 @@ def test_attention_that_turns_neighbours_stays() -> None:
     torch.nn.Module.__init__(attention)
     attention.projection = torch.nn.Linear(2, config.hidden_size)
     assert fused_kind(attention, CohereAttention) is CohereAttention
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "granite"])
+def test_norms_of_layers_give_the_bits_of_separate_sums(family: str) -> None:
+    """The sums before the norms of each layer but the first norm, and before the norm after all layers."""
+    model = in_type(family, torch.float16)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.__class__ = fused_kind(module, type(module))
+    tokens = torch.arange(5)[None]
+    expected = model(tokens).logits
+    for layer in model.model.layers:
+        own = type(layer)
+        layer.__class__ = joined_kind(layer, own)
+        assert type(layer) is not own
+    with mock.patch.object(fused_kernels, "add_norm", wraps=fused_kernels.add_norm) as add_norm:
+        assert torch.equal(model(tokens).logits, expected)
+    assert add_norm.call_count == 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "cohere"])
+def test_layers_that_read_their_sums_stay(family: str) -> None:
+    layer = in_type(family, torch.float16).model.layers[0]
+    assert joined_kind(layer, type(layer)) is type(layer)
+
+
+class ScaledAttention(LlamaAttention):  # type: ignore[misc]
+    """Reads its rotated queries before it writes to the cache."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, cache: Any, **named: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        states = [part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key = apply_rotary_pos_emb(states[0], states[1], *position_embeddings)
+        query = query * 2
+        keys, values = cache.update(key, states[2], self.layer_idx)
+        return scaled_dot_product_attention(query, keys, values, enable_gqa=True), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("family", "own", "writes"),
+    [("llama", LlamaAttention, 1), ("qwen3", Qwen3Attention, 1), ("llama", ScaledAttention, 0)],
+)
+def test_rotary_embeddings_write_the_bits_of_the_model_to_its_cache(
+    family: str, own: Any, writes: int, dtype: torch.dtype
+) -> None:
+    attention: Any = in_type(family, dtype).model.layers[0].self_attn
+    attention.__class__ = own
+    config = attention.config
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 5, config.hidden_size, generator=random).to(dtype)
+    cos, sin = (torch.randn(rows, 5, attention.head_dim, generator=random).to(dtype) for rows in (1, 2))
+    arguments = {"hidden_states": states, "position_embeddings": (cos.expand(2, -1, -1), sin), "attention_mask": None}
+    shape = LayerShape(config.num_key_value_heads, attention.head_dim, attention.head_dim, dtype)
+    results = []
+    kinds = own, fused_kind(attention, own)
+    assert kinds[1] is not own
+    with mock.patch.object(fused_kernels, "rotate_into", wraps=fused_kernels.rotate_into) as rotate_into:
+        for kind in kinds:
+            attention.__class__ = kind
+            cache = StaticTreeCache([shape], 2, 64, torch.device("cpu"))
+            with torch.no_grad(), cache.written_at(torch.tensor([7, 60, 3, 4, 5])):
+                output, _ = attention(**arguments, **{CACHE: cache})
+            results.append([output, *cache.buffers])
+    assert rotate_into.call_count == writes
+    assert all(map(torch.equal, *results))

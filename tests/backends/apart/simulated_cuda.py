@@ -36,7 +36,8 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead.backends import likeliest_kernel
 from lookahead.backends.forward_result import pack_likeliest
-from lookahead.backends.transformers import fused
+from lookahead.backends.transformers import fused_kernels
+from lookahead.backends.transformers.fused_kernels import LateKey
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
 from lookahead.core.tree_masks import SCRATCH
@@ -527,6 +528,12 @@ def _rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offs
     return _kernel("norm", by_definition, (hidden, weight), {})
 
 
+def _add_norm(hidden: Any, update: Any, *norm: Any) -> tuple[CudaTensor, CudaTensor]:
+    """Replacement for the Triton kernel of norms with sums, with two launches instead of one."""
+    total = _kernel("sum", torch.add, (hidden, update), {})
+    return total, _rms_norm(total, *norm)
+
+
 def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaTensor]:
     """Replacement for the Triton kernel of rotary embeddings, with two launches instead of one."""
     part = cos.shape[-1]
@@ -538,6 +545,14 @@ def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaT
         return torch.cat([turned, left], dim=-1)
 
     return tuple(_kernel("rotary", by_definition, (states, cos, sin), {}) for states in (query, key))  # type: ignore
+
+
+def _rotate_into(late: LateKey, value: Any, keys: Any, values: Any, columns: Any) -> None:
+    """Replacement for the Triton kernel that writes to a cache, with five launches instead of one."""
+    rotated, key = _rotate(late.query, late.key, late.cos, late.sin)
+    late.rotated.copy_(rotated)
+    keys.index_copy_(2, columns, key)
+    values.index_copy_(2, columns, value)
 
 
 def _gate(states: Any, others: Any) -> CudaTensor:
@@ -578,9 +593,8 @@ def simulated_cuda() -> Iterator[Simulation]:
             stack.enter_context(_guard())
             stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
             stack.enter_context(mock.patch.object(tree_kernel, "tree_attention", _tree_attention))
-            stack.enter_context(mock.patch.object(fused, "rms_norm", _rms_norm))
-            stack.enter_context(mock.patch.object(fused, "rotate", _rotate))
-            stack.enter_context(mock.patch.object(fused, "gate", _gate))
+            for kernel in (_rms_norm, _add_norm, _rotate, _rotate_into, _gate):
+                stack.enter_context(mock.patch.object(fused_kernels, kernel.__name__.lstrip("_"), kernel))
             stack.enter_context(mock.patch.object(likeliest_kernel, "list_largest", _list_largest))
             stack.enter_context(mock.patch.object(likeliest_kernel, "lists_alike", return_value=True))
             stack.enter_context(_Functions())

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from transformers import PreTrainedModel
 from compared.doors import token_bytes
 from lookahead import Engine, LookaheadConfig, LookaheadError, LookaheadWarning
 from lookahead.backends.machine import Staged
+from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PROMPT_SIZES, PooledRunner
-from model_zoo import ARCHITECTURES, build
+from model_zoo import ARCHITECTURES, build, in_type
 from quick import quickly
 from simulated_cuda import CAPTURE, OPERATION, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
@@ -473,3 +476,27 @@ def test_texts_that_are_evicted_make_room(device: Simulation) -> None:
     assert third.tokens == new_tokens(model, longer, **options)
     assert third.statistics.reused_tokens > 50
     assert pool_of(engine).capacity == capacity
+
+
+@pytest.mark.parametrize("name", quickly(["llama", "gemma3"], ["llama"]))
+@pytest.mark.parametrize(("config", "hooked"), [(EIGHT, False), (UNCAPTURED, False), (UNCAPTURED, True)])
+def test_norms_compute_sums_and_rotary_embeddings_write_to_the_cache(
+    name: str, config: LookaheadConfig, hooked: bool, device: Simulation
+) -> None:
+    """In float16, with the CPU's text. A hook would see late sums, so a model with one has none."""
+    model = in_type(name, torch.float16)
+    prompt = PROMPT[:, :9]
+    there = on_cuda(copy.deepcopy(model))
+    if hooked:
+        there.model.norm.register_forward_hook(lambda *_: None)
+    engine = Engine(there, config, max_rows=2)
+    kernels = ("add_norm", "rotate_into")
+    with ExitStack() as stack:
+        for one in kernels:
+            stack.enter_context(mock.patch.object(fused_kernels, one, wraps=getattr(fused_kernels, one)))
+        handle = engine.submit(prompt.to("cuda"), **{**OPTIONS, **GREEDY})
+        engine.run()
+        sums, turns = (getattr(fused_kernels, one).call_count for one in kernels)
+    assert handle.tokens == new_tokens(model, prompt, **GREEDY)
+    assert (turns > 0) == (config is UNCAPTURED)  # replays run no Python
+    assert sums == (0 if hooked else 2 * turns)

@@ -1,10 +1,8 @@
-"""Fused kernels for norms, rotary embeddings and gates on a GPU, where models launch six, ten and two kernels.
+"""Modules of a clone with fused kernels, where models launch six for a norm, ten for rotary embeddings, two for a gate.
 
-They round at the same points as the model's own operations. Trials choose the replacement of a module.
+Trials choose the replacement of a module. A norm also computes the residual sum before it, and rotary embeddings of a
+fixed pass write keys and values to the cache.
 """
-
-# Kernels are written in Triton's language, which mypy cannot check.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -15,10 +13,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
-from triton.language import constexpr  # type: ignore[import-untyped, import-not-found, unused-ignore]
-from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+from lookahead.backends.transformers import fused_kernels
+from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
+from lookahead.backends.transformers.fused_kernels import LateKey
+from lookahead.backends.transformers.rows import StaticTreeCache
 
 MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
 """Variants of RMS norms: whether they round before the multiplication by the weight, and an offset of the weight."""
@@ -40,7 +39,7 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
         weight = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
         original = forward.__globals__[_ROTARY]
         if weight is not None and not weight.is_meta and _rotates_alike(original, weight.dtype, weight.device):
-            return _fused_attention(kind)
+            return _fused_attention(kind, _writes_turned(module, forward))
     if _is_gated(forward):
         weight = getattr(module.gate_proj, "weight", None)
         is_plain = isinstance(weight, torch.Tensor) and not weight.is_meta and weight.dtype.itemsize == 2
@@ -68,7 +67,7 @@ def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
     vars(probe).update(vars(module), _parameters={"weight": torch.nn.Parameter(other[0])})
     expected = probe.forward(sample)  # without hooks
     for manner in MANNERS:
-        actual = rms_norm(sample, other[0], epsilon, *manner)
+        actual = fused_kernels.rms_norm(sample, other[0], epsilon, *manner)
         if actual.dtype == expected.dtype and int((actual != expected).sum()) * 64 < actual.numel():
             return manner
     return None
@@ -83,41 +82,233 @@ def _epsilon_of(module: torch.nn.Module) -> Any:
 def _fused_norm(kind: Any, rounds_first: bool, offset: float) -> Any:
     """Return a subclass of a norm class `kind` with the fused kernel."""
 
-    def forward(self: Any, hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
+    def forward(self: Any, hidden: Any, *more: Any, **named: Any) -> Any:
+        norm = self.weight, _epsilon_of(self), rounds_first, offset
+        if isinstance(hidden, LateSum):
+            if not more and not named and hidden.can_join:
+                return hidden.normed(*norm)
+            hidden = hidden.total()
         if more or named or hidden.dtype.itemsize != 2:
             return kind.forward(self, hidden, *more, **named)
-        return rms_norm(hidden, self.weight, _epsilon_of(self), rounds_first, offset)
+        return fused_kernels.rms_norm(hidden, *norm)
 
     return type(kind.__name__, (kind,), {"forward": forward})
+
+
+class LateSum:
+    """A residual sum in a decoder layer, in place of a tensor: the norm that reads it first computes it."""
+
+    __slots__ = ("_states", "_update")
+
+    def __init__(self, states: torch.Tensor, update: Any = None) -> None:
+        self._states = states
+        self._update = update
+
+    def __add__(self, update: Any) -> LateSum:
+        return LateSum(self.total(), update)
+
+    __radd__ = __add__
+
+    @property
+    def can_join(self) -> bool:
+        """Whether a sum in a 16-bit type is left."""
+        states, update = self._states, self._update
+        is_alike = isinstance(update, torch.Tensor) and (update.shape, update.dtype) == (states.shape, states.dtype)
+        return is_alike and states.dtype.itemsize == 2
+
+    def total(self) -> Any:
+        """Return the sum."""
+        if self._update is not None:
+            self._states, self._update = self._states + self._update, None
+        return self._states
+
+    def normed(self, *norm: Any) -> torch.Tensor:
+        """Return the norm of the sum; `norm` has the other arguments of `add_norm`."""
+        self._states, output = fused_kernels.add_norm(self._states, self._update, *norm)
+        self._update = None
+        return output
+
+
+@torch.no_grad()
+def joined_kind(module: torch.nn.Module, kind: Any) -> Any:
+    """Return the class of a decoder layer whose norms compute its sums; `kind` if a trial has other bits.
+
+    Such a layer returns a `LateSum`, for the first norm of the next layer or the norm after all layers.
+    """
+    norms = {name: (child, manner) for name, child in module.named_children() if (manner := _manner_of(child))}
+    if "self_attn" not in module._modules or not norms:
+        return kind
+    fused: dict[str, Any] = {}
+    for name, (child, manner) in norms.items():
+        own: Any = type(child)
+        fused[name] = own.__new__(_fused_norm(own, *manner))
+        vars(fused[name]).update(vars(child))
+    weight: Any = next(iter(fused.values())).weight
+    sample = torch.randn(1, 3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    expected, actual = (_without_products(module, fused, one) for one in (kind, _joined_layer(kind)))
+    try:
+        return type(actual) if torch.equal(actual.forward(sample).total(), expected.forward(sample)) else kind
+    except Exception:  # it uses sums in another way
+        return kind
 
 
 @cache
-def _fused_attention(kind: Any) -> Any:
-    """Return a subclass of an attention class `kind` with the fused rotary embeddings."""
-    old = _own_forward(kind)
-    namespace = {**old.__globals__, _ROTARY: partial(_rotated, old.__globals__[_ROTARY])}
-    forward = FunctionType(old.__code__, namespace, old.__name__, old.__defaults__, old.__closure__)
-    forward.__kwdefaults__ = old.__kwdefaults__
+def _joined_layer(kind: Any) -> Any:
+    """Return a subclass of a decoder layer `kind` that takes and returns a `LateSum`."""
+
+    def forward(self: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
+        late = hidden_states if isinstance(hidden_states, LateSum) else LateSum(hidden_states)
+        return kind.forward(self, late, *more, **named)
+
     return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _without_products(layer: torch.nn.Module, norms: dict[str, Any], kind: Any) -> Any:
+    """Return a decoder layer of another class with some norms, in which all other modules halve their input."""
+    probe = kind.__new__(kind)
+    others = {name: _Half(name == "self_attn") for name in layer._modules if name not in norms}
+    vars(probe).update(vars(layer), _modules={**others, **norms})
+    return probe
+
+
+class _Half(torch.nn.Module):
+    def __init__(self, is_attention: bool) -> None:
+        super().__init__()
+        self._is_attention = is_attention
+
+    def forward(self, hidden_states: torch.Tensor, **named: Any) -> Any:
+        half = hidden_states * 0.5
+        return (half, None) if self._is_attention else half
+
+
+@cache
+def _fused_attention(kind: Any, writes: bool) -> Any:
+    """Return a subclass of an attention class `kind` with the fused rotary embeddings.
+
+    Args:
+        kind: The class.
+        writes: Whether the kernel also writes to the cache in fixed passes.
+    """
+    old = _own_forward(kind)
+    plain, writing = (_with_rotary(old, partial(rotated, old.__globals__[_ROTARY])) for rotated in (_rotated, _late))
+    name = next((name for name in CACHE_ARGUMENTS if name in old.__code__.co_varnames), "")
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        cache = named.get(name)
+        if isinstance(cache, StaticTreeCache) and cache.columns is not None:
+            return writing(self, *args, **{**named, name: _WritingCache(cache)})
+        return plain(self, *args, **named)
+
+    return type(kind.__name__, (kind,), {"forward": forward if writes else plain})
+
+
+def _with_rotary(forward: FunctionType, rotary: Callable[..., Any]) -> FunctionType:
+    """Return a forward pass with another function of rotary embeddings."""
+    namespace = {**forward.__globals__, _ROTARY: rotary}
+    changed = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _is_known(tensors: tuple[Any, ...], more: Any, named: Any) -> bool:
+    """Return whether the kernels support the arguments of a function of rotary embeddings."""
+    is_known = not more and not named and [states.dim() for states in tensors] == [4, 4, 3, 3]
+    return is_known and len({states.dtype for states in tensors}) == 1
 
 
 def _rotated(original: Callable[..., Any], query: Any, key: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
     tensors = (query, key, cos, sin)
-    is_known = not more and not named and [states.dim() for states in tensors] == [4, 4, 3, 3]
-    if not is_known or len({states.dtype for states in tensors}) > 1:
+    return fused_kernels.rotate(*tensors) if _is_known(tensors, more, named) else original(*tensors, *more, **named)
+
+
+def _late(original: Callable[..., Any], query: Any, key: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
+    tensors = (query, key, cos, sin)
+    if not _is_known(tensors, more, named):
         return original(*tensors, *more, **named)
-    return rotate(*tensors)
+    rotated = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+    return rotated, LateKey(*tensors, rotated)
+
+
+class _WritingCache:
+    """A cache in a fixed pass that also takes keys that are not rotated yet."""
+
+    def __init__(self, cache: StaticTreeCache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update(self, key: Any, value: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
+        """See `StaticTreeCache`."""
+        if not isinstance(key, LateKey):
+            return self._cache.update(key, value, layer_idx, *more, **named)
+        layer = self._cache.layers[layer_idx]
+        fused_kernels.rotate_into(key, value, layer.keys, layer.values, self._cache.columns)
+        return layer.keys, layer.values
+
+
+class _Reached(Exception):
+    """The end of a trial."""
+
+
+class _Reader:
+    """A cache that ends a trial."""
+
+    def update(self, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+        raise _Reached if isinstance(key, LateKey) and isinstance(value, torch.Tensor) else TypeError
+
+
+@torch.no_grad()
+def _writes_turned(module: Any, forward: FunctionType) -> bool:
+    """Return whether a layer gives rotated keys to its cache before it reads anything rotated."""
+    names = [name for name in CACHE_ARGUMENTS if name in forward.__code__.co_varnames]
+    probing = _with_rotary(forward, lambda query, key, cos, sin: (None, LateKey(query, key, cos, sin, None)))
+    try:
+        size = module.config.hidden_size
+        weight = next(iter(module.parameters()))
+        states, angle = (weight.new_zeros(1, 2, width) for width in (size, module.head_dim))
+        arguments: dict[str, Any] = {"attention_mask": None, "position_embeddings": (angle, angle)}
+        probing(module, hidden_states=states, **arguments, **{names[0]: _Reader()})
+    except _Reached:
+        return _writes_alike(forward.__globals__[_ROTARY], weight.dtype, weight.device)
+    except Exception:  # it has other arguments, or reads a rotated tensor
+        return False
+    return False
+
+
+def _turned_sample(dtype: torch.dtype, device: torch.device) -> list[Any]:
+    """Return random queries, keys, values, cosines and sines for a trial."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 3, 64), (2, 2, 3, 64), (2, 2, 3, 48), (2, 3, 64), (2, 3, 64))
+    return [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+
+
+@cache
+@torch.no_grad()
+def _writes_alike(original: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `rotate_into` has the bits of a function and of copies to a cache; tried once for all layers."""
+    query, key, value, cos, sin = _turned_sample(dtype, device)
+    columns = torch.tensor([5, 1, 6]).to(device)
+    pairs = [[states.new_zeros(2, 2, 9, states.shape[3]) for states in (key, value)] for _ in range(2)]
+    try:
+        rotated, late = _late(original, query, key, cos, sin)
+        fused_kernels.rotate_into(late, value, pairs[0][0], pairs[0][1], columns)
+        expected, turned = original(query, key, cos, sin)
+    except Exception:  # it has another signature
+        return False
+    for cached, states in zip(pairs[1], (turned, value), strict=True):
+        cached.index_copy_(2, columns, states)
+    return torch.equal(rotated, expected) and all(map(torch.equal, *pairs))
 
 
 @cache
 @torch.no_grad()
 def _rotates_alike(original: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether `rotate` has the bits of a function for random states; tried once for all layers."""
-    random = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, 3, 64), (2, 2, 3, 64), (2, 3, 64), (2, 3, 64))
-    sample = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+    query, key, _, *angles = _turned_sample(dtype, device)
+    sample = query, key, *angles
     try:
-        return all(map(torch.equal, rotate(*sample), original(*sample)))
+        return all(map(torch.equal, fused_kernels.rotate(*sample), original(*sample)))
     except Exception:  # it has another signature
         return False
 
@@ -143,7 +334,7 @@ def _gates_alike(activation: Any, weight: Any) -> bool:
     numbers = numbers[numbers.isfinite()].to(weight.device)
     others = torch.randn(len(numbers), generator=torch.Generator().manual_seed(0)).to(weight)
     try:
-        return torch.equal(gate(numbers, others), activation(numbers) * others)
+        return torch.equal(fused_kernels.gate(numbers, others), activation(numbers) * others)
     except Exception:  # it is no function of single numbers
         return False
 
@@ -155,100 +346,6 @@ def _fused_gate(kind: Any) -> Any:
     def forward(self: Any, x: torch.Tensor) -> Any:
         if x.dtype.itemsize != 2:
             return kind.forward(self, x)
-        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(fused_kernels.gate(self.gate_proj(x), self.up_proj(x)))
 
     return type(kind.__name__, (kind,), {"forward": forward})
-
-
-def gate(states: Any, others: Any) -> torch.Tensor:
-    """Return SiLU of `states` times `others`, in a 16-bit type."""
-    states, others = states.contiguous(), others.contiguous()
-    output = torch.empty_like(states)
-    count = states.numel()
-    with torch.cuda.device_of(states):
-        _gate_kernel[triton.cdiv(count, 1024),](states, others, output, count, 1024, enable_fp_fusion=False)
-    return output
-
-
-@triton.jit
-def _gate_kernel(states, others, output, count, BLOCK: constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = place < count
-    state = tl.load(states + place, mask=there, other=0.0)
-    wide = state.to(tl.float32)
-    # As torch computes it, with the exponential function of CUDA and an exact division.
-    active = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(state.dtype).to(tl.float32)
-    other = tl.load(others + place, mask=there, other=0.0).to(tl.float32)
-    tl.store(output + place, (active * other).to(state.dtype), mask=there)
-
-
-def rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> torch.Tensor:
-    """Return the RMS norm of `hidden` `[..., size]` with `weight` `[size]` plus `offset`; see `MANNERS`."""
-    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    dtype = torch.promote_types(hidden.dtype, weight.dtype) if rounds_first else hidden.dtype
-    output = torch.empty_like(rows, dtype=dtype)
-    size = rows.shape[1]
-    block = triton.next_power_of_2(size)
-    options = {"num_warps": min(max(block // 512, 1), 8), "enable_fp_fusion": False}
-    with torch.cuda.device_of(rows):
-        _norm_kernel[len(rows),](rows, weight, output, epsilon, size, block, rounds_first, offset, **options)
-    return output.view(hidden.shape)
-
-
-@triton.jit
-def _norm_kernel(
-    hidden, weight, output, epsilon, SIZE: constexpr, BLOCK: constexpr, ROUNDS_FIRST: constexpr, OFFSET: constexpr
-):
-    place = tl.arange(0, BLOCK)
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    states = tl.load(hidden + start + place, mask=place < SIZE, other=0.0)
-    wide = states.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
-    if ROUNDS_FIRST:
-        wide = wide.to(states.dtype).to(tl.float32)
-    factor = tl.load(weight + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
-    tl.store(output + start + place, (wide * factor).to(output.dtype.element_ty), mask=place < SIZE)
-
-
-def rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys `[batch, heads, nodes, size]` by `cos` and `sin` `[batch, nodes, part]`.
-
-    The first half of a part is rotated with the second one; elements after the part stay.
-    """
-    states = [tensor.transpose(1, 2).contiguous() for tensor in (query, key)]  # the layout of the projections
-    angles = [tensor.expand(len(query), -1, -1).contiguous() for tensor in (cos, sin)]
-    outputs = [torch.empty_like(tensor) for tensor in states]
-    batch, nodes, heads, size = states[0].shape
-    constants = heads, size, cos.shape[2], triton.next_power_of_2(size)
-    grid = batch * nodes, heads + key.shape[1]
-    with torch.cuda.device_of(query):
-        _rotate_kernel[grid](*states, *angles, *outputs, *constants, num_warps=1, enable_fp_fusion=False)
-    return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
-
-
-@triton.jit
-def _rotate_kernel(
-    query, key, cos, sin, to_query, to_key, HEADS: constexpr, SIZE: constexpr, PART: constexpr, BLOCK: constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if head < HEADS:
-        source = query
-        target = to_query
-        start = (row * HEADS + head) * SIZE
-    else:
-        source = key
-        target = to_key
-        start = (row * (tl.num_programs(1) - HEADS) + head - HEADS) * SIZE
-    place = tl.arange(0, BLOCK)
-    turns = place < PART
-    is_first = place < PART // 2
-    partner = tl.where(is_first, place + PART // 2, place - PART // 2)
-    states = tl.load(source + start + place, mask=place < SIZE, other=0.0)
-    others = tl.load(source + start + partner, mask=turns, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + row * PART + place, mask=turns, other=0.0).to(tl.float32)
-    sine = tl.load(sin + row * PART + place, mask=turns, other=0.0).to(tl.float32)
-    # Each product is rounded, as in the separate operations.
-    cosines = (states.to(tl.float32) * cosine).to(states.dtype).to(tl.float32)
-    across = (tl.where(is_first, -others, others) * sine).to(states.dtype).to(tl.float32)
-    tl.store(target + start + place, tl.where(turns, (cosines + across).to(states.dtype), states), mask=place < SIZE)

@@ -55,17 +55,21 @@ class SharedClone:
         attention: Attention registered with transformers, in place of `sdpa`; `sdpa` if not given. Invariant attention
             replaces `eager` too, with modules of `invariant_kind` on a CPU. On a GPU modules of `fused_kind` are added.
         packing: See `chosen_packing`.
+        joins: Whether modules of `joined_kind` are added too. No module may have hooks, which would see late sums.
 
     Attributes:
         module: The clone.
+        joins: The argument, if it applies.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str | None, packing: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, packing: int = 0, joins: bool = True) -> None:
         self._attention = attention
         self._packing = packing
         self._is_fused = attention is not None and model.device.type == "cuda" and find_spec("triton") is not None
         self._configs: dict[int, Any] = {}  # copies, shared by several references to one configuration
         modules = all_modules(model)
+        hooks = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+        self.joins = joins and self._is_fused and not hooks
         # By the id of the original module.
         self._clones = {id(module): self._new_module(module) for module in modules}
         self.module: PreTrainedModel = self._clones[id(model)]
@@ -117,9 +121,11 @@ class SharedClone:
         if self._is_invariant:
             kind = invariant_kind(module, kind)
         elif self._is_fused:
-            from lookahead.backends.transformers.fused import fused_kind
+            from lookahead.backends.transformers.fused import fused_kind, joined_kind
 
             kind = fused_kind(module, kind)
+            if self.joins:
+                kind = joined_kind(module, kind)
         is_torchs = kind.__module__.startswith("torch.nn.")
         if kind is module.__class__ and not module._modules and (is_torchs or not module._parameters):
             return module
@@ -169,6 +175,14 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
 
 def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: Trial) -> SharedClone | str:
     clone = SharedClone(model, attention, packing)
+    why = _failure(model, clone, packing, trial)
+    if why is not None and clone.joins:
+        clone = SharedClone(model, attention, packing, joins=False)
+        why = _failure(model, clone, packing, trial)
+    return clone if why is None else why
+
+
+def _failure(model: PreTrainedModel, clone: SharedClone, packing: int, trial: Trial) -> str | None:
     try:
         with preserved_state(model), torch.no_grad():
             why = trial(model, clone.module, packing)
@@ -176,9 +190,7 @@ def _tried(model: PreTrainedModel, attention: str | None, packing: int, trial: T
         why = str(error)
     except Exception as error:
         why = f"a clone of it that shares its weights fails ({type(error).__name__}: {error})"
-    if why is None and clone.keeps_state(model):
-        why = DIFFERS
-    return clone if why is None else why
+    return DIFFERS if why is None and clone.keeps_state(model) else why
 
 
 def shell_of(model: PreTrainedModel) -> PreTrainedModel:
