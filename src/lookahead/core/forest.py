@@ -9,7 +9,7 @@ the root, where its keys and values need not be moved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
@@ -69,8 +69,7 @@ class Forest(Sequence[TokenTree]):
         counts: Nodes of each tree, `[rows]`.
         firsts: Nodes of all trees before each, and behind them their sum, `[rows + 1]`.
         roots: The root of each tree, a node of that tree, `[rows]`.
-        tokens: Token id of each node, `[nodes]`; in the order of nodes, like all that follows but `order` and
-            `parent_slots`.
+        tokens: Token id of each node, `[nodes]`; in the order of nodes, like all that follows up to `order`.
         parents: Parent of each node, a node of its tree; -1 for the first pending token.
         reads: Whether the prediction after each node is wanted, `[nodes]` bool.
         in_window: Whether each node is a window node, `[nodes]` bool.
@@ -78,6 +77,10 @@ class Forest(Sequence[TokenTree]):
         slots: Slot of each node within its tree.
         order: Index in these arrays of the node in each slot of all trees, one tree behind another.
         parent_slots: Slot of the parent of the node in each slot, within its tree; -1 for the first pending token.
+        slot_tokens, slot_depths: Token id and depth of the node in each slot.
+        rows_of_slots: The row of each node, and of each slot.
+        read_slots: Slots with a prediction to read, counted through all trees, ascending.
+        read_nodes: The index of the node in each of them.
         is_plain: Whether nothing was drafted for any row.
         has_certain: Whether a tree has nodes added by `TokenTree.add_certain`.
     """
@@ -100,7 +103,7 @@ class Forest(Sequence[TokenTree]):
             self.has_certain |= tree.certain > 0
             has_window |= tree.has_window
         if len(tokens) == 1:
-            vars(self).update(_tokens_alone(1, reads[0]), tokens=np.array(tokens, dtype=np.int64))
+            self._set_plain(tokens, reads[0])
             return
         self.counts = np.array(counts, dtype=np.int64)
         self.roots = np.array(roots, dtype=np.int64)
@@ -125,7 +128,7 @@ class Forest(Sequence[TokenTree]):
         forest.objects = [None] * len(tokens)
         forest.rows = len(tokens)
         forest.has_certain = False
-        vars(forest).update(_tokens_alone(len(tokens), True), tokens=np.array(tokens, dtype=np.int64))
+        forest._set_plain(tokens, True)
         return forest
 
     @classmethod
@@ -195,44 +198,29 @@ class Forest(Sequence[TokenTree]):
         tree.add_new_candidates(tokens[1:], parents[1:])
         return tree
 
+    def _set_plain(self, tokens: Sequence[int], reads: bool) -> None:
+        """Set the arrays of one token in each row."""
+        vars(self).update(_tokens_alone(len(tokens), reads))
+        self.tokens = self.slot_tokens = np.array(tokens, dtype=np.int64)
+
     def _lay_out_plain(self) -> None:
         """Chains of pending tokens, sent in their order."""
-        size = len(self.tokens)
-        self.order = np.arange(size)
-        self.depths = self.slots = self.order - self.firsts[self.rows_of_slots] if size > self.rows else self.order * 0
+        self.order = np.arange(len(self.tokens))
+        self.rows_of_slots = np.repeat(self.order[: self.rows], self.counts)
+        self.depths = self.slots = self.slot_depths = self.order - self.firsts[self.rows_of_slots]
         self.parents = self.parent_slots = self.depths - 1
+        self.slot_tokens = self.tokens
+        self.read_slots = self.read_nodes = np.flatnonzero(self.reads)
 
     def _lay_out(self) -> None:
         """Order the nodes depth first."""
-        outputs = np.empty((6, len(self.tokens)), dtype=np.int64)
+        trees = self.firsts, self.roots, self.tokens, self.parents, self.reads, self.in_window
+        slots = np.empty((9, len(self.tokens)), dtype=np.int64)
         loop = at_once(_write_order) if LOOPS.awaited else _depth_first
-        loop(self.firsts, self.roots, self.parents, self.in_window, outputs)
-        self.order, self.slots, self.parent_slots, self.depths, *_ = outputs
-
-    @cached_property
-    def rows_of_slots(self) -> Integers:
-        """The row of each node, and of each slot, `[nodes]`."""
-        return np.repeat(np.arange(self.rows), self.counts)
-
-    @cached_property
-    def read_slots(self) -> Integers:
-        """Slots with a prediction to read, counted through all trees, ascending."""
-        return np.flatnonzero(self.reads if self.is_plain else self.reads[self.order])
-
-    @cached_property
-    def read_nodes(self) -> Integers:
-        """The index of the node in each of `read_slots`."""
-        return self.order[self.read_slots]
-
-    @cached_property
-    def slot_tokens(self) -> Integers:
-        """Token id in each slot, `[nodes]`."""
-        return self.tokens if self.is_plain else self.tokens[self.order]
-
-    @cached_property
-    def slot_depths(self) -> Integers:
-        """Depth of the node in each slot, `[nodes]`."""
-        return self.depths if self.is_plain else self.depths[self.order]
+        read = loop(*trees, slots)
+        self.order, self.slots, self.parent_slots, self.depths, self.slot_tokens, self.slot_depths = slots[:6]
+        self.rows_of_slots = slots[6]
+        self.read_slots, self.read_nodes = slots[7:, :read]
 
     def take(self, rows: Sequence[int]) -> Forest:
         """The trees of some rows."""
@@ -263,7 +251,7 @@ def _tokens_alone(rows: int, reads: bool) -> dict[str, Any]:
     read = numbers if reads else numbers[:0]
     return {
         **dict.fromkeys(("order", "rows_of_slots"), numbers),
-        **dict.fromkeys(("roots", "depths", "slots"), zeros),
+        **dict.fromkeys(("roots", "depths", "slots", "slot_depths"), zeros),
         **dict.fromkeys(("parents", "parent_slots"), before),
         **dict.fromkeys(("read_slots", "read_nodes"), read),
         "counts": np.ones(rows, dtype=np.int64),
@@ -288,18 +276,23 @@ def _firsts(counts: Integers) -> Integers:
 
 @compiled
 def _write_order(
-    firsts: Integers, roots: Integers, parents: Integers, in_window: NDArray[np.bool_], outputs: Integers
-) -> None:
-    """Write `order`, `slots`, `parent_slots` and `depths` of a `Forest`.
-
-    The last two rows of `outputs` are scratch: first child and next sibling of each node, -1 for none.
-    """
+    firsts: Integers,
+    roots: Integers,
+    tokens: Integers,
+    parents: Integers,
+    reads: NDArray[np.bool_],
+    in_window: NDArray[np.bool_],
+    outputs: Integers,
+) -> int:
+    """Write `order`, `slots`, `parent_slots`, `depths`, `slot_tokens`, `slot_depths`, `rows_of_slots`, `read_slots` and
+    `read_nodes` of a `Forest`, and return the number of nodes that are read."""
     order = outputs[0]
     slots = outputs[1]
     parent_slots = outputs[2]
     depths = outputs[3]
-    child = outputs[4]
-    sibling = outputs[5]
+    child = outputs[4]  # first child of each node, then its token
+    sibling = outputs[5]  # next sibling of each node, then its depth; -1 for none, as for children
+    read = FIRST
     for row in range(len(firsts) - 1):
         begin = firsts[row]
         root = roots[row]
@@ -326,6 +319,12 @@ def _write_order(
                 while node > root and sibling[begin + node] < 0:
                     node = parents[begin + node]
                 node = sibling[begin + node] if node > root else node
+        for slot in range(begin, begin + count):
+            outputs[4, slot], outputs[5, slot], outputs[6, slot] = tokens[order[slot]], depths[order[slot]], row
+            if reads[order[slot]]:
+                outputs[7, read], outputs[8, read] = slot, order[slot]
+                read += 1
+    return read
 
 
 _depth_first = TypedLoop(_write_order)
