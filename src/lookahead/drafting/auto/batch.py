@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
 from lookahead.core.forest import spread
-from lookahead.core.results import StepResult, StepResults
+from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.shared_pace import UNRANKED
-from lookahead.core.token_tree import Noise, TokenTree
+from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
 from lookahead.drafting.auto.search import FORESEEN, LIMITS, NO_NOISE, NODE, Room, find, padded_noise
@@ -270,29 +270,14 @@ class DraftBatch:
         unknown = np.flatnonzero(tokens >= vocabulary)
         return int(unknown[0]) if len(unknown) else len(tokens)
 
-    def draft(self, drafter: Member, tree: TokenTree) -> NDArray[np.float64]:
-        """Search a draft for one text; see `SharingDrafter.find`."""
-        with self.memory.lock:
-            self.search(drafter, tree, np.array([drafter.limits(self, tree)], dtype=LIMITS))
-            drafter.forbid(self, tree)
-            place = drafter.place
-            count = min(int(self.state.counts[place]), drafter.max_candidates)
-            offered: NDArray[np.float64] = self.state.trees["offered"][place, 1 : count + 1].copy()
-            if count and int(self.state.trees["token"][place, 1 : count + 1].max()) >= tree.vocabulary:
-                offered = offered[: self._known(place, tree.vocabulary)]
+    def offered(self, place: int, limit: int, vocabulary: int) -> NDArray[np.float64]:
+        """Return the probability of each of the first `limit` nodes of a draft, with tokens inside the vocabulary."""
+        count = min(int(self.counts[place]), limit)
+        nodes = self.trees[place, 1 : count + 1]
+        if count and int(nodes["token"].max()) >= vocabulary:
+            nodes = nodes[: self._known(place, vocabulary)]
+        offered: NDArray[np.float64] = nodes["offered"].copy()
         return offered
-
-    def send(self, drafter: Member, tree: TokenTree, count: int) -> None:
-        """Add the first `count` nodes of a text's draft to its tree."""
-        self.sent[drafter.place] = count
-        sent = self.state.trees[drafter.place, 1 : count + 1]
-        tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + drafter.first_node(tree)).tolist())
-
-    def search(self, drafter: Member, tree: TokenTree, limits: NDArray[Any]) -> None:
-        """Search a draft for one text, with its sampling noise if that is known."""
-        noise = drafter.foresee(tree)
-        ranking = drafter.budget.ranking if drafter.budget.is_shared else UNRANKED
-        self.find(limits, NO_NOISE if noise is None else noise, ranking)
 
     def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE, ranking: NDArray[np.int64] = UNRANKED) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
@@ -336,24 +321,6 @@ class DraftBatch:
                 predictions = ids, np.ones(ids.shape, dtype=np.float32)
             tokens = walks.tokens[spread(forest.firsts[of_rows], walks.counts[of_rows])]
             self.learn(Step(outcomes, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
-
-    def learn_row(self, drafter: Member, result: StepResult) -> None:
-        """Learn the outcome of a step for one text."""
-        root = result.tree.root
-        place = drafter.place
-        with self.memory.lock:
-            drafter.catch_up(self)
-            count = min(root + 1 + int(self.sent[place]), len(result.tree))  # another tree may have been sent
-            self.sent[place] = 0
-            if self.reads and result.top_ids.shape[1]:
-                predictions = result.top_ids[:count].copy(), result.top_probabilities[:count].copy()
-            else:
-                predicted = result.predictions[:count, None] if self.reads else np.full((count, 1), -1, dtype=np.int64)
-                predictions = predicted.copy(), np.ones((count, 1), dtype=np.float32)
-            row = np.array([(place, root, count, len(result.tokens))], dtype=OUTCOME)
-            tokens = np.array(result.tokens, dtype=np.int64)
-            scratch = np.empty(count, dtype=np.int64)
-            self.learn(Step(row, tokens, *predictions, scratch))
 
     def learn(self, step: Step) -> int:
         """Learn from a step: append its tokens to the texts, and discard their drafts.

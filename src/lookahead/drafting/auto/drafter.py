@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.protocols import FixedBudget, StepBudget
 from lookahead.core.results import StepResult
+from lookahead.core.shared_pace import UNRANKED
 from lookahead.core.token_tree import Noise, TokenTree, first_path
 from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.search import FORESEEN, LIMITS, padded_noise
+from lookahead.drafting.auto.learning import OUTCOME, UNTRUSTED, Step
+from lookahead.drafting.auto.search import FORESEEN, LIMITS, NO_NOISE, padded_noise
 from lookahead.drafting.auto.sources import PredictedText, Source, permitted
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.values import require, whole_number
@@ -127,16 +128,34 @@ class AutoDrafter:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         likely = self.find(tree)
         if likely is not None:
-            self.send(tree, self.budget.choose(likely, self.pending(tree)))
+            self.send(tree, self.budget.choose(likely, tree.root + 1 if self._chains else 1))
 
     def find(self, tree: TokenTree) -> NDArray[np.float64] | None:
         """Add the certain tokens, and return the probabilities of candidates after them (`SharingDrafter.find`)."""
-        return self._join().draft(self, tree) if self._begin_step(tree) else None
+        if not self._begin_step(tree):
+            return None
+        with self.memory.lock:
+            batch = self._join()
+            self.catch_up(batch)
+            if self._sources:
+                batch.list_paths([source.propose() for source in self._sources])
+            self._search(batch, tree, min(self.budget.max_candidates, self.searched))
+            if self._permitting:
+                self._forbid(batch, tree)
+            return batch.offered(self.place, self._room, tree.vocabulary)
+
+    def _search(self, batch: DraftBatch, tree: TokenTree, nodes: int) -> None:
+        """Search a draft of at most `nodes` nodes after the certain tokens."""
+        limits = (self.place, nodes, tree.room - self._certain, self.budget.min_probability)
+        ranking = cast(Any, self.budget).ranking if self.budget.is_shared else UNRANKED
+        batch.find(np.array([limits], dtype=LIMITS), self._foresee(tree), ranking)
 
     def send(self, tree: TokenTree, count: int) -> None:
         """Add the first candidates to the tree (`SharingDrafter.send`)."""
         if self._batch is not None and count:
-            self._batch.send(self, tree, count)
+            self._batch.sent[self.place] = count
+            sent = self._batch.trees[self.place, 1 : count + 1]
+            tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + tree.root + self._certain).tolist())
 
     def _begin_step(self, tree: TokenTree) -> bool:
         """Begin a step, and add the certain tokens; return whether drafts are to be searched after them."""
@@ -175,52 +194,38 @@ class AutoDrafter:
         self.late = []
         batch.begin(self.place, text, self._before)
 
-    def limits(self, batch: DraftBatch, tree: TokenTree) -> tuple[int, int, int, float]:
-        """Update the batch before a search, and return a `LIMITS`: the limits of the search."""
-        self.catch_up(batch)
-        if self._sources:
-            batch.list_paths([source.propose() for source in self._sources])
-        return self._limits(tree, min(self.budget.max_candidates, self._settings[0]))
-
-    def _limits(self, tree: TokenTree, nodes: int) -> tuple[int, int, int, float]:
-        return self.place, nodes, tree.room - self._certain, self.budget.min_probability
-
-    def foresee(self, tree: TokenTree) -> Noise | None:
+    def _foresee(self, tree: TokenTree) -> Noise:
         """Return the noise that the next tokens will be sampled with, if it is known and predictions are trusted.
 
         With it the search knows which prediction of the model is selected.
         """
         if tree.foresee is None or self._is_lost:
-            return None
+            return NO_NOISE
         noise = tree.foresee(min(self._certain + FORESEEN, tree.room))
-        if noise is None:
-            return None
-        return padded_noise(Noise(noise.places[self._certain :], noise.temperature))
+        return NO_NOISE if noise is None else padded_noise(Noise(noise.places[self._certain :], noise.temperature))
 
-    def forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
+    def _forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Remove nodes that sources do not permit; search for more nodes if too few are left."""
-        if not self._permitting:
-            return
-        count = min(self.budget.max_candidates, self._max_candidates - self._certain)
-        limit = min(self.budget.max_candidates, self._settings[0])
+        count = self._room
+        limit = min(self.budget.max_candidates, self.searched)
         while True:
-            count = int(batch.state.counts[self.place])
-            nodes = batch.state.trees[self.place]
+            count = int(batch.counts[self.place])
+            nodes = batch.trees[self.place]
             rows = permitted(self._permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
-            if len(rows) > count or limit == self._settings[0] or count < limit:
+            if len(rows) > count or limit == self.searched or count < limit:
                 break
-            limit = min(2 * limit, self._settings[0])
-            batch.search(self, tree, np.array([self._limits(tree, limit)], dtype=LIMITS))
+            limit = min(2 * limit, self.searched)
+            self._search(batch, tree, limit)
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
-        batch.state.counts[self.place] = len(rows) - 1
+        batch.counts[self.place] = len(rows) - 1
 
     @property
-    def max_candidates(self) -> int:
+    def _room(self) -> int:
         """Maximum number of candidates of this step."""
         return min(self.budget.max_candidates, self._max_candidates - self._certain)
 
@@ -228,14 +233,6 @@ class AutoDrafter:
     def searched(self) -> int:
         """Maximum number of nodes of a search."""
         return self._settings[0]
-
-    def first_node(self, tree: TokenTree) -> int:
-        """Return the node that drafts follow: the root, or the last certain token."""
-        return tree.root + self._certain
-
-    def pending(self, tree: TokenTree) -> int:
-        """Return the number of nodes besides the candidates that the budget counts."""
-        return tree.root + 1 if self._chains else 1
 
     def explain(self, tree: TokenTree) -> Explanation:
         """Return the sources of each node, and its estimated probability."""
@@ -259,9 +256,27 @@ class AutoDrafter:
         is_read = result.top_ids.shape[1] > 0 or self.memory.observed or self._is_lost
         if batch is not None and is_searched and self.learns and is_read:
             self._certain = certain
-            batch.learn_row(self, result.beyond(certain))
+            self._learn(batch, result.beyond(certain))
         else:
             self.defer(result.tokens[certain if is_searched else 0 :])
+
+    def _learn(self, batch: DraftBatch, result: StepResult) -> None:
+        """Learn the outcome of a step."""
+        root = result.tree.root
+        with self.memory.lock:
+            self.catch_up(batch)
+            count = min(root + 1 + int(batch.sent[self.place]), len(result.tree))  # another tree may have been sent
+            batch.sent[self.place] = 0
+            if batch.reads and result.top_ids.shape[1]:
+                predictions = result.top_ids[:count].copy(), result.top_probabilities[:count].copy()
+            else:
+                unread = np.full((count, 1), -1, dtype=np.int64)
+                ids = result.predictions[:count, None].copy() if batch.reads else unread
+                predictions = ids, np.ones((count, 1), dtype=np.float32)
+            row = np.array([(self.place, root, count, len(result.tokens))], dtype=OUTCOME)
+            batch.learn(
+                Step(row, np.array(result.tokens, dtype=np.int64), *predictions, np.empty(count, dtype=np.int64))
+            )
 
     def defer(self, tokens: Sequence[int]) -> None:
         """Take tokens of the text that will be added to the batch later."""
