@@ -82,7 +82,7 @@ class Texts:
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
         rows = np.zeros(len(counts), dtype=OUTCOME)
         rows["place"], rows["nodes"], rows["added"] = self.places, counts, added
-        step = Step(rows, tokens, ids, shares, np.empty(len(ids), dtype=np.int64))
+        step = Step.in_order(rows, tokens, ids, shares)
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:

@@ -116,7 +116,7 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     shares = []
     for token, first in zip(tokens, predicted, strict=True):
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
-        rows = np.array([(0, 0, 1, 1)], dtype=OUTCOME)
+        rows = np.array([(0, 0, 1, 1, 0, 0)], dtype=OUTCOME)
         batch.learn(Step(rows, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
         shares.append(float(batch.state.feedback["share"][0]))
     return shares

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lookahead.backends.forward_result import top_predictions
 from lookahead.backends.machine import step_clock
 from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace
+from lookahead.core.shared_pace import UNRANKED, SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.drafting.auto.batch import DraftBatch
@@ -290,9 +290,7 @@ class LookaheadProposer:
         outcomes = np.zeros(len(added), dtype=OUTCOME)
         outcomes["place"], outcomes["nodes"], outcomes["added"] = rows.places, counts, added
         with batch.memory.lock:
-            self.statistics.accepted += batch.learn(
-                Step(outcomes, selected, *predictions, np.empty(count, dtype=np.int64))
-            )
+            self.statistics.accepted += batch.learn(Step.in_order(outcomes, selected, *predictions))
 
     def _draft(self, rows: Rows) -> NDArray[np.int64]:
         """Find a draft for each request; return the slot of each, -1 for a request without a draft."""
@@ -307,7 +305,7 @@ class LookaheadProposer:
         limits["levels"] = self._most_tokens - batch.length_of(places) - 1
         limits["min_probability"] = 0.0 if pace is None else pace.min_probability
         with batch.memory.lock:
-            batch.find(limits)
+            batch.find(limits, ranking=UNRANKED if pace is None else pace.ranking)
         if pace is not None and not self._rests:
             slots = rows.places[drafting]
             offers = [batch.trees["probability"][slot, 1 : 1 + batch.counts[slot]] for slot in slots]

@@ -11,14 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.core.forest import spread
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.shared_pace import UNRANKED
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
-from lookahead.drafting.auto.search import FORESEEN, LIMITS, NO_NOISE, NODE, Room, find, padded_noise
+from lookahead.drafting.auto.search import (
+    FORESEEN,
+    LIMITS,
+    NO_NOISE,
+    NODE,
+    Room,
+    find,
+    list_offers,
+    padded_noise,
+    take_nodes,
+)
 from lookahead.drafting.auto.sources import LISTED, MOST_LISTED, PRIOR, ListedArrays, TokenPaths, with_paths
 from lookahead.drafting.auto.texts import (
     BUCKETS,
@@ -97,6 +106,8 @@ class DraftBatch:
         )
         self.sent = np.zeros(places, dtype=np.int64)
         self._find = TypedLoop(find)
+        self._offer = TypedLoop(list_offers)
+        self._take = TypedLoop(take_nodes)
         self._learn = TypedLoop(learn)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
         self._free = 0  # tokens that fit into every text before capacity must be checked
@@ -225,24 +236,14 @@ class DraftBatch:
             limits["place"], limits["nodes"] = places, nodes
             limits["levels"], limits["min_probability"] = roots.rooms_of(rows), budget.min_probability
             self._search_rows(limits, roots, rows, is_trusted, budget.ranking if budget.is_shared else UNRANKED)
-            counts = self.state.counts[places]
-            of_rows, ranks = _spread(counts)
-            drafts = self.state.trees[places[of_rows], ranks + 1]
-        offered = np.minimum(counts, nodes)
-        if len(drafts) and int(drafts["token"].max()) >= roots.vocabulary:  # learned from a model with more tokens
-            offered = np.minimum(offered, [self._known(place, roots.vocabulary) for place in places])
-        likely = drafts["offered"].copy() if (offered == counts).all() else drafts["offered"][ranks < offered[of_rows]]
-        return likely, offered
+            return self.offers(places, nodes, roots.vocabulary)
 
     def send_rows(
         self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]
     ) -> None:
         """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
         places = np.array(list(map(_place, drafters)))
-        of_rows, ranks = _spread(counts)
-        drafts = self.state.trees[places[of_rows], ranks + 1]
-        self.sent[places] = counts
-        roots.add(np.array(rows), counts, drafts["token"].astype(np.int64), drafts["parent"].astype(np.int64))
+        roots.add(np.array(rows), counts, *self.take(places, counts))
 
     def _search_rows(
         self,
@@ -264,20 +265,27 @@ class DraftBatch:
         if not known.all():
             self.find(limits[~known] if known.any() else limits, ranking=ranking)
 
-    def _known(self, place: int, vocabulary: int) -> int:
-        """Return the number of leading nodes with tokens inside the vocabulary."""
-        tokens = self.state.trees["token"][place, 1 : self.state.counts[place] + 1]
-        unknown = np.flatnonzero(tokens >= vocabulary)
-        return int(unknown[0]) if len(unknown) else len(tokens)
+    def offers(
+        self, places: NDArray[np.int64], nodes: int, vocabulary: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return the candidates of the drafts of some texts: their probabilities, draft after draft, and their numbers.
 
-    def offered(self, place: int, limit: int, vocabulary: int) -> NDArray[np.float64]:
-        """Return the probability of each of the first `limit` nodes of a draft, with tokens inside the vocabulary."""
-        count = min(int(self.counts[place]), limit)
-        nodes = self.trees[place, 1 : count + 1]
-        if count and int(nodes["token"].max()) >= vocabulary:
-            nodes = nodes[: self._known(place, vocabulary)]
-        offered: NDArray[np.float64] = nodes["offered"].copy()
-        return offered
+        Args:
+            places: Slots of the texts.
+            nodes: Maximum number of candidates of a text.
+            vocabulary: Number of token ids. A draft learned from a larger one ends before an unknown token.
+        """
+        likely = np.empty(int(self.counts[places].sum()))
+        counts = np.empty(len(places), dtype=np.int64)
+        end = self._offer(places, nodes, vocabulary, self.trees, self.counts, likely, counts)
+        return likely[:end], counts
+
+    def take(self, places: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and parents of the first `counts` nodes of some drafts, and note that they are sent."""
+        tokens, parents = np.empty((2, int(counts.sum())), dtype=np.int64)
+        self._take(places, counts, self.trees, tokens, parents)
+        self.sent[places] = counts
+        return tokens, parents
 
     def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE, ranking: NDArray[np.int64] = UNRANKED) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
@@ -311,16 +319,14 @@ class DraftBatch:
             outcomes["place"], outcomes["root"] = places, forest.roots[of_rows]
             outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + self.sent[places], forest.counts[of_rows])
             outcomes["added"] = walks.counts[of_rows]
+            outcomes["first"] = outcomes["begin"] = forest.firsts[of_rows]
             self.sent[places] = 0
-            nodes = spread(forest.firsts[of_rows], outcomes["nodes"])
             if self.reads and listed:
-                predictions = outputs.top_ids[nodes], outputs.top_probabilities[nodes]  # copies: they are overwritten
+                predictions = outputs.top_ids.copy(), outputs.top_probabilities.copy()
             else:
-                unread = np.full(len(nodes), -1, dtype=np.int64)
-                ids = (outputs.predictions[nodes] if self.reads else unread)[:, None]
+                ids = outputs.predictions[:, None].copy() if self.reads else np.full((len(forest.tokens), 1), -1)
                 predictions = ids, np.ones(ids.shape, dtype=np.float32)
-            tokens = walks.tokens[spread(forest.firsts[of_rows], walks.counts[of_rows])]
-            self.learn(Step(outcomes, tokens, *predictions, np.empty(len(nodes), dtype=np.int64)))
+            self.learn(Step(outcomes, walks.tokens, *predictions, np.empty(len(forest.tokens), dtype=np.int64)))
 
     def learn(self, step: Step) -> int:
         """Learn from a step: append its tokens to the texts, and discard their drafts.
@@ -341,17 +347,18 @@ class DraftBatch:
 
     def _make_room(self, step: Step) -> None:
         """Grow the arrays for the tokens of a step; a text beyond the limit keeps its last tokens."""
-        self._free -= len(step.tokens)
+        added = int(step.rows["added"].sum())
+        self._free -= added
         if self._free >= 0:
             return
         texts = self.state.texts
-        longest = int(texts.lengths.max()) + len(step.tokens)
+        longest = int(texts.lengths.max()) + added
         reach = texts.reach
         if min(longest, 2 * reach) >= texts.tokens.shape[1]:
             texts = with_room(texts, len(texts.lengths), 1 + min(max(2 * longest, LEAST_ROOM), 2 * reach))
             self.state = self.state._replace(texts=texts)
         if longest > 2 * reach:
-            for place, _, _, added in step.rows.tolist():
+            for place, added in zip(step.rows["place"].tolist(), step.rows["added"].tolist(), strict=True):
                 length = int(texts.lengths[place])
                 if place >= 0 and length + added > 2 * reach:
                     surplus = length - max(reach - added, 0)
@@ -367,12 +374,6 @@ def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> Draft
         if batch is None:
             memory.batches[settings] = batch = DraftBatch(memory, *settings)
         return batch
-
-
-def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row of each entry, and its index in the row, given the number of entries of each row."""
-    rows = np.repeat(np.arange(len(counts)), counts)
-    return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 def _doubled(array: NDArray[Any]) -> NDArray[Any]:

@@ -142,7 +142,7 @@ class AutoDrafter:
             self._search(batch, tree, min(self.budget.max_candidates, self.searched))
             if self._permitting:
                 self._forbid(batch, tree)
-            return batch.offered(self.place, self._room, tree.vocabulary)
+            return batch.offers(np.array([self.place]), self._room, tree.vocabulary)[0]
 
     def _search(self, batch: DraftBatch, tree: TokenTree, nodes: int) -> None:
         """Search a draft of at most `nodes` nodes after the certain tokens."""
@@ -153,9 +153,8 @@ class AutoDrafter:
     def send(self, tree: TokenTree, count: int) -> None:
         """Add the first candidates to the tree (`SharingDrafter.send`)."""
         if self._batch is not None and count:
-            self._batch.sent[self.place] = count
-            sent = self._batch.trees[self.place, 1 : count + 1]
-            tree.add_new_candidates(sent["token"].tolist(), (sent["parent"] + tree.root + self._certain).tolist())
+            tokens, parents = self._batch.take(np.array([self.place]), np.array([count]))
+            tree.add_new_candidates(tokens.tolist(), (parents + tree.root + self._certain).tolist())
 
     def _begin_step(self, tree: TokenTree) -> bool:
         """Begin a step, and add the certain tokens; return whether drafts are to be searched after them."""
@@ -273,7 +272,7 @@ class AutoDrafter:
                 unread = np.full((count, 1), -1, dtype=np.int64)
                 ids = result.predictions[:count, None].copy() if batch.reads else unread
                 predictions = ids, np.ones((count, 1), dtype=np.float32)
-            row = np.array([(self.place, root, count, len(result.tokens))], dtype=OUTCOME)
+            row = np.array([(self.place, root, count, len(result.tokens), 0, 0)], dtype=OUTCOME)
             batch.learn(
                 Step(row, np.array(result.tokens, dtype=np.int64), *predictions, np.empty(count, dtype=np.int64))
             )

@@ -78,6 +78,8 @@ OUTCOME = np.dtype(
         ("root", np.int64),  # index of the root: the number of earlier tokens of the text among the nodes
         ("nodes", np.int64),  # number of nodes: earlier tokens, the root, and the sent nodes of the draft
         ("added", np.int64),  # number of tokens that the step added to the text
+        ("first", np.int64),  # index of the first node in the predictions of a `Step`
+        ("begin", np.int64),  # index of the first added token in its tokens
     ]
 )
 """Outcome of a step for one text.
@@ -92,9 +94,9 @@ class Step(NamedTuple):
 
     Attributes:
         rows: `OUTCOME`s, `[rows]`.
-        tokens: The added tokens, row after row.
-        ids: The likeliest tokens after each node, row after row, likeliest first, `[nodes, listed]`; -1 where the
-            prediction was not read. Learning overwrites them.
+        tokens: The added tokens of each row, from its `begin` on.
+        ids: The likeliest tokens after each node of a row, from its `first` on, likeliest first, `[nodes, listed]`; -1
+            where the prediction was not read. Learning overwrites them.
         probabilities: Their probabilities, `[nodes, listed]`. Learning overwrites them.
         selected: Output for the token selected after each node, -1 for nodes off the path, `[nodes]`. If the text
             itself is learned, it is an input.
@@ -107,13 +109,22 @@ class Step(NamedTuple):
     selected: NDArray[np.int64]
 
     @classmethod
+    def in_order(
+        cls, rows: NDArray[Any], tokens: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]
+    ) -> Step:
+        """Return the step of rows whose nodes and tokens follow one another."""
+        rows["first"] = rows["nodes"].cumsum() - rows["nodes"]
+        rows["begin"] = rows["added"].cumsum() - rows["added"]
+        return cls(rows, tokens, ids, probabilities, np.empty(len(ids), dtype=np.int64))
+
+    @classmethod
     def of_text(cls, place: int, tokens: NDArray[np.int64], selected: NDArray[np.int64]) -> Step:
         """Return the step that extends a text by `tokens`.
 
         Without tokens it is the step that learns the text itself: the `selected` token after each of its last tokens.
         """
         taught = len(selected)
-        rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=OUTCOME)
+        rows = np.array([(place, max(taught - 1, 0), taught, len(tokens), 0, 0)], dtype=OUTCOME)
         ids = np.full((taught, 1), -1, dtype=np.int64)
         probabilities = np.zeros((taught, 1), dtype=np.float32)
         return cls(rows, tokens, ids, probabilities, selected)
@@ -134,31 +145,31 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
         Number of accepted draft tokens, and number of texts that the memory has yet to learn as texts.
     """
     entries, texts, feedback, recent, listed, trees, counts, _, settings = state
-    accepted = lost = begin = first = FIRST
+    accepted = lost = FIRST
     for row in range(len(step.rows)):
         outcome = step.rows[row]
         place = outcome["place"]
         root = outcome["root"]
-        end = begin + outcome["nodes"]
-        last = first + outcome["added"]
+        first = outcome["first"]
+        end = first + outcome["nodes"]
         if place >= 0:
             nodes = trees[place]
             of_text = feedback[place]
-            tokens = step.tokens[first:last]
-            predicted = step.ids[begin:end]
-            likely = step.probabilities[begin:end]
-            selected = step.selected[begin:end]
-            if last > first and end > begin:
+            tokens = step.tokens[outcome["begin"] : outcome["begin"] + outcome["added"]]
+            predicted = step.ids[first:end]
+            likely = step.probabilities[first:end]
+            selected = step.selected[first:end]
+            if len(tokens) and end > first:
                 accepted += _follow(root, tokens, nodes, predicted, selected)
                 _weigh_evidence(root, nodes, selected, entries.evidence)
                 if counts[place] >= 0:
                     _weigh_sources(tokens, listed)
                 if not settings["observes"]:
                     _compare(predicted, selected, of_text)
-            if last == first or settings["observes"] or of_text["share"] < UNTRUSTED:
+            if not len(tokens) or settings["observes"] or of_text["share"] < UNTRUSTED:
                 _believe(predicted, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
             _keep_guesses(root, nodes, predicted, likely, selected, of_text)
-            if settings["explores"] and last > first:
+            if settings["explores"] and len(tokens):
                 of_text["count"] = _note_recent(root, predicted, selected, recent[place], of_text["count"], fresh)
             for is_text in (False, True):  # nodes on the path come last, so that they win
                 for at in range(len(selected)):
@@ -168,8 +179,6 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
             append(place, tokens, texts)
             counts[place] = -1
             lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0
-        begin = end
-        first = last
     return accepted, lost
 
 

@@ -131,6 +131,51 @@ def find(limits: NDArray[Any], noise: Noise, state: BatchState, room: Room, rank
         state.counts[place] = node
 
 
+@compiled
+def list_offers(
+    places: NDArray[np.int64],
+    nodes: int,
+    vocabulary: int,
+    trees: NDArray[Any],
+    counts: NDArray[np.int64],
+    likely: NDArray[np.float64],
+    offered: NDArray[np.int64],
+) -> int:
+    """Write the probabilities of candidates to `likely`, and their numbers to `offered`; see `DraftBatch.offers`.
+
+    Returns:
+        Number of candidates.
+    """
+    end = FIRST
+    for row in range(len(places)):
+        draft = trees[places[row]]
+        begin = end
+        for node in range(1, min(counts[places[row]], nodes) + 1):
+            if draft[node]["token"] >= vocabulary:
+                break
+            likely[end] = draft[node]["offered"]
+            end += 1
+        offered[row] = end - begin
+    return end
+
+
+@compiled
+def take_nodes(
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    trees: NDArray[Any],
+    tokens: NDArray[np.int64],
+    parents: NDArray[np.int64],
+) -> None:
+    """Write the tokens and parents of the first `counts` nodes of some drafts, draft after draft."""
+    end = FIRST
+    for row in range(len(places)):
+        draft = trees[places[row]]
+        for node in range(1, counts[row] + 1):
+            tokens[end], parents[end] = draft[node]["token"], draft[node]["parent"]
+            end += 1
+
+
 @inner
 def _propose(
     place: int, node: int, begin: int, noise: Noise, state: BatchState, room: Room, nodes: NDArray[Any]
