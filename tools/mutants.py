@@ -58,8 +58,11 @@ _NAMES = {
 }
 TARGETS = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names)
 """The files below src/lookahead that decide tokens."""
-TESTS = ("core", "serving", "backends", "api", "drafting", "parallel")
-"""Folders of their tests."""
+_CASES = ("backends/apart/simulated_cuda_cases.py", "backends/apart/simulated_engine_cases.py")
+TESTS = ("core", "serving", "backends", *_CASES, "api", "drafting/test_known_noise.py", "drafting/test_text_only.py")
+"""Folders and files of their tests."""
+_OTHERS = "llama|gguf|findings|dict_|_cuda|test_types|wrong|refusals|entry|pace|kept_loops|core/test_files"
+"""Expression in names of files that run none of the files above, or in other processes alone."""
 KILLED, HUNG, SURVIVED = "killed", "hung", "survived"
 
 
@@ -276,10 +279,11 @@ def import_libraries(tests: Sequence[str]) -> None:
 
 
 def files_of(tests: Sequence[str]) -> list[str]:
-    """Return the files of tests in files and folders below tests/."""
+    """Return files of tests below tests/: named ones, and those in named folders that run the files above."""
     folder = ROOT / "tests"
     paths = [path for test in tests for path in (sorted((folder / test).glob("test_*.py")) or [folder / test])]
-    return [path.relative_to(folder).as_posix() for path in paths]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return [name for name in names if name in tests or not re.search(_OTHERS, name)]
 
 
 def compiled_stamp() -> str:

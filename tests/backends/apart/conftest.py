@@ -1,6 +1,5 @@
 """Fixtures of the files that run in separate processes."""
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lookahead.demo import DEMO_PROMPT, demo_model_path
-from simulated_cuda import Simulation, on_cuda, simulated_cuda
+from simulated_cuda import Simulation, shared_on_cuda, simulated_cuda
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +25,7 @@ def demo_model() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def there(device: Simulation, demo_model: PreTrainedModel) -> PreTrainedModel:
     """The demo model on the simulated device."""
-    return on_cuda(copy.deepcopy(demo_model))
+    return shared_on_cuda(demo_model)
 
 
 @pytest.fixture(scope="session")

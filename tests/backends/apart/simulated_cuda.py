@@ -14,11 +14,13 @@ its tests run in a separate process.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -632,3 +634,9 @@ def on_cuda(model: PreTrainedModel, device_of: Callable[[str], str] = lambda _: 
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, CudaTensor):
                     tensors[key] = CudaTensor(tensor.detach(), torch.device(device_of(f"{name}.{key}")))
     return model
+
+
+@cache
+def shared_on_cuda(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the copy of a model on the device that tests share, so that it is tried once; none may change it."""
+    return on_cuda(copy.deepcopy(model))

@@ -40,6 +40,7 @@ from simulated_cuda import (
     Graph,
     Simulation,
     on_cuda,
+    shared_on_cuda,
     without_simulation,
 )
 from tiny.families import build as build_family
@@ -308,7 +309,7 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     model, inputs = build(name, attention=ARCHITECTURES[name].attention[0]), {"input_ids": PROMPT}
-    there = on_cuda(copy.deepcopy(model))
+    there = shared_on_cuda(model)
     for options in (GREEDY, SAMPLED):  # the second call only replays graphs
         for config in (EAGER, GRAPHS):
             got = generated(there, inputs, config, max_new_tokens=24, **options)
@@ -319,7 +320,7 @@ def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> 
 @pytest.mark.parametrize("family", ["qwen3_next", *quickly(["lfm2", "granitemoehybrid"], [])])
 def test_texts_of_chains_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(), "sdpa")
-    there = on_cuda(copy.deepcopy(model))
+    there = shared_on_cuda(model)
     for options in (GREEDY, SAMPLED):
         got = generated(there, {"input_ids": PROMPT}, LookaheadConfig(), max_new_tokens=16, **options)
         assert torch.equal(got, expected(model, {"input_ids": PROMPT}, max_new_tokens=16, **options))
@@ -329,7 +330,7 @@ def test_texts_of_chains_equal_the_cpus(family: str, device: Simulation) -> None
 def test_texts_after_images_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(window=12), "sdpa")
     inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
-    there = on_cuda(copy.deepcopy(model))
+    there = shared_on_cuda(model)
     for config in (EAGER, GRAPHS):
         got = generated(there, inputs, config, max_new_tokens=16, **GREEDY)
         assert torch.equal(got, expected(model, inputs, max_new_tokens=16, **GREEDY))

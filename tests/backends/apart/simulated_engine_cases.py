@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import ExitStack
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -24,7 +25,18 @@ from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PROMPT_SIZES, PooledRunner
 from model_zoo import ARCHITECTURES, build, in_type
 from quick import quickly
-from simulated_cuda import CAPTURE, OPERATION, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda, without_simulation
+from simulated_cuda import (
+    CAPTURE,
+    OPERATION,
+    PINNED,
+    REPLAY,
+    WAIT,
+    Event,
+    Simulation,
+    on_cuda,
+    shared_on_cuda,
+    without_simulation,
+)
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
 from tiny.families import build as build_family
 from tiny.images import image_prompt
@@ -73,7 +85,7 @@ def test_steps_wait_as_often_as_they_must(
     name, rows = kind
     prompts = [demo_prompt[:, : 200 - 7 * row] for row in range(rows)]
     config = LookaheadConfig(memory="process", step_budget=8 * rows, engine=name)
-    engine = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=rows)
+    engine = Engine(shared_on_cuda(demo_model), config, max_rows=rows)
     options = {**OPTIONS, "max_new_tokens": 32, **GREEDY}
     handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
     totals, steps = [0], []
@@ -95,11 +107,17 @@ def test_steps_wait_as_often_as_they_must(
     assert CAPTURE not in kinds
 
 
+@cache
+def engine_of_eight(model: PreTrainedModel, config: LookaheadConfig) -> Engine:
+    """Return the engine of eight rows that tests share: it captures passes of up to 1,024 nodes once."""
+    return Engine(shared_on_cuda(model), config, max_rows=8, prefix_cache=False)
+
+
 def events_of_four_steps(
     device: Simulation, model: PreTrainedModel, prompt: torch.Tensor, config: LookaheadConfig, options: dict[str, Any]
 ) -> list[Event]:
     """Return the events of four steps of eight requests that wait once a step; their texts equal the CPU's."""
-    engine = Engine(on_cuda(copy.deepcopy(model)), config, max_rows=8)
+    engine = engine_of_eight(model, config)
     prompts = [prompt[:, : 90 - row] for row in range(8)]
     handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
     for _ in range(4):
@@ -125,7 +143,7 @@ def test_rows_that_are_set_alike_are_sampled_together(
 ) -> None:
     how, most_operations = MOST_OF_A_SAMPLED_STEP[kind]
     options = {**OPTIONS, "max_new_tokens": 16, "do_sample": True, "temperature": 0.8, **how}
-    config = LookaheadConfig(memory="process", step_budget=32)
+    config = LookaheadConfig(memory="request", step_budget=32)
     events = events_of_four_steps(device, demo_model, demo_prompt, config, options)
     assert sum(event.kind == OPERATION and not event.in_model for event in events) <= 4 * most_operations
 
@@ -144,7 +162,7 @@ def test_rows_whose_processors_use_the_text_wait_once(
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     """Rows join and leave, at most three at a time, without captures after the start."""
     model = build(name, attention=ARCHITECTURES[name].attention[0])
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=3)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=3)
     texts = [PROMPT[:, : 15 - 2 * row] for row in range(3)]
     device.take()
     handles = [
@@ -168,7 +186,7 @@ def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> 
 def test_a_pool_that_is_too_small_grows(device: Simulation) -> None:
     """The pool's memory and pages grow, and graphs are captured again for the larger pool."""
     model = build("qwen2_mixed_sliding")
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1)
     before, captured = pool_of(engine).capacity, engine.statistics.graphs.count
     assert captured == len(runner_of(engine).pass_sizes) + len(PROMPT_SIZES)
     prompt = torch.randint(3, 60, (1, FIRST_TOKENS - 8), generator=torch.Generator().manual_seed(0))
@@ -185,16 +203,16 @@ OUTGROWING = torch.randint(3, 60, (1, FIRST_TOKENS - 14), generator=torch.Genera
 
 
 def test_a_pool_that_cannot_grow_makes_requests_wait(device: Simulation) -> None:
-    """40 requests on a device without memory for a larger pool: all get their texts."""
+    """16 requests on a device without memory for a larger pool: all get their texts."""
     model = build("llama")
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2, prefix_cache=False)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=2, prefix_cache=False)
     capacity = pool_of(engine).capacity
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 12}
-    handles = [engine.submit(OUTGROWING.to("cuda"), **options) for _ in range(40)]
+    handles = [engine.submit(OUTGROWING.to("cuda"), **options) for _ in range(16)]
     with pytest.warns(LookaheadWarning, match="keys and values cannot grow beyond"), device.without_memory():
         engine.run()
     text = new_tokens(model, OUTGROWING, **options)
-    assert [handle.tokens for handle in handles] == [text] * 40
+    assert [handle.tokens for handle in handles] == [text] * 16
     assert engine.statistics.preempted > 0
     assert pool_of(engine).capacity == capacity
     assert engine.load.kv_limit_bytes == (capacity - pool_of(engine).block) * token_bytes(model)
@@ -202,7 +220,7 @@ def test_a_pool_that_cannot_grow_makes_requests_wait(device: Simulation) -> None
 
 def test_a_text_that_outgrows_the_device_ends_alone(device: Simulation) -> None:
     model = build("llama")
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1, prefix_cache=False)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1, prefix_cache=False)
     prompts = OUTGROWING, PROMPT
     long, short = (engine.submit(ids.to("cuda"), **OPTIONS, **GREEDY) for ids in prompts)
     with device.without_memory(), pytest.raises(LookaheadError, match="too little memory for the keys and values"):
@@ -216,7 +234,7 @@ def test_a_text_that_outgrows_the_device_ends_alone(device: Simulation) -> None:
 
 def test_a_capture_that_fails_leaves_its_passes_unrecorded(device: Simulation) -> None:
     model = build("llama")
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=1)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1)
     device.captures_fail = True
     handle = engine.submit(OUTGROWING.to("cuda"), **OPTIONS, **GREEDY)
     try:
@@ -231,7 +249,7 @@ def test_a_capture_that_fails_leaves_its_passes_unrecorded(device: Simulation) -
 def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None:
     """More requests than the memory holds: some are preempted, and ended requests free their pages."""
     model = build("llama")
-    there = on_cuda(copy.deepcopy(model))
+    there = shared_on_cuda(model)
     size = token_bytes(model)
     engine = Engine(there, EIGHT, max_rows=4, kv_bytes=200 * size, prefix_cache=False)
     pool = pool_of(engine)
@@ -254,7 +272,7 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
 def test_handles_are_notified_during_the_next_pass(device: Simulation) -> None:
     """In continuous steps, tokens of a step arrive while the device computes the next one; the last ones at once."""
     model = build("llama")
-    engine = Engine(on_cuda(copy.deepcopy(model)), LookaheadConfig(preset="autoregressive"), max_rows=2)
+    engine = Engine(shared_on_cuda(model), LookaheadConfig(preset="autoregressive"), max_rows=2)
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 9}
     handles = [engine.submit(PROMPT[:, row:].to("cuda"), **options) for row in range(2)]
     engine.step()
@@ -288,7 +306,7 @@ def test_prompts_of_all_sizes_are_read_by_captured_passes(device: Simulation) ->
     """While texts are decoded, prompts of 90 to 960 tokens arrive: no pass runs kernel by kernel."""
     model = build("llama")
     sizes = 300, 700, 90, 960, 513
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=6, kv_bytes=6400 * token_bytes(model))
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=6, kv_bytes=6400 * token_bytes(model))
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 40}
     random = torch.Generator().manual_seed(0)
     prompts = [PROMPT, *(torch.randint(3, 60, (1, size), generator=random) for size in sizes)]
@@ -318,7 +336,7 @@ def test_rows_with_a_common_beginning_share_its_pages(device: Simulation) -> Non
     """64 requests with one prompt of 600 tokens run at once in the memory of one, and 64 short ends."""
     model = build("llama")
     size = token_bytes(model)
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=64, kv_bytes=(640 + 64 * 3 * 64) * size)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=64, kv_bytes=(640 + 64 * 3 * 64) * size)
     common = torch.randint(3, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     texts = [torch.cat([common, torch.tensor([[3 + row % 50, 5, 7 + row // 50]])], dim=1) for row in range(64)]
     handles = [engine.submit(text.to("cuda"), **OPTIONS, **GREEDY) for text in texts]
@@ -347,7 +365,7 @@ def test_random_requests_with_common_beginnings_in_a_small_memory(seed: int, dev
     model = build(["llama", "qwen2_mixed_sliding"][seed % 2])
     tokens = int(random.integers(200, 500))
     engine = Engine(
-        on_cuda(copy.deepcopy(model)), EIGHT, max_rows=int(random.integers(2, 7)), kv_bytes=tokens * token_bytes(model)
+        shared_on_cuda(model), EIGHT, max_rows=int(random.integers(2, 7)), kv_bytes=tokens * token_bytes(model)
     )
     pool = pool_of(engine)
     capacity = pool.capacity
@@ -401,7 +419,7 @@ def test_log_probabilities_take_no_further_wait(
 def test_texts_after_images_equal_the_cpus(family: str, device: Simulation) -> None:
     model = build_family(family, Variant(window=12), "sdpa")
     inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
-    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=2)
     moved = {name: value.to("cuda:0") for name, value in inputs.items() if name != "input_ids"}
     options = {"max_new_tokens": 16, **GREEDY}
     handles = [
@@ -461,7 +479,7 @@ def test_staged_arrays_arrive_and_are_aligned(device: Simulation) -> None:
 def test_texts_that_are_evicted_make_room(device: Simulation) -> None:
     """Even texts that ended with the last step are evicted, so no row exceeds the memory."""
     model = build("llama")
-    there = on_cuda(copy.deepcopy(model))
+    there = shared_on_cuda(model)
     size = token_bytes(model)
     engine = Engine(there, EIGHT, max_rows=2, kv_bytes=165 * size)
     capacity = pool_of(engine).capacity
