@@ -164,7 +164,7 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
-    """Return the groups of some rows."""
+    """Return the groups of some rows; a drafter that is the only one of its group counts as single."""
     shared = dict[RowsDrafter, list[int]]()
     single = list[int]()
     for row in rows:
@@ -178,6 +178,9 @@ def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
             shared[together].append(row)
         else:
             shared[together] = [row]
+    for group in [group for group, members in shared.items() if len(members) == 1]:
+        single += shared.pop(group)  # a call for one row takes less time
+    single.sort()
     return Groups(shared, single)
 
 
