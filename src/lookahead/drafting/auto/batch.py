@@ -44,6 +44,9 @@ from lookahead.drafting.auto.weights import all_weights
 Member = Any
 """A drafter of one text in a batch: an `AutoDrafter`, whose file imports this one."""
 
+_READ_AT_ONCE = 2048
+"""Tokens that are read together in the search for the last different ones of a text."""
+
 _NONE = np.zeros(0, dtype=np.int64)
 _place = attrgetter("place")
 
@@ -161,10 +164,14 @@ class DraftBatch:
             self.sent[place] = 0
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
             of_text["recalled"] = 0
-            latest: list[int] = []
-            if self.state.settings["explores"]:
-                latest = [*dict.fromkeys(new[len(before) :][::-1].tolist())][: len(recent)]
-            of_text["count"], recent[: len(latest)] = len(latest), latest
+            latest: dict[int, None] = {}
+            end = len(new) if self.state.settings["explores"] else 0
+            while end > len(before) and len(latest) < len(recent):
+                begin = max(end - _READ_AT_ONCE, len(before))
+                latest |= dict.fromkeys(new[begin:end][::-1].tolist())
+                end = begin
+            count = min(len(latest), len(recent))
+            of_text["count"], recent[:count] = count, [*latest][:count]
             self.state.listed.record[:] = PRIOR  # trust the probabilities of each source at first
             self._begin(place, new, -len(before))
             if not self.reads:
