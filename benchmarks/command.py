@@ -39,6 +39,7 @@ PROBES = {
     "mlx_models": "a model of MLX on a Mac: equal texts, speed beside mlx-lm, times of passes by nodes",
     "standard": "`auto` compared with the best of its parts, line by line, in CPU time",
     "load": "public load generator on the server, with drafts and without, and on transformers serve",
+    "launches": "kernels of a step of 8B, counted on a simulated GPU, with predicted times",
     "waits": "waits, copies and launches of a step, on a simulated GPU",
     "host": "host time of steps, by part, with a model of free forward passes",
     "same_bits": "bits of every logit of invariant texts, compared with plain decoding",

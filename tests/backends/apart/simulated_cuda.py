@@ -276,17 +276,20 @@ class CudaTensor(torch.Tensor):
         return _run(operation, args, kwargs or {})
 
 
-def _kernel(name: str, work: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> CudaTensor:
-    """Run several CPU operations as one launch."""
+def _kernel(name: str, work: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], launches: int = 1) -> Any:
+    """Run several CPU operations as one launch; as several of which only the first one does something."""
     tensors = [part for part in _leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
     device = _only_device(name, tensors)
     host_args, host_kwargs = _mapped(_to_host, (tuple(args), kwargs))
 
-    def on_host() -> torch.Tensor:
+    def on_host() -> Any:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return work(*host_args, **host_kwargs)
 
-    return CudaTensor(_device.launch(name, on_host), device)
+    result = _device.launch(name, on_host)
+    for _ in range(1, launches):
+        _device.launch(name, lambda: None)
+    return _mapped(lambda part: CudaTensor(part, device) if isinstance(part, torch.Tensor) else part, result)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -489,8 +492,8 @@ class _Stream:
 
 def _tree_attention(
     query: Any, key: Any, value: Any, packed_mask: Any, scaling: float | None = None, pages: Pages | None = None
-) -> CudaTensor:
-    """Replacement for the Triton kernel of tree attention."""
+) -> Any:
+    """Replacement for the two Triton kernels of tree attention."""
 
     def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
         visible = unpack(packed_mask, key.shape[2])
@@ -512,59 +515,71 @@ def _tree_attention(
         return output
 
     if pages is None:
-        return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
+        return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {}, launches=2)
     tensors = query, key, value, packed_mask, pages.table, pages.starts
-    return _kernel("tree attention", by_text, tensors, {})
+    return _kernel("tree attention", by_text, tensors, {}, launches=2)
 
 
-def _rms_norm(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> CudaTensor:
+def _normed(hidden: Any, weight: Any, epsilon: float, rounds_first: bool, offset: float) -> torch.Tensor:
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if rounds_first:
+        return cast(torch.Tensor, weight * wide.to(hidden.dtype))
+    return (wide * (weight.float() + offset)).to(hidden.dtype)
+
+
+def _rms_norm(hidden: Any, weight: Any, *how: Any) -> Any:
     """Replacement for the Triton kernel of norms."""
-
-    def by_definition(hidden: Any, weight: Any) -> torch.Tensor:
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        if rounds_first:
-            return weight * wide.to(hidden.dtype)
-        return (wide * (weight.float() + offset)).to(hidden.dtype)
-
-    return _kernel("norm", by_definition, (hidden, weight), {})
+    return _kernel("norm", _normed, (hidden, weight, *how), {})
 
 
-def _add_norm(hidden: Any, update: Any, *norm: Any) -> tuple[CudaTensor, CudaTensor]:
-    """Replacement for the Triton kernel of norms with sums, with two launches instead of one."""
-    total = _kernel("sum", torch.add, (hidden, update), {})
-    return total, _rms_norm(total, *norm)
+def _add_norm(hidden: Any, update: Any, weight: Any, *how: Any) -> Any:
+    """Replacement for the Triton kernel of norms with sums."""
+
+    def by_definition(hidden: Any, update: Any, *norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden + update, _normed(hidden + update, *norm)
+
+    return _kernel("norm with a sum", by_definition, (hidden, update, weight, *how), {})
 
 
-def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> tuple[CudaTensor, CudaTensor]:
-    """Replacement for the Triton kernel of rotary embeddings, with two launches instead of one."""
+def _turned(states: Any, cos: Any, sin: Any) -> torch.Tensor:
     part = cos.shape[-1]
+    turned, left = states[..., :part], states[..., part:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return torch.cat([turned, left], dim=-1)
 
-    def by_definition(states: Any, cos: Any, sin: Any) -> torch.Tensor:
-        turned, left = states[..., :part], states[..., part:]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-        return torch.cat([turned, left], dim=-1)
 
-    return tuple(_kernel("rotary", by_definition, (states, cos, sin), {}) for states in (query, key))  # type: ignore
+def _rotate(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+    """Replacement for the Triton kernel of rotary embeddings."""
+
+    def by_definition(query: Any, key: Any, *angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _turned(query, *angles), _turned(key, *angles)
+
+    return _kernel("rotary", by_definition, (query, key, cos, sin), {})
 
 
 def _rotate_into(late: LateKey, value: Any, keys: Any, values: Any, columns: Any) -> None:
-    """Replacement for the Triton kernel that writes to a cache, with five launches instead of one."""
-    rotated, key = _rotate(late.query, late.key, late.cos, late.sin)
-    late.rotated.copy_(rotated)
-    keys.index_copy_(2, columns, key)
-    values.index_copy_(2, columns, value)
+    """Replacement for the Triton kernel that writes to a cache."""
+
+    def by_definition(rotated: Any, query: Any, key: Any, value: Any, keys: Any, values: Any, *rest: Any) -> None:
+        columns, *angles = rest
+        rotated.copy_(_turned(query, *angles))
+        keys.index_copy_(2, columns, _turned(key, *angles))
+        values.index_copy_(2, columns, value)
+
+    tensors = late.rotated, late.query, late.key, value, keys, values, columns, late.cos, late.sin
+    _kernel("rotary with a cache", by_definition, tensors, {})
 
 
-def _gate(states: Any, others: Any) -> CudaTensor:
+def _gate(states: Any, others: Any) -> Any:
     """Replacement for the Triton kernel of gates."""
     return _kernel("gate", lambda states, others: torch.nn.functional.silu(states) * others, (states, others), {})
 
 
-def _list_largest(logits: Any, count: int) -> CudaTensor:
-    """Replacement for the Triton kernel of likeliest tokens."""
-    return _kernel("likeliest", lambda logits: pack_likeliest(logits, count), (logits,), {})
+def _list_largest(logits: Any, count: int) -> Any:
+    """Replacement for the two Triton kernels of likeliest tokens."""
+    return _kernel("likeliest", lambda logits: pack_likeliest(logits, count), (logits,), {}, launches=2)
 
 
 @contextmanager
