@@ -19,6 +19,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, cac
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead.backends.transformers.memory_words import DictVersions, dictionary_of, has_dict_versions
+
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 """Global hooks, for all modules of the process."""
 
@@ -77,19 +79,40 @@ class Surroundings:
         spaces = [*map(vars, (*bases, *_CACHES)), *loaded, vars(torch.nn.functional)]
         self._spaces = [(space, itemgetter(*names)) for space in spaces if (names := _code_names(space))]
         self._attention = model.config._attn_implementation
+        self._versions: DictVersions | None = None
+        self._registered = self._currently_registered()
         self._code = self._current_code()
 
     def hold(self) -> bool:
         """Return whether the code is unchanged."""
         try:
-            return self._current_code() == self._code
+            return self._currently_registered() == self._registered and self._current_code() == self._code
         except KeyError:  # a method was deleted
             return False
 
-    def _current_code(self) -> list[object]:
+    def still_hold(self) -> bool:
+        """Return whether the code is unchanged, in microseconds if little was written since the last call."""
+        if not has_dict_versions():
+            return self.hold()
+        if self._versions is None:
+            self._versions = DictVersions(
+                [*map(dictionary_of, (*self._classes, *[space for space, _ in self._spaces]))]
+            )
+        elif self._versions.hold():
+            return self._currently_registered() == self._registered
+        words = self._versions.read()  # before the comparison, as other threads may write meanwhile
+        if not self.hold():
+            return False
+        self._versions.note(words)
+        return True
+
+    def _currently_registered(self) -> list[object]:
+        """Return the functions of attention and the global hooks."""
         chosen = ALL_ATTENTION_FUNCTIONS.get(self._attention), ALL_MASK_ATTENTION_FUNCTIONS.get(self._attention)
-        hooks = tuple(tuple(map(id, hooks.values())) for hooks in _GLOBAL_HOOKS)
-        return [chosen, hooks, list(map(len, self._classes)), *[get(space) for space, get in self._spaces]]
+        return [chosen, *[tuple(map(id, hooks.values())) for hooks in _GLOBAL_HOOKS]]
+
+    def _current_code(self) -> list[object]:
+        return [list(map(len, self._classes)), *[get(space) for space, get in self._spaces]]
 
 
 def _is_of_torch(kind: type) -> bool:
@@ -153,7 +176,7 @@ class Composition:
 
     def has_same_code_around(self) -> bool:
         """Return whether the code outside of the modules is unchanged."""
-        return self._surroundings.hold()
+        return self._surroundings.still_hold()
 
     def expect_writes(self, written: Iterable[tuple[int, str]]) -> None:
         """Mark attributes that passes write.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from ctypes import c_int32
+from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
-from lookahead.backends.transformers.dict_versions import DictVersions, has_dict_versions
+from lookahead.backends.transformers.memory_words import DictVersions, Words, has_dict_versions, reads_words
 from lookahead.backends.transformers.model_state import ModelState
 from lookahead.backends.transformers.snapshots import fingerprint, in_threads
 
@@ -231,7 +232,10 @@ class _Memory:
         # References that keep the memory alive.
         on_cpu = [tensor for tensor in self._placed if tensor.device.type == "cpu" and tensor.is_contiguous()]
         self._memory = [tensor.detach() for tensor in on_cpu if tensor.nbytes >= 4]
-        self._words = [c_int32.from_address(_middle(tensor)) for tensor in self._memory]
+        is_large = [tensor.nbytes >= 16 and reads_words() for tensor in self._memory]
+        middles = list(map(_middle, self._memory))
+        self._large = Words([*compress(middles, is_large)]) if any(is_large) else None
+        self._words = [c_int32.from_address(at) for at, large in zip(middles, is_large, strict=True) if not large]
         self._values = [word.value for word in self._words]
 
     def is_in_place(self) -> bool:
@@ -243,6 +247,7 @@ class _Memory:
         return (
             list(map(_version, self._counted)) == self._versions
             and (not compares_places or self.is_in_place())
+            and (self._large is None or self._large.hold())
             and [word.value for word in self._words] == self._values
         )
 
@@ -258,7 +263,7 @@ def _has_place(tensor: torch.Tensor) -> bool:
 
 
 def _middle(tensor: torch.Tensor) -> int:
-    """Return the address of the middle word."""
+    """Return the address of the middle word, with 64 bits if there are 16 bytes, else with 32 bits."""
     return tensor.data_ptr() + (tensor.nbytes - 4) // 8 * 4
 
 

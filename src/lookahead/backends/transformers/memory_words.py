@@ -1,4 +1,4 @@
-"""Versions of dictionaries: thousands of them are checked for writes in microseconds.
+"""Words of memory: thousands of dictionaries and tensors are checked for writes in microseconds.
 
 CPython 3.10 to 3.12 numbers each write to a dictionary (PEP 509), and stores the number in its header. Python 3.13 does
 not number writes of attributes, and later ones have no number. Without compiled loops it cannot be read quickly.
@@ -6,9 +6,10 @@ not number writes of attributes, and later ones have no number. Without compiled
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -56,7 +57,33 @@ def _are_equal(addresses: Integers, words: Integers) -> bool:
     return is_equal
 
 
-class DictVersions:
+class Words:
+    """64-bit words of memory, as they are now. Their owner keeps the memory.
+
+    Args:
+        addresses: Their addresses.
+    """
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._addresses = np.array(addresses, dtype=np.int64)
+        self._words = self.read()
+
+    def read(self) -> Integers:
+        """Return the current words."""
+        words = np.empty_like(self._addresses)
+        _read(self._addresses, words)
+        return words
+
+    def note(self, words: Integers) -> None:
+        """Compare with these words from now on."""
+        self._words = words
+
+    def hold(self) -> bool:
+        """Return whether all words equal the noted ones."""
+        return _are_equal(self._addresses, self._words)
+
+
+class DictVersions(Words):
     """Versions of dictionaries and types of objects, as they are now.
 
     Args:
@@ -66,28 +93,23 @@ class DictVersions:
 
     def __init__(self, dictionaries: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:
         self._held = dictionaries, objects  # their addresses stay valid
-        addresses = [id(one) + _VERSION for one in dictionaries] + [id(one) + _TYPE for one in objects]
-        self._addresses = np.array(addresses, dtype=np.int64)
-        self._words = self.read()
+        super().__init__([id(one) + _VERSION for one in dictionaries] + [id(one) + _TYPE for one in objects])
 
-    def read(self) -> Integers:
-        """Return the current versions and types."""
-        words = np.empty_like(self._addresses)
-        _read(self._addresses, words)
-        return words
 
-    def note(self, words: Integers) -> None:
-        """Compare with these versions and types from now on."""
-        self._words = words
-
-    def hold(self) -> bool:
-        """Return whether versions and types equal the noted ones."""
-        return _are_equal(self._addresses, self._words)
+def dictionary_of(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dictionary of `vars` of a class, or of a module or an object."""
+    dictionary: dict[str, Any] = space if isinstance(space, dict) else gc.get_referents(space)[0]
+    return dictionary
 
 
 def has_dict_versions() -> bool:
     """Return whether this Python has versions of dictionaries, and loops are compiled."""
-    return not config.DISABLE_JIT and _are_right()
+    return reads_words() and _are_right()
+
+
+def reads_words() -> bool:
+    """Return whether loops are compiled, without which words cannot be read quickly."""
+    return not config.DISABLE_JIT
 
 
 @cache
@@ -96,7 +118,8 @@ def _are_right() -> bool:
     is_known = sys.implementation.name == "cpython" and (3, 10) <= sys.version_info < (3, 13)
     if not is_known or sys.maxsize < 1 << 32:
         return False
-    return all(map(_follows_writes, ({}, {"a": 0, "b": 1}, OrderedDict(a=0, b=1)))) and _follows_attributes(_Object())
+    kinds: tuple[dict[str, Any], ...] = ({}, {"a": 0, "b": 1}, OrderedDict(a=0, b=1))
+    return all(map(_follows_writes, kinds)) and _follows_attributes(_Object()) and _follows_classes(_OtherObject)
 
 
 class _Object:
@@ -138,6 +161,19 @@ def _follows_attributes(example: _Object) -> bool:
             partial(delattr, example, "b"),
             partial(setattr, example, "__class__", _Object if number % 2 else _OtherObject),
         )
+    )
+
+
+def _follows_classes(example: type) -> bool:
+    """Return whether the version of a class's dictionary changes with each write of an attribute."""
+    dictionary: object = dictionary_of(vars(example))
+    if not isinstance(dictionary, dict) or dictionary.keys() != vars(example).keys():
+        return False
+    versions = DictVersions([dictionary])
+    return all(
+        _is_noticed(versions, write)
+        for number in range(_WRITES)
+        for write in (partial(setattr, example, "c", (number,)), partial(delattr, example, "c"))
     )
 
 

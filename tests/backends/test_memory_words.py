@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
-from lookahead.backends.transformers.dict_versions import DictVersions, has_dict_versions
+from lookahead.backends.transformers.composition import Surroundings
+from lookahead.backends.transformers.memory_words import DictVersions, has_dict_versions
+from model_zoo import build
 
 pytestmark = pytest.mark.skipif(not has_dict_versions(), reason="this Python keeps no versions of dictionaries")
 
@@ -64,3 +70,32 @@ def test_writes_between_reading_and_noting_are_noticed() -> None:
     content["a"] = 1
     versions.note(words)
     assert not versions.hold()
+
+
+def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+CHANGES: dict[str, tuple[Any, str, object]] = {
+    "method": (modeling_llama.LlamaMLP, "forward", _forward),
+    "new method": (modeling_llama.LlamaRMSNorm, "__call__", _forward),
+    "method of a base class": (torch.nn.Module, "__call__", _forward),
+    "function": (modeling_llama, "rotate_half", _forward),
+    "function of torch": (torch.nn.functional, "silu", _forward),
+    "cache": (DynamicCache, "update", _forward),
+    "attention": (ALL_ATTENTION_FUNCTIONS, "sdpa", _forward),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_of_code_are_noticed(change: tuple[Any, str, object]) -> None:
+    space, name, value = change
+    surroundings = Surroundings(build("llama"))
+    assert all(surroundings.still_hold() for _ in range(3))
+    is_registry = isinstance(space, MutableMapping)
+    with patch.dict(space, {name: value}) if is_registry else patch.object(space, name, value, create=True):
+        assert not any(surroundings.still_hold() for _ in range(3))
+    assert all(surroundings.still_hold() for _ in range(3))
+    modeling_llama.unread = object()  # no code
+    del modeling_llama.unread
+    assert surroundings.still_hold()
