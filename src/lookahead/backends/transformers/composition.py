@@ -73,7 +73,8 @@ class Surroundings:
     def __init__(self, model: PreTrainedModel) -> None:
         kinds = dict.fromkeys(map(type, model.modules()))
         bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1])
-        self._classes = [vars(base) for base in bases if base is not PreTrainedModel and not _is_of_torch(base)]
+        written = [base for base in bases if base is not PreTrainedModel and not _is_of_torch(base)]
+        self._classes = [*map(vars, (*written, *_CACHES))]
         files = dict.fromkeys(base.__module__ for base in bases if base.__module__.startswith(_MODEL_FILES))
         loaded = [vars(sys.modules[file]) for file in files if file in sys.modules]
         spaces = [*map(vars, (*bases, *_CACHES)), *loaded, vars(torch.nn.functional)]
