@@ -64,6 +64,10 @@ _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
 
+SHARE = 2
+"""Divisor of the free memory: keys and values take this fraction without a limit."""
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the free memory for tensors of `device` in bytes; all memory if the system does not report it."""
     if device.type == "cuda":

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 from lookahead.backends.loading import LoadedModel, summary
-from lookahead.backends.machine import free_bytes
 from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli.generate import arguments_of, fitted, text_options
@@ -19,7 +18,6 @@ from lookahead.cli.settings import BatchSettings
 from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
-from lookahead.serving.kv_memory import SHARE
 
 AHEAD = 2
 """Waiting requests per running one; bounds the prompts in memory."""
@@ -75,11 +73,7 @@ def _sums(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of the requests that each step finished, and error rows of prompts that cannot be answered."""
-    device = loaded.model.device
-    room = settings.kv_bytes
-    if room is None and device.type == "cuda":  # growth would capture graphs again
-        room = free_bytes(device) // SHARE
-    engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=room)
+    engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
     pending, running = iter(prompts), dict[str, RequestHandle]()
     while True:
         rows: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from lookahead.backends.loading import LoadedModel, with_adapter
-from lookahead.backends.machine import free_bytes
+from lookahead.backends.machine import SHARE, free_bytes
 from lookahead.cli.inputs import adapter_folders, read_api_keys
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles
@@ -21,9 +21,6 @@ DEMO_NAME = "demo"
 
 _SHORTEST = 64
 """Minimum capacity of the key-value memory, in tokens of one text."""
-
-_SHARE = 2
-"""Divisor of the free memory: keys and values take this fraction without `--kv-bytes`."""
 
 
 def run(settings: ServeSettings, consoles: Consoles) -> int:
@@ -54,7 +51,7 @@ def run(settings: ServeSettings, consoles: Consoles) -> int:
         all_loaded = {name: main} | {name: with_adapter(main, path) for name, path in adapters.items()}
         room = settings.kv_bytes
         if room is None and not main.is_gguf:  # llama.cpp allocates its memory at load
-            room = free_bytes(main.model.device) // _SHARE
+            room = free_bytes(main.model.device) // SHARE
         room = None if room is None else room // len(all_loaded)
         models = []
         for name, loaded in all_loaded.items():

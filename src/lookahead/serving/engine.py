@@ -48,8 +48,8 @@ class Engine:
             raises, its request continues without drafts, with a warning.
         max_rows: Largest number of requests that run at once. At least 1.
         kv_bytes: Limit for the bytes of keys and values, including trees and finished texts. If texts outgrow it, the
-            last requests wait for others to end. On a GPU they are allocated at the start. If `None`, they grow up to
-            half of the free memory. For a GGUF model llama.cpp allocates them at the start in any case; finished texts
+            last requests wait for others to end. If `None`, half of the free memory. On a GPU they are allocated at the
+            start. For a GGUF model llama.cpp allocates them at the start in any case; finished texts
             take at most a quarter.
         prompt_tokens: Limit for the prompt tokens of a step, so that a long prompt does not delay other requests. At
             least 1.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from lookahead.backends.base import Runner, TextRow
+from lookahead.backends.machine import SHARE
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.core.sequence import common_start, may_share_more
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
@@ -22,9 +23,6 @@ BLOCK = 64
 
 MIN_BLOCKS = 64
 """Smallest number of blocks of a limited memory; blocks become smaller for it."""
-
-SHARE = 2
-"""Divisor of the free memory: keys and values take this fraction without a limit."""
 
 PREFIX_BYTES = 1 << 30
 """Default limit of the prefix cache if memory is unlimited, in bytes."""
@@ -125,7 +123,7 @@ class KVMemory:
             self.capacity = grown
             warnings.warn(
                 f"keys and values cannot grow beyond {grown} tokens, {grown * self.token_bytes} bytes: the device has "
-                "no more memory. Further requests wait; an Engine with kv_bytes takes its memory at the start",
+                "no more memory. Further requests wait; an Engine takes its memory at the start if the device has it",
                 LookaheadWarning,
                 stacklevel=2,
             )

@@ -114,9 +114,9 @@ class Simulation:
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, str]] = []
 
     @contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Refuse to allocate more than 64 KiB at once."""
-        before, self._largest = self._largest, 1 << 16
+    def without_memory(self, beyond: int = 1 << 16) -> Iterator[None]:
+        """Refuse to allocate more bytes at once."""
+        before, self._largest = self._largest, beyond
         try:
             yield
         finally:
@@ -597,7 +597,7 @@ def simulated_cuda() -> Iterator[Simulation]:
         "device": lambda _: nullcontext(),
         "device_of": lambda _: nullcontext(),
         "synchronize": lambda *_: _device.wait("synchronize"),
-        "mem_get_info": lambda *_: (10**10, 10**10),
+        "mem_get_info": lambda *_: (10**8, 10**8),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "simulated",
     }

@@ -183,10 +183,26 @@ def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> 
     print(name, "graphs" if REPLAY in events else "eager")
 
 
+def with_small_memory(device: Simulation, model: PreTrainedModel, max_rows: int, **options: Any) -> Engine:
+    """Return an engine whose device refused half of its memory."""
+    with device.without_memory(1 << 20):
+        engine = Engine(shared_on_cuda(model), EIGHT, max_rows=max_rows, **options)
+    assert pool_of(engine).capacity == max_rows * FIRST_TOKENS + pool_of(engine).block
+    return engine
+
+
+def test_engines_take_half_of_the_memory_at_the_start(device: Simulation) -> None:
+    model = build("llama")
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1)
+    taken = sum(buffer.nbytes for buffer in pool_of(engine).buffers)
+    assert taken == pytest.approx(torch.cuda.mem_get_info()[0] / 2, rel=0.01)
+    assert engine.load.kv_limit_bytes == pytest.approx(taken, rel=0.01)
+
+
 def test_a_pool_that_is_too_small_grows(device: Simulation) -> None:
     """The pool's memory and pages grow, and graphs are captured again for the larger pool."""
     model = build("qwen2_mixed_sliding")
-    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1)
+    engine = with_small_memory(device, model, 1)
     before, captured = pool_of(engine).capacity, engine.statistics.graphs.count
     assert captured == len(runner_of(engine).pass_sizes) + len(PROMPT_SIZES)
     prompt = torch.randint(3, 60, (1, FIRST_TOKENS - 8), generator=torch.Generator().manual_seed(0))
@@ -202,17 +218,18 @@ OUTGROWING = torch.randint(3, 60, (1, FIRST_TOKENS - 14), generator=torch.Genera
 """Prompt of a text that begins in the initial capacity of a row, and outgrows it."""
 
 
-def test_a_pool_that_cannot_grow_makes_requests_wait(device: Simulation) -> None:
-    """16 requests on a device without memory for a larger pool: all get their texts."""
+@pytest.mark.parametrize("requests", quickly([8, 40], [8]))
+def test_a_pool_that_cannot_grow_makes_requests_wait(requests: int, device: Simulation) -> None:
+    """On a device without memory for a larger pool all requests get their texts."""
     model = build("llama")
-    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=2, prefix_cache=False)
+    engine = with_small_memory(device, model, 2, prefix_cache=False)
     capacity = pool_of(engine).capacity
     options = {**OPTIONS, **GREEDY, "max_new_tokens": 12}
-    handles = [engine.submit(OUTGROWING.to("cuda"), **options) for _ in range(16)]
+    handles = [engine.submit(OUTGROWING.to("cuda"), **options) for _ in range(requests)]
     with pytest.warns(LookaheadWarning, match="keys and values cannot grow beyond"), device.without_memory():
         engine.run()
     text = new_tokens(model, OUTGROWING, **options)
-    assert [handle.tokens for handle in handles] == [text] * 16
+    assert [handle.tokens for handle in handles] == [text] * requests
     assert engine.statistics.preempted > 0
     assert pool_of(engine).capacity == capacity
     assert engine.load.kv_limit_bytes == (capacity - pool_of(engine).block) * token_bytes(model)
@@ -220,7 +237,7 @@ def test_a_pool_that_cannot_grow_makes_requests_wait(device: Simulation) -> None
 
 def test_a_text_that_outgrows_the_device_ends_alone(device: Simulation) -> None:
     model = build("llama")
-    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=1, prefix_cache=False)
+    engine = with_small_memory(device, model, 1, prefix_cache=False)
     prompts = OUTGROWING, PROMPT
     long, short = (engine.submit(ids.to("cuda"), **OPTIONS, **GREEDY) for ids in prompts)
     with device.without_memory(), pytest.raises(LookaheadError, match="too little memory for the keys and values"):

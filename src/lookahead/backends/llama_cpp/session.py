@@ -12,14 +12,11 @@ from lookahead.backends.llama_cpp.checks import check_call, check_code, check_ro
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
 from lookahead.backends.llama_cpp.model import GGUFModel
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
-from lookahead.backends.machine import free_bytes, step_clock
+from lookahead.backends.machine import SHARE, free_bytes, step_clock
 from lookahead.config import LookaheadConfig
 
 _LEAVES_ON_CPU = 64
 """Most leaves of a step on a CPU, over all rows, if the number of nodes is chosen by measured times."""
-
-_SHARE = 2
-"""Divisor of the free memory: default limit of llama.cpp's cells."""
 
 _KEPT_SHARE = 4
 """Divisor of the memory for keys and values: limit for finished texts, which are kept outside of the context."""
@@ -60,7 +57,7 @@ class GGUFSession(Session):
         self.check()
         llama = self._model.llama
         check_rows(llama, config, max_rows)
-        kv_limit = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
+        kv_limit = free_bytes(torch.device("cpu")) // SHARE if kv_bytes is None else kv_bytes
         prefix_bytes = min(prefix_bytes, kv_limit // _KEPT_SHARE)
         kv_limit -= prefix_bytes
         if kv_bytes is None:

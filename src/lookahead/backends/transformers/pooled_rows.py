@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import PassResult, pass_result
-from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
+from lookahead.backends.machine import SHARE, PausingClock, Staged, free_bytes, upload
 from lookahead.backends.transformers.fixed_passes import FixedPasses, pass_sizes, rounded
 from lookahead.backends.transformers.layouts import PassPlan
 from lookahead.backends.transformers.masks import MaskBuilder
@@ -39,7 +39,7 @@ LISTED = 8
 """Likeliest tokens that recorded passes list: the default of drafters. For more, a pass is recorded again."""
 
 FIRST_TOKENS = 1024
-"""Initial capacity of a row in tokens, if memory is not limited."""
+"""Initial capacity of a row in tokens, if the device refuses this fraction."""
 
 
 class RowPool(StaticTreeCache):
@@ -322,12 +322,19 @@ class PooledRunner(ModelRunner):
 
     @torch.no_grad()
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
-        """Allocate the pool. Unlimited memory starts with `FIRST_TOKENS` for each row, and grows.
+        """Allocate the pool; see `Runner`.
 
-        More rows than `rows` need new recordings.
+        Unlimited memory is the usual fraction of the free memory, as growth would record passes again. If the device
+        refuses it, it starts with `FIRST_TOKENS` for each row, and grows. More rows than `rows` need new recordings.
         """
-        first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
-        self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
+        new_pool = partial(RowPool, self._shapes, block=block, device=self._device)
+        try:
+            share = free_bytes(self._device) // SHARE // self.token_bytes()
+            self._pool = new_pool(max(share, 1) if tokens is None else tokens)
+        except torch.cuda.OutOfMemoryError:
+            if tokens is not None:
+                raise
+            self._pool = new_pool(rows * FIRST_TOKENS)
         self._passes = self._new_passes(cache=self._pool)
         self.recorded = self._passes.recorded
         most = max(rows, min(rows * nodes, MOST_RECORDED))

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
+import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -85,6 +86,7 @@ class TransformersSession(Session):
             return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
         rows = rows_runner(self._model, config.pack_weights, config.invariant)
         if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory of earlier engines is free
             records = config.engine == "auto"
             rows, obstacle = pooled_runner(rows, engine_model(self._model), self._clock, records)
             if obstacle and records:
