@@ -115,6 +115,34 @@ def test_classes_that_decode_in_a_way_of_their_own(kind: type[LlamaForCausalLM],
         assert torch.equal(lookahead.generate(model, IDS, lookahead_config=PLAIN, **GREEDY), expected)
 
 
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda model, text: LlamaForCausalLM.generate(model, text.sequences if hasattr(text, "sequences") else text),
+        lambda model, text: text[:, :-1],
+        lambda model, text: {"text": text},
+        lambda model, text: LlamaForCausalLM.generate(model, IDS, **GREEDY),
+    ],
+    ids=["goes on", "cuts", "wraps", "reads anew"],
+)
+def test_a_generate_that_processes_its_output_later_ends_no_engine(after: Callable[[Any, Any], Any]) -> None:
+    class Later(LlamaForCausalLM):
+        pass
+
+    model = tiny(Later)
+    engine = Engine(model, DRAFTS)
+    first = engine.submit(IDS, **GREEDY)
+    Later.generate = lambda self, *args, **kwargs: after(self, LlamaForCausalLM.generate(self, *args, **kwargs))
+    with pytest.raises(UnsupportedModelError, match="goes on after decoding"):
+        engine.submit(IDS, **GREEDY)
+    del Later.generate
+    second = engine.submit(IDS, **GREEDY)
+    engine.run()
+    expected = model.generate(IDS, **GREEDY)
+    assert torch.equal(first.result(), expected)
+    assert torch.equal(second.result(), expected)
+
+
 def test_a_generate_that_adds_an_argument_is_followed() -> None:
     class Penalised(LlamaForCausalLM):
         def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -272,6 +272,33 @@ def prepare_call(
     return type(model).generate(model, *prompt, custom_generate=decode_here, **kwargs)
 
 
+def prepare_request(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Arguments:
+    """Let transformers prepare a call of `generate` for a checked model, and return its arguments.
+
+    Raises:
+        UnsupportedModelError: The class's own `generate` makes several calls, or processes their output.
+    """
+    prepared: list[Arguments] = []
+
+    def keep(arguments: Arguments) -> Arguments:
+        prepared.append(arguments)
+        return arguments
+
+    raised = None
+    try:
+        returned = prepare_call(model, input_ids, kwargs, keep, checked=True)
+    except Exception as error:
+        if not prepared:
+            raise
+        raised = error
+    if raised is not None or returned is not prepared[0] or len(prepared) > 1:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} has its own `generate` that goes on after decoding, which an Engine cannot "
+            "follow; use model.generate"
+        ) from raised
+    return prepared.pop()
+
+
 def language_model_or_wrapper(model: Any) -> Any:
     """Return the object with `generate`, after a check of the transformers model in it.
 

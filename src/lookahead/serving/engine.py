@@ -18,7 +18,7 @@ from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.errors import InvalidArgumentError
-from lookahead.serving.arguments import Arguments, prepare_call
+from lookahead.serving.arguments import prepare_request
 from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.handle import EngineLoad, RequestHandle
 from lookahead.serving.loop import EngineLoop, check_engine_config
@@ -146,9 +146,7 @@ class Engine:
             config = check_engine_config(lookahead_config, runner.most_nodes)
         ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
-        arguments: Arguments = prepare_call(
-            shell, ids.to(model.device), kwargs, lambda prepared: prepared, checked=True
-        )
+        arguments = prepare_request(shell, ids.to(model.device), kwargs)
         self._loop.check(arguments, config)
         drafting = self._loop.drafting(config, tenant)
         predicted = predicted_texts(prediction, config, 1, model)[0]
