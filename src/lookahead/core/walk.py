@@ -46,11 +46,10 @@ def walk_trees(
     sampled, selected = _early_rows(forest, early) if early else (_NO_ROWS, forest.tokens)
     greedy = []
     together = []
-    by_loop = forest.rows > 1 or not forest.is_plain  # Python takes one token in less time
     for row, (sequence, is_read) in enumerate(zip(sequences, reads, strict=True)):
         if not is_read or sequence.finished:
             continue
-        if by_loop and sequence.end_tokens is not None:
+        if sequence.end_tokens is not None:
             if not sequence.sampler.needs_logits:
                 greedy.append(row)
                 continue
@@ -124,6 +123,9 @@ def _walk_rows(
     rows: list[int], texts: Sequence[SequenceState], forest: Forest, selected: Integers, walks: Walks
 ) -> None:
     """Walk rows along the selected token after each node, and write their walks."""
+    if forest.rows == 1 and forest.is_plain:  # Python takes one token in less time
+        _take_one(texts[0], int(selected[forest.roots[0]]), walks)
+        return
     kinds = dict[tuple[int, ...], int]()
     plan = np.empty((len(rows), 3), dtype=np.int64)
     plan[:, 0] = rows
@@ -141,6 +143,14 @@ def _walk_rows(
     for row, text in zip(rows, texts, strict=True):
         begin = firsts[row]
         text.tokens += tokens[begin : begin + counts[row]]
+
+
+def _take_one(text: SequenceState, token: int, walks: Walks) -> None:
+    """Add a token to the only text, and write its walk."""
+    text.tokens.append(token)
+    walks.tokens[0] = token
+    walks.counts[0] = 1
+    walks.stopped[0] = len(text.tokens) >= text.most_tokens or token in (text.end_tokens or ())
 
 
 def compile_walk(forest: Forest) -> None:

@@ -110,14 +110,15 @@ class Limits:
                 limits.append(root_position)
         return min(limits) if limits else None
 
-    def rooms(self, positions: NDArray[np.int64], shifts: Sequence[int]) -> NDArray[np.int64]:
+    def rooms(self, positions: Sequence[int], shifts: Sequence[int]) -> NDArray[np.int64]:
         """Levels of nodes that fit below roots at these positions, `[rows]`; see `deepest`."""
         if self._chooses_after is None and not self._changes:
             if self.context is None:
                 return np.full(len(positions), sys.maxsize)
-            return np.where(positions < self.context, self.context - 1 - positions, sys.maxsize)
-        deepest = [self.deepest(*row) for row in zip(positions.tolist(), shifts, strict=True)]
-        levels = [sys.maxsize if one is None else one - at for one, at in zip(deepest, positions.tolist(), strict=True)]
+            starts = np.array(positions, dtype=np.int64)
+            return np.where(starts < self.context, self.context - 1 - starts, sys.maxsize)
+        deepest = map(self.deepest, positions, shifts)
+        levels = [sys.maxsize if one is None else one - at for one, at in zip(deepest, positions, strict=True)]
         return np.array(levels, dtype=np.int64)
 
     def allows(self, start: int, nodes: int) -> bool:

@@ -323,7 +323,7 @@ class ModelRunner(TransformersRunner):
             last.append(text[-1])
             positions.append(size - 1 + row.shift)
             shifts.append(row.shift)
-        return Roots(trees, last, partial(self._limits.rooms, np.array(positions), shifts), self.vocabulary)
+        return Roots(trees, last, partial(self._limits.rooms, positions, shifts), self.vocabulary)
 
     def _pending(self, row: Any, text: Sequence[int]) -> Sequence[int]:
         recompute_at = self._limits.recompute_at

@@ -282,15 +282,16 @@ class DraftBatch:
             nodes: Maximum number of candidates of a text.
             vocabulary: Number of token ids. A draft learned from a larger one ends before an unknown token.
         """
-        likely = np.empty(int(self.counts[places].sum()))
+        state = self.state
+        likely = np.empty(int(state.counts[places].sum()))
         counts = np.empty(len(places), dtype=np.int64)
-        end = self._offer(places, nodes, vocabulary, self.trees, self.counts, likely, counts)
+        end = self._offer(places, nodes, vocabulary, state.trees, state.counts, likely, counts)
         return likely[:end], counts
 
     def take(self, places: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens and parents of the first `counts` nodes of some drafts, and note that they are sent."""
         tokens, parents = np.empty((2, int(counts.sum())), dtype=np.int64)
-        self._take(places, counts, self.trees, tokens, parents)
+        self._take(places, counts, self.state.trees, tokens, parents)
         self.sent[places] = counts
         return tokens, parents
 
