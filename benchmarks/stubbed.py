@@ -153,7 +153,10 @@ class Device:
             rows, *rest = opened(self_, *arguments)
             self.table, self.pooled = table, True
             shapes = [shape(1, 1, 1, torch.float32)] * LAYERS
-            return (pooled(rows, shapes, True, paused(rows.model.device)), *rest)
+            if not hasattr(pooled, "begin_call"):  # of an older commit
+                return (pooled(rows, shapes, True, paused(rows.model.device)), *rest)
+            clone = _named("SharedClone")(self_._model, _named("TREE_ATTENTION")).module
+            return (pooled(clone, shapes, paused(clone.device)), *rest)
 
         session.open_rows = open_rows
 

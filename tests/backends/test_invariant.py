@@ -203,7 +203,7 @@ def test_models_that_cannot_be_invariant_are_refused_with_the_reason(
     ids=str,
 )
 def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    """Prompts and trees longer and shorter than a pass, and batches that fill it."""
+    """Prompts and trees longer and shorter than a pass, and batches, which are dynamic on a CPU."""
     model, few = in_type(name, dtype), {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
     try:
         plain = decode(model, PROMPT, PLAIN, **few)
@@ -227,8 +227,6 @@ def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dt
         plain = decode(model, rows, PLAIN, **few)
         assert torch.equal(rest.sequences, plain.sequences)
         assert all(torch.equal(a, b) for a, b in zip((*first.logits, *rest.logits), plain.logits, strict=True))
-        with pytest.raises(lookahead.UnsupportedArgumentError, match="65 rows is more than the 64"):
-            decode(model, PROMPT.expand(65, -1), static, **few)
 
 
 def test_a_layer_that_reads_other_rows_is_detected() -> None:

@@ -28,24 +28,15 @@ from lookahead import LookaheadConfig, LookaheadOutput, LookaheadWarning, Unsupp
 from lookahead.backends import machine
 from lookahead.backends.transformers import fixed_passes, model_state, session, static_engine
 from lookahead.backends.transformers.cache_names import CACHE
-from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.fixed_passes import (
-    Outputs,
-    Pass,
-    StaticInputs,
-    StaticSteps,
-    pass_sizes,
-    recorder_for,
-    rounded,
-)
+from lookahead.backends.transformers.fixed_passes import FixedPasses, Outputs, Pass, pass_sizes, recorder_for, rounded
 from lookahead.backends.transformers.layouts import PassPlan
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
+from lookahead.backends.transformers.pooled_rows import PooledInputs, PooledRunner
+from lookahead.backends.transformers.row_pool import LayerShape, PooledRow, RowPool, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position, unpack
-from lookahead.backends.transformers.tree_cache import Row
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position
 from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
 from lookahead.demo import DEMO_PROMPT
@@ -114,12 +105,14 @@ class TapeRecorder:
         return replay
 
 
-def static_steps(model: PreTrainedModel, batch: int = 1, capacity: int = 128, nodes: int = 32) -> StaticSteps:
-    """Return steps for `model`, made like the engine's."""
-    with torch.no_grad():
-        check = ModelRunner(model, 1)
-        check_logits(check)
-    return StaticSteps(model, layer_shapes(check.rows[0].cache), batch, capacity, pass_sizes(nodes))
+def static_runner(
+    model: PreTrainedModel, batch: int = 1, capacity: int = 128, nodes: int = 32, passes: FixedPasses | None = None
+) -> PooledRunner:
+    """Return a runner with fixed passes for `model`, made like the one of a call."""
+    shapes = layer_shapes(ModelRunner(model).run_token().cache)
+    runner = PooledRunner(model, shapes, machine.PausingClock(model.device))
+    runner.begin_call(batch, nodes, capacity, passes=passes)
+    return runner
 
 
 def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
@@ -169,11 +162,11 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
-def kept_steps(engine: PreTrainedModel) -> StaticSteps:
-    """Return the steps that the last call with this engine released."""
-    steps = state_of(engine).trials.static_steps
-    assert steps is not None
-    return steps
+def kept_passes(engine: PreTrainedModel) -> FixedPasses:
+    """Return the passes that the last call with this engine released."""
+    passes: FixedPasses | None = state_of(engine).trials.fixed_passes
+    assert passes is not None
+    return passes
 
 
 @contextmanager
@@ -232,9 +225,9 @@ def test_recorded_passes_write_the_same_text(name: str) -> None:
         drafting = {"preset": "paper", "pool_from_prompt": True, "engine": "static"}
         drafting |= {"window_size": 6, "ngram_size": 4, "guess_set_size": 6}
         outcome = check(zoo_case(name, tuple(range(5)) * 3, attention="sdpa", max_new_tokens=30, drafting=drafting))
-        steps = kept_steps(engine_model(model))
+        passes = kept_passes(engine_model(model))
         assert TapeRecorder.replays == len(outcome.accepted)
-        assert steps.recorded.count <= len(steps.sizes)
+        assert passes.recorded.count <= len(pass_sizes(64))
 
 
 def test_long_prompts_go_the_dynamic_way(llama: PreTrainedModel) -> None:
@@ -262,43 +255,43 @@ def test_hooks_go_the_dynamic_way() -> None:
     model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module))
     assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8), expected)
     assert calls
-    assert state_of(engine_model(model)).trials.static_steps is None
+    assert state_of(engine_model(model)).trials.fixed_passes is None
 
 
 # --- fixed memory -------------------------------------------------------------------------------------------
 
 
-def inputs_of(steps: StaticSteps) -> list[StaticInputs]:
+def inputs_of(passes: FixedPasses) -> list[PooledInputs]:
     """The inputs of passes of each size."""
-    found: dict[int, StaticInputs] = steps._passes.inputs
+    found: dict[int, PooledInputs] = passes.inputs
     return [found[size] for size in sorted(found)]
 
 
-def addresses(steps: StaticSteps) -> list[int]:
+def addresses(passes: FixedPasses) -> list[int]:
     """Return the addresses of all memory that outlives a step."""
-    inputs = inputs_of(steps)
+    inputs = inputs_of(passes)
     return [
-        *(buffer.data_ptr() for buffer in steps.cache.buffers),
-        *(states.data_ptr() for layer in steps.cache.layers for states in (layer.keys, layer.values)),
+        *(buffer.data_ptr() for buffer in passes.cache.buffers),
+        *(states.data_ptr() for layer in passes.cache.layers for states in (layer.keys, layer.values)),
         *(one._staged.there[0].data_ptr() for one in inputs),
-        *(mask.data_ptr() for one in inputs for mask in one.packed_masks),
+        *(mask.data_ptr() for one in inputs for mask in one.packed),
     ]
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
     model = build(name)
-    steps = static_steps(model, batch=2)
-    runner = ModelRunner(model, 2, steps=steps)
     with recorded_with(TapeRecorder):
+        runner = static_runner(model, batch=2)
         first = logits_of_steps(runner, batch=2)
-    seen, recordings = addresses(steps), steps.recorded.count
-    assert recordings == len(inputs_of(steps))
+    passes = runner.end_call()
+    seen, recordings = addresses(passes), passes.recorded.count
+    assert recordings == len(inputs_of(passes))
     assert TapeRecorder.replays == 12
-    runner = ModelRunner(model, 2, steps=steps)  # the next text
-    second = logits_of_steps(runner, batch=2, before_step=lambda: addresses(steps) == seen or pytest.fail("moved"))
-    assert addresses(steps) == seen
-    assert steps.recorded.count == recordings
+    runner = static_runner(model, batch=2, passes=passes)  # the next text
+    second = logits_of_steps(runner, batch=2, before_step=lambda: addresses(passes) == seen or pytest.fail("moved"))
+    assert addresses(passes) == seen
+    assert passes.recorded.count == recordings
     expected = logits_of_steps(ModelRunner(model, 2), batch=2)
     assert_same(first, expected)
     assert_same(second, expected)
@@ -308,41 +301,41 @@ def test_the_next_call_reuses_the_last_ones_memory() -> None:
     model = grouped_llama(torch.float32)
     expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
 
-    def decode(new_tokens: int = 24) -> StaticSteps:
+    def decode(new_tokens: int = 24) -> FixedPasses:
         got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=new_tokens)
         assert torch.equal(got[:, :36], expected)
-        return kept_steps(engine_model(model))
+        return kept_passes(engine_model(model))
 
-    steps = decode()
-    seen, recordings = addresses(steps), steps.recorded.count
+    passes = decode()
+    seen, recordings = addresses(passes), passes.recorded.count
     with torch.inference_mode():
-        assert decode() is steps
-    assert (addresses(steps), steps.recorded.count) == (seen, recordings)
-    assert decode(200) is not steps, "too short for this text"
-    steps = decode(200)
+        assert decode() is passes
+    assert (addresses(passes), passes.recorded.count) == (seen, recordings)
+    assert decode(200) is not passes, "too short for this text"
+    passes = decode(200)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
-    assert decode(200) is not steps, "a graph would read the weights where they were"
+    assert decode(200) is not passes, "a graph would read the weights where they were"
 
 
 def test_nothing_is_kept_of_a_call_that_failed(llama: PreTrainedModel) -> None:
     engine = engine_model(llama)
     lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-    assert state_of(engine).trials.static_steps is not None
+    assert state_of(engine).trials.fixed_passes is not None
 
     def fail(_: object) -> None:
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
         lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8, on_step=fail)
-    assert state_of(engine).trials.static_steps is None
+    assert state_of(engine).trials.fixed_passes is None
 
 
 def test_memory_goes_when_the_model_goes() -> None:
     model = grouped_llama()
     lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
     engine = engine_model(model)
-    gone = [weakref.ref(thing) for thing in (model, engine, kept_steps(engine))]
+    gone = [weakref.ref(thing) for thing in (model, engine, kept_passes(engine))]
     del model, engine
     gc.collect()
     assert [one() for one in gone] == [None] * 3
@@ -351,10 +344,10 @@ def test_memory_goes_when_the_model_goes() -> None:
 def test_buffers_grow_with_the_text() -> None:
     model = build("qwen2_mixed_sliding")
     with recorded_with(TapeRecorder):
-        steps = static_steps(model, capacity=16, nodes=8)
-        assert_same(logits_of_steps(ModelRunner(model, 1, steps=steps)), logits_of_steps(ModelRunner(model, 1)))
-    assert steps.cache.capacity >= 32
-    assert steps.recorded.count > 2, "what was recorded for the smaller cache is of no use"
+        runner = static_runner(model, capacity=16, nodes=8)
+        assert_same(logits_of_steps(runner, steps=30), logits_of_steps(ModelRunner(model, 1), steps=30))
+    assert runner.passes.cache.capacity > 128
+    assert runner.recorded.count > 2, "what was recorded for the smaller pool is of no use"
 
 
 # --- padding and garbage ------------------------------------------------------------------------------------
@@ -363,52 +356,75 @@ def test_buffers_grow_with_the_text() -> None:
 @pytest.mark.parametrize("name", quickly(CHOSEN, CHOSEN[::2]))
 def test_no_node_sees_padding(name: str) -> None:
     model = build(name)
-    clean = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
-    larger = static_steps(model, batch=2)
-    larger.sizes = (64,)
-    assert_same(clean, logits_of_steps(ModelRunner(model, 2, steps=larger), batch=2))
+    for batch in (1, 2):
+        clean = logits_of_steps(static_runner(model, batch), batch=batch)
+        larger = static_runner(model, batch)
+        larger.pass_sizes = (128,)
+        assert_same(clean, logits_of_steps(larger, batch=batch))
 
 
 @pytest.mark.parametrize("name", quickly(CHOSEN, CHOSEN[1::2]))
 def test_nodes_only_see_text(name: str) -> None:
     model = build(name)
-    steps = static_steps(model, batch=2)
-    runner = ModelRunner(model, 2, steps=steps)
+    for batch in (1, 2):
+        runner = static_runner(model, batch)
+        pool = runner.passes.cache
 
-    def fill() -> None:
-        # The largest values with finite scores, as dense masks only add to scores.
-        for buffer in steps.cache.buffers:
-            for row, length in enumerate(steps.cache.lengths):
-                buffer[:, row, :, length:] = 1e30
+        def fill(runner: PooledRunner = runner, pool: RowPool = pool) -> None:
+            # The largest values with finite scores, as dense masks only add to scores.
+            hidden = np.ones(pool.capacity, dtype=bool)
+            for row in runner.rows:
+                hidden[pool.columns_of(row.number, np.arange(row.length))] = False
+            for buffer in pool.buffers:
+                buffer[:, :, :, torch.from_numpy(hidden)] = 1e30
 
-    assert_same(logits_of_steps(runner, batch=2, before_step=fill), logits_of_steps(ModelRunner(model, 2), batch=2))
+        expected = logits_of_steps(ModelRunner(model, batch), batch=batch)
+        assert_same(logits_of_steps(runner, batch=batch, before_step=fill), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "llama4_chunked"])
-def test_staged_masks_equal_the_dynamic_engines(name: str) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_staged_masks_equal_the_dynamic_engines(name: str, rows: int) -> None:
     masks = MaskBuilder(build(name).config)
     runner = ModelRunner(build(name), 2)
     random = Random(0)
-    staged = {nodes: StaticInputs(masks, 2, nodes, CPU) for nodes in (8, 32, 64)}
+    pool = RowPool([LayerShape(1, 1, 1, torch.float32)], rows * 128, 16, CPU, is_slice=rows == 1)
+    texts = [PooledRow(pool) for _ in range(rows)]
+    staged = {nodes: PooledInputs(masks, pool, (rows, 8, 0), nodes) for nodes in (8, 32, 64)}
+    keys = pool.capacity - pool.first_visible
     for step in range(40):
-        lengths = [random.randint(0, 3 * SLIDING_WINDOW), random.randint(0, 2)]
-        trees = [drafted(runner, 0, [1] * random.randint(1, 3), step), drafted(runner, 1, [2], step // 2)]
+        lengths = [random.randint(0, 3 * SLIDING_WINDOW), random.randint(0, 2)][:rows]
+        trees = [drafted(runner, 0, [1] * random.randint(1, 3), step), drafted(runner, 1, [2], step // 2)][:rows]
         layouts = [lay_out(tree) for tree in trees]
-        most = max(map(len, trees))
-        inputs = staged[next(nodes for nodes in staged if nodes >= most)]
-        inputs.stage(PassPlan(Forest(trees), np.array(lengths), np.array(lengths)))
-        positions, ancestors = np.zeros((2, inputs.nodes), dtype=np.int64), np.zeros((2, *[inputs.nodes] * 2), bool)
-        for row, layout in enumerate(layouts):
-            own = len(layout.order)
-            positions[row, :own] = lengths[row] + layout.depths
-            ancestors[row, :own, :own] = layout.ancestor_mask()
-            assert inputs.tokens[row].tolist() == [*layout.tokens, *[0] * (inputs.nodes - own)]
-        assert inputs.positions.tolist() == positions.tolist()
-        assert inputs.columns.tolist() == [max(lengths) + node for node in range(inputs.nodes)]
-        for kind, packed in zip(masks.kinds, inputs.packed_masks, strict=True):
-            visible = unpack(packed, max(lengths) + inputs.nodes)[:, 0]
-            assert torch.equal(visible, torch.from_numpy(visible_keys(masks, kind, lengths, positions, ancestors)))
+        count = sum(map(len, trees))
+        numbers = np.array([text.number for text in texts])
+        pool.reserve(numbers, np.array(lengths) + 64)
+        inputs = staged[next(nodes for nodes in staged if nodes >= count)]
+        inputs.stage(pool, numbers, PassPlan(Forest(trees), np.array(lengths), np.array(lengths)))
+        model = SimpleNamespace(dtype=torch.float32, config=SimpleNamespace(_attn_implementation="sdpa"))
+        dense = inputs.arguments(model, pool)["attention_mask"]  # type: ignore[arg-type]
+        dense = dense if isinstance(dense, dict) else {masks.kinds[0]: dense}
+        assert inputs._staged.there[0][0].tolist() == [
+            *(token for layout in layouts for token in layout.tokens),
+            *[0] * (inputs.nodes - count),
+        ]
+        for kind in masks.kinds:
+            visible = dense[kind][0, 0] == 0
+            assert visible.shape == (inputs.nodes, keys)
             assert visible.any(dim=-1).all(), "no row of a softmax is empty"
+            begin = 0
+            for text, length, layout in zip(texts, lengths, layouts, strict=True):
+                own = len(layout.order)
+                positions = length + np.array(layout.depths)[None]
+                seen = visible_keys(masks, kind, [length], positions, layout.ancestor_mask()[None])[0]
+                expected = np.zeros((own, keys), dtype=bool)
+                columns = pool.columns_of(text.number, np.arange(length + own)) - pool.first_visible
+                expected[:, columns] = seen
+                assert torch.equal(visible[begin : begin + own], torch.from_numpy(expected))
+                assert inputs.columns[begin : begin + own].tolist() == (columns[length:] + pool.first_visible).tolist()
+                begin += own
+        for text in texts:
+            text.crop(random.randint(0, 2))
 
 
 def visible_keys(masks: MaskBuilder, kind: str, lengths: list[int], positions: Any, ancestors: Any) -> Any:
@@ -424,40 +440,41 @@ def visible_keys(masks: MaskBuilder, kind: str, lengths: list[int], positions: A
 # --- the cache ----------------------------------------------------------------------------------------------
 
 
-def test_the_cache_keeps_committed_tokens() -> None:
+def test_the_pool_keeps_committed_tokens() -> None:
+    """Rows of a pool keep their texts, whatever other rows do, also after growth and in copies."""
     shape = LayerShape(2, 3, 3, torch.float32)
-    cache = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 20, CPU)
-    assert len(cache.buffers) == 2, "one for each size"
+    pool = RowPool([shape, None, replace(shape, value_size=5)], 20, 4, CPU)
+    assert len(pool.buffers) == 2, "one for each size"
+    rows = [PooledRow(pool) for _ in range(2)]
     expected: list[list[int]] = [[], []]
     random, count = Random(1), 0
-    for _ in range(4):
-        fresh = [[count + 10 * row + node for node in range(5)] for row in range(2)]
-        count += 20
-        cache.columns = max(map(len, expected)) + torch.arange(5)
-        for layer in (0, 2):
-            values = -states(fresh)[..., :1].expand(-1, -1, -1, cache.layers[layer].values.shape[3])
-            keys, _ = cache.update(states(fresh), values, layer)
-            assert keys.data_ptr() == cache.layers[layer].keys.data_ptr()
-            assert keys.shape == (2, 2, 20, 3)
-            assert cache.get_seq_length() == 0, "the same for every step"
-        cache.columns = None
-        slots = [sorted(random.sample(range(5), random.randint(0, 3))) for _ in range(2)]
-        cache.commit(slots)
-        for row in range(2):
-            expected[row] += [fresh[row][slot] for slot in slots[row]]
-        assert cache.lengths == [len(row) for row in expected]
-        assert cache.get_seq_length() == cache.longest == max(map(len, expected))
-        for layer in (0, 2):
-            for row, tokens in enumerate(expected):
-                assert cache.layers[layer].keys[row, 1, : len(tokens), 2].tolist() == tokens
-                assert cache.layers[layer].values[row, 0, : len(tokens), -1].tolist() == [-token for token in tokens]
-    adopted = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 30, CPU)
-    adopted.adopt([Row(cache, 0), Row(cache, 1)])
-    cache.grow(40)
-    for other in (cache, adopted):
-        assert other.lengths == [len(tokens) for tokens in expected]
-        for row, tokens in enumerate(expected):
-            assert other.layers[2].keys[row, 0, : len(tokens), 0].tolist() == tokens
+    for turn in range(6):
+        if turn == 4:
+            pool.add_pages(10)
+        for row, tokens in zip(rows, expected, strict=True):
+            fresh = list(range(count, count + random.randint(1, 5)))
+            count += 10
+            pool.reserve(np.array([row.number]), np.array([row.length + len(fresh)]))
+            columns = pool.columns_of(row.number, row.length + np.arange(len(fresh)))
+            with pool.written_at(torch.from_numpy(columns)):
+                for layer in (0, 2):
+                    values = -states([fresh])[..., :1].expand(-1, -1, -1, pool.layers[layer].values.shape[3])
+                    keys, _ = pool.update(states([fresh]), values, layer)
+                    assert keys.data_ptr() == pool.layers[layer].keys.data_ptr()
+                    assert keys.shape == (1, 2, pool.capacity, 3)
+                    assert pool.get_seq_length() == 0, "the same for every step"
+            slots = sorted(random.sample(range(len(fresh)), random.randint(0, len(fresh))))
+            pool.move(columns[slots], columns[: len(slots)])
+            row.length += len(slots)
+            tokens += [fresh[slot] for slot in slots]
+        copied = PooledRow(pool)
+        copied.adopt(rows[0].copied())
+        for row, tokens in zip([*rows, copied], [*expected, expected[0]], strict=True):
+            assert row.length == len(tokens)
+            columns = pool.columns_of(row.number, np.arange(row.length))
+            for layer in (0, 2):
+                assert pool.layers[layer].keys[0, 1, columns, 2].tolist() == tokens
+                assert pool.layers[layer].values[0, 0, columns, -1].tolist() == [-token for token in tokens]
 
 
 def test_caches_can_be_returned_and_continued(llama: PreTrainedModel) -> None:
@@ -610,7 +627,7 @@ def test_models_that_cannot_be_recorded_run_dynamically() -> None:
     model = grouped_llama(torch.float32)
     with recorded_with(Failing):
         got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-        assert state_of(engine_model(model)).trials.static_steps is None
+        assert state_of(engine_model(model)).trials.fixed_passes is None
     assert torch.equal(got, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
 
 

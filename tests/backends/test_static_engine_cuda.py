@@ -13,14 +13,22 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers.attention import TREE_ATTENTION
-from lookahead.backends.transformers.comparisons import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
-from lookahead.backends.transformers.fixed_passes import StaticSteps, pass_sizes, recorder_for
+from lookahead.backends.transformers.fixed_passes import FixedPasses, recorder_for
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.rows import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from model_zoo import ARCHITECTURES, build
-from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, inputs_of, logits_of_steps
+from test_static_engine import (
+    BY_LENGTH,
+    NAMES,
+    PROMPT,
+    STATIC,
+    addresses,
+    assert_same,
+    inputs_of,
+    logits_of_steps,
+    static_runner,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,7 +40,7 @@ WITH_EXPERTS = ["deepseek_v3", "mixtral", "qwen3_moe"]
 
 def is_static(engine: PreTrainedModel) -> bool:
     """Return whether the last call with this engine ran static steps."""
-    return state_of(engine).trials.static_steps is not None
+    return state_of(engine).trials.fixed_passes is not None
 
 
 def on_gpu(name: str) -> PreTrainedModel:
@@ -58,19 +66,22 @@ def test_texts_equal_generate(name: str) -> None:
 def test_replays_are_the_dynamic_steps(name: str) -> None:
     """Includes garbage in unused columns of the cache, which the kernel must not read."""
     model = engine_model(on_gpu(name))
-    with torch.no_grad():
-        check = ModelRunner(model, 1)
-        check_logits(check)
-        steps = StaticSteps(model, layer_shapes(check.rows[0].cache), 2, 128, pass_sizes(32))
-    for buffer in steps.cache.buffers:
-        buffer.fill_(float("nan"))
-    expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, 2), batch=2)]
-    for _ in range(2):
-        got = logits_of_steps(ModelRunner(model, 2, steps=steps), batch=2)
-        assert_same([logits.cpu() for logits in got], expected)
-        seen = addresses(steps)
-    assert addresses(steps) == seen
-    assert steps.recorded.count == len(inputs_of(steps))
+    for batch in (1, 2):
+        passes: FixedPasses | None = None
+        seen: list[int] = []
+        expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, batch), batch=batch)]
+        for _ in range(2):
+            with torch.no_grad():
+                runner = static_runner(model, batch, passes=passes)
+            if passes is None:
+                for buffer in runner.passes.cache.buffers:
+                    buffer.fill_(float("nan"))
+            got = logits_of_steps(runner, batch=batch)
+            assert_same([logits.cpu() for logits in got], expected)
+            assert not seen or addresses(passes) == seen
+            passes = runner.end_call()
+            seen = addresses(passes)
+        assert passes.recorded.count == len(inputs_of(passes))
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)

@@ -280,8 +280,10 @@ def test_kernel_by_position_compiles(
         assert kernel_module.SPAN % constants["BLOCK_N"] == 0
         fixed.append((constants, own.options))
     assert fixed[0] == fixed[1]
-    for launch in (own, launches["combine_kernel"]):
-        compiled = launch.compile(capability)
-        assert f".target sm_{capability}" in compiled.asm["ptx"]
-        assert len(compiled.asm["cubin"]) > 0
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    for pages in (None, Pages(*(torch.empty(size, dtype=torch.int32, device="meta") for size in ((3, 64), (4,))), 64)):
+        kernel_module.attention_by_position(query, key, key, mask, size**-0.5, softcap, pages)
+        for launch in (own, launches["combine_kernel"]):
+            compiled = launch.compile(capability)
+            assert f".target sm_{capability}" in compiled.asm["ptx"]
+            assert len(compiled.asm["cubin"]) > 0
+            assert compiled.metadata.shared <= SHARED_MEMORY[capability]

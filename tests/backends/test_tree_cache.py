@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.row_pool import LayerShape, RowPool
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
 
 
@@ -159,11 +159,10 @@ def test_static_buffers_grow_one_after_another() -> None:
     token = 2 * 3 * 4  # bytes of keys of a layer
     total = 8 * token  # of 4 layers
     with _Allocations(limit=200 * total) as allocations:
-        cache = StaticTreeCache([shape] * 4, 1, 16, torch.device("cpu"), piece=20 * token)
+        cache = RowPool([shape] * 4, 12, 4, torch.device("cpu"), piece=20 * token)
         for layer in range(4):
             with cache.written_at(torch.arange(2)):
                 cache.update(states([[layer, 7]]), -states([[layer, 7]]), layer)
-        cache.commit([[0, 1]])
         for capacity, limit in ((32, 200), (64, 50), (48, 200), (64, 70)):
             allocations._limit = limit * total
             moves, before = cache.moves, cache.capacity

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.machine import process_clock
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_engine import acquire_steps
+from lookahead.backends.transformers.static_engine import call_runner
 from lookahead.config import EngineName, LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import DraftMemory
@@ -82,12 +82,11 @@ class StepBench:
         self._listed = DraftMemory(capacity=1).top_k  # of each node of a draft
         self.context = context
         module = engine_model(model, pack_weights, invariant=False)
-        steps = None
+        self._runner = ModelRunner(module, 1)
         if runs_static(model, engine, invariant=False):
             sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine)
-            passes = acquire_steps(module, sizes, 1, context + 2)
-            steps = None if isinstance(passes, str) else passes
-        self._runner = ModelRunner(module, 1, steps=steps)
+            runner = call_runner(module, sizes, 1, context + 2)
+            self._runner = self._runner if isinstance(runner, str) else runner
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length
         if last is not None and context + BRANCH > last:

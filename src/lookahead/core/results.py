@@ -191,6 +191,9 @@ class Walks(Sequence["Walk | None"]):
         return CommittedNodes(forest, counts, self.paths)
 
 
+_NONE = np.empty(0, dtype=np.int64)
+
+
 class CommittedNodes(Sequence[Sequence[int]]):
     """Nodes to keep of each tree: the first ones up to the root, and a path below it. As a sequence, lists of nodes.
 
@@ -232,6 +235,8 @@ class CommittedNodes(Sequence[Sequence[int]]):
             return nodes_to_keep
         counts = np.array(list(map(len, nodes_to_keep)), dtype=np.int64)
         paths = np.empty(len(forest.tokens), dtype=np.int64)
+        if forest.is_plain:
+            return cls(forest, counts, paths)
         for nodes, begin, root in zip(nodes_to_keep, forest.firsts, forest.roots, strict=False):
             below = nodes[root + 1 :]
             paths[begin : begin + len(below)] = below
@@ -241,10 +246,12 @@ class CommittedNodes(Sequence[Sequence[int]]):
         """Accepted nodes whose slot is not the one behind the nodes kept before them: their row, their slot, and the
         slot where they belong, three arrays."""
         forest = self._forest
-        below = np.maximum(self.counts - self._forest.roots - 1, 0)
+        if forest.is_plain:
+            return _NONE, _NONE, _NONE
+        below = np.maximum(self.counts - forest.roots - 1, 0)
         rows = np.repeat(np.arange(len(below)), below)
-        if forest.is_plain or not len(rows):
-            return rows[:0], rows[:0], rows[:0]
+        if not len(rows):
+            return _NONE, _NONE, _NONE
         firsts = forest.firsts[rows]
         places = spread(forest.firsts[: len(below)], below)
         slots = forest.slots[firsts + self._paths[places]]

@@ -26,7 +26,7 @@ from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.fused import fused_kind, joined_kind
 from lookahead.backends.transformers.fused_kernels import rotate
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.row_pool import LayerShape, RowPool
 from model_zoo import build, in_type
 
 
@@ -171,9 +171,9 @@ def test_rotary_embeddings_write_the_bits_of_the_model_to_its_cache(
     attention.__class__ = own
     config = attention.config
     random = torch.Generator().manual_seed(0)
-    states = torch.randn(2, 5, config.hidden_size, generator=random).to(dtype)
-    cos, sin = (torch.randn(rows, 5, attention.head_dim, generator=random).to(dtype) for rows in (1, 2))
-    arguments = {"hidden_states": states, "position_embeddings": (cos.expand(2, -1, -1), sin), "attention_mask": None}
+    states = torch.randn(1, 5, config.hidden_size, generator=random).to(dtype)
+    cos, sin = (torch.randn(rows, 5, attention.head_dim, generator=random).to(dtype) for rows in (1, 1))
+    arguments = {"hidden_states": states, "position_embeddings": (cos, sin), "attention_mask": None}
     shape = LayerShape(config.num_key_value_heads, attention.head_dim, attention.head_dim, dtype)
     results = []
     kinds = own, fused_kind(attention, own)
@@ -181,7 +181,7 @@ def test_rotary_embeddings_write_the_bits_of_the_model_to_its_cache(
     with mock.patch.object(fused_kernels, "rotate_into", wraps=fused_kernels.rotate_into) as rotate_into:
         for kind in kinds:
             attention.__class__ = kind
-            cache = StaticTreeCache([shape], 2, 64, torch.device("cpu"))
+            cache = RowPool([shape], 48, 16, torch.device("cpu"))
             with torch.no_grad(), cache.written_at(torch.tensor([7, 60, 3, 4, 5])):
                 output, _ = attention(**arguments, **{CACHE: cache})
             results.append([output, *cache.buffers])

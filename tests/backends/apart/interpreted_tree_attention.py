@@ -19,21 +19,23 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import static_engine
+from lookahead.backends.machine import PausingClock
+from lookahead.backends.transformers import pooled_rows, static_engine
 from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.cache_names import CACHE
-from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits
-from lookahead.backends.transformers.fixed_passes import StaticSteps
+from lookahead.backends.transformers.comparisons import CHECK_LENGTH, check_invariance, check_logits, reads_rows_alike
 from lookahead.backends.transformers.layouts import padded_trees
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
+from lookahead.backends.transformers.pooled_rows import PooledRunner
+from lookahead.backends.transformers.row_pool import layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.tree_attention import kernel
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
+from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.tree_masks import packed_width
@@ -204,10 +206,13 @@ def assert_pages(
     query = torch.cat([query for query, _, _ in parts], dim=2)
     cut = None if tiling is None else Tiling(*tiling, warps=4, stages=2)
     result = tree_attention(query, key, value, packed, scaling, cut, pages)
+    by_position = attention_by_position(query, key, value, along_paths(packed, has_pages=True), scaling, None, pages)
     for row, (text, (own_query, own_key, own_value)) in enumerate(zip(texts, parts, strict=True)):
         expected = attention_by_definition(own_query, own_key, own_value, text.visible(own_key.shape[2]), scaling, None)
         output = result[:, starts[row] : starts[row + 1]]
         np.testing.assert_allclose(output.double().numpy(), expected, rtol=0, atol=tolerance(dtype, own_value))
+        alone = attention_by_position(own_query, own_key, own_value, along_paths(text.packed()), scaling)
+        assert torch.equal(by_position[:, starts[row] : starts[row + 1]], alone)
 
 
 def test_static_buffers_serve_every_step() -> None:
@@ -341,8 +346,7 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
     prefixes = [TokenTree(text[:cached]) for text, cached in zip(TEXTS, (12, 3), strict=True)]
     runner.forward(prefixes)
     runner.commit([range(12), range(3)])
-    shapes = layer_shapes(runner.rows[0].cache)
-    cache = StaticTreeCache(shapes, 2, 64, torch.device("cpu"))
+    cache = TreeCache(texts=2)
     cache.adopt(runner.rows)
     step = trees(runner)
     expected = runner.forward(step)
@@ -382,20 +386,24 @@ def test_both_engines_with_the_kernel(name: str) -> None:
     """The kernel ignores unused columns of a static cache."""
     expected = check_logits(ModelRunner(build(name, attention="eager"), 1))
     model = build(name, attention=TREE_ATTENTION)
-    dynamic = ModelRunner(model, 1)
-    torch.testing.assert_close(check_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
-    shapes = layer_shapes(dynamic.rows[0].cache)
-    steps = StaticSteps(model, shapes, 1, CHECK_LENGTH, (1, 8))
-    for buffer in steps.cache.buffers:
-        buffer.fill_(float("nan"))
-    torch.testing.assert_close(check_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(check_logits(ModelRunner(model, 1)), expected, rtol=1e-4, atol=1e-4)
+    shapes = layer_shapes(ModelRunner(model).run_token().cache)
+    for rows in (1, 3):
+        runner = PooledRunner(model, shapes, PausingClock(model.device), is_trial=True)
+        runner.begin_call(rows, 8, CHECK_LENGTH)
+        for buffer in runner.passes.cache.buffers:
+            buffer.fill_(float("nan"))
+        if rows == 1:
+            torch.testing.assert_close(check_logits(runner), expected, rtol=1e-4, atol=1e-4)
+        else:
+            assert reads_rows_alike(runner, model, exactly=False)
 
 
 @pytest.mark.parametrize("name", quickly(["llama", "qwen2_mixed_sliding", "gemma2"], []))
 @torch.no_grad()
 def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole computation of CUDA, without its products and graphs."""
-    monkeypatch.setattr(static_engine, "FIXED_ROWS", 8)
+    monkeypatch.setattr(pooled_rows, "FIXED_ROWS", 8)
     clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME).module
     assert check_invariance(clone, partial(static_engine.fixed_runner, clone))
 

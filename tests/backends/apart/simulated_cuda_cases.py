@@ -240,9 +240,9 @@ def test_a_short_text_is_not_worth_a_capture(
         options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0, **GREEDY}
         assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo_model, inputs, **options))
         engine = engine_model(model)
-        steps = state_of(engine).trials.static_steps
-        assert steps is not None
-        assert (steps.recorded.count > 0) == captures
+        passes = state_of(engine).trials.fixed_passes
+        assert passes is not None
+        assert (passes.recorded.count > 0) == captures
 
 
 def test_dense_masks_are_attended_to_without_plans_for_shapes(

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.invariant.kernel import attend
-from lookahead.backends.transformers.rows import PackedRows, StaticTreeCache
+from lookahead.backends.transformers.rows import PackedRows
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -175,17 +175,12 @@ def packed_rows_attention(
         UnsupportedModelError: The model did not pass `packed_rows` on, or uses other keys than its cache returned.
     """
     cache = None if packed_rows is None else packed_rows.cache
-    if isinstance(cache, StaticTreeCache):
-        states: Any = [layer for layer in cache.layers if layer.keys is key]
-    else:
-        _, states = (None, None) if cache is None else cache.written.get(id(key), (None, None))
+    _, states = (None, None) if cache is None else cache.written.get(id(key), (None, None))
     if packed_rows is None or not states or attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to other keys than its cache returned, or has its own mask"
         )
     masks = packed_rows.masks_of(module)
-    if packed_rows.pages is not None:
-        return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
     queries = torch.split(query, packed_rows.counts, 2) if len(packed_rows.counts) > 1 else [query]
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
         of_row: Any = invariant_attention
@@ -236,6 +231,7 @@ def by_position_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Tree attention with masks along paths, `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`.
@@ -246,7 +242,7 @@ def by_position_forward(
     mask = only_packed(module, BY_POSITION, attention_mask, kwargs)
     from lookahead.backends.transformers.tree_attention.kernel import attention_by_position
 
-    return attention_by_position(query, key, value, mask, scaling, softcap), None
+    return attention_by_position(query, key, value, mask, scaling, softcap, pages), None
 
 
 def only_packed(

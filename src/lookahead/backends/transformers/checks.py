@@ -14,7 +14,7 @@
 | Are passes invariant? | `SETTINGS`; comparison of all bits: `comparisons.is_invariant` | `invariant=True` |
 | Can weights be packed? | inspection: `SETTINGS` | `pack_weights=True` |
 | Are rows of a shared pass independent? | trial of three texts: `comparisons.reads_rows_alike` | packed rows, Engines |
-| Do static passes equal dynamic ones? | trial of both: `static_engine.acquire_steps` | static passes |
+| Do static passes equal dynamic ones? | trial of both: `static_engine.call_runner` | static passes |
 | Are there positions for a text? | `limits.Limits`: `check_length` | prompts, texts |
 | May rows have different lengths? | `Limits`: `_check_positions`; a miniature: `check_texts` | rows, `use_cache=False`
 | | Are rows of plain decoding independent? | a miniature: `check_texts` | rows |

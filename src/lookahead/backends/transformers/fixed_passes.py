@@ -1,7 +1,4 @@
-"""Passes of a few fixed sizes over memory with fixed addresses, called or recorded in CUDA graphs and replayed.
-
-`StaticSteps` runs them for the rows of a call, and `pooled_rows` for an engine.
-"""
+"""Passes of a few fixed sizes over memory with fixed addresses, called or recorded in CUDA graphs and replayed."""
 
 from __future__ import annotations
 
@@ -12,22 +9,18 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import Recorded
-from lookahead.backends.forward_result import PassResult, pack_likeliest, pass_result
-from lookahead.backends.machine import PausingClock, Staged, free_bytes
+from lookahead.backends.forward_result import pack_likeliest
+from lookahead.backends.machine import PausingClock, free_bytes
 from lookahead.backends.transformers.cache_names import cache_name
-from lookahead.backends.transformers.layouts import PassPlan, padded, padded_trees
-from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
-from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.row_pool import RowPool
 from lookahead.core.compiled import uncollected
-from lookahead.core.tree_masks import packed_width
 from lookahead.errors import LookaheadWarning
 
 SMALLEST_TREE = 8
@@ -58,27 +51,22 @@ FIXED_ROWS = 64
 """Nodes of every invariant static pass: enough for most drafts, few enough for one tile of most GPU products."""
 
 
-def padded_batch(batch: int) -> int:
-    """Return the number of rows of a batch in passes of one size, padding included: a divisor of `FIXED_ROWS`."""
-    return 1 << (batch - 1).bit_length()
-
-
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
 """Function that computes on tensors with fixed addresses, and returns its result tensors."""
 
 
-def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: Any, top_k: int) -> Outputs:
+def run_pass(model: PreTrainedModel, cache: RowPool, inputs: Any, top_k: int) -> Outputs:
     """Run a pass with fixed shapes, without reading contents of tensors.
 
     Args:
         model: The model.
         cache: Its cache, with `columns` set.
-        inputs: `StaticInputs`, or another object with `columns` and `arguments`.
+        inputs: Object with `columns` and `arguments`, as `PooledInputs`.
         top_k: Number of likeliest tokens to list.
 
     Returns:
-        Logits `[rows * nodes, vocabulary]`, and the result of `pack_likeliest`.
+        Logits `[nodes, vocabulary]`, and the result of `pack_likeliest`.
     """
     arguments = inputs.arguments(model, cache)
     logits = model(**arguments, **{cache_name(model): cache}, use_cache=True, return_dict=True).logits.flatten(0, 1)
@@ -99,25 +87,28 @@ class FixedPasses:
         is_trial: Whether a recording that fails raises. Otherwise its pass runs unrecorded, with a warning.
 
     Attributes:
+        cache: The argument `cache`.
+        clock: The argument `clock`.
         inputs: Inputs of each size so far.
+        pays: Whether a recording would pay. Otherwise new passes run unrecorded.
         recorded: Number, time and memory of recorded passes.
+        sizes: Largest numbers of texts of a pass, of pages of a text, and of nodes of a tree in parts.
+        made_for: Setting of the model at creation.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: StaticTreeCache,
-        clock: PausingClock,
-        lists: int = 0,
-        is_trial: bool = False,
+        self, model: PreTrainedModel, cache: RowPool, clock: PausingClock, lists: int = 0, is_trial: bool = False
     ) -> None:
         self._model = weakref.ref(model)
         self._device = model.device
-        self._cache = cache
-        self._clock = clock
+        self.cache = cache
+        self.clock = clock
         self._lists = lists
         self._is_trial = is_trial
+        self.pays = True
         self.recorded = Recorded()
+        self.sizes = 0, 0, 0
+        self.made_for: Setting = ()
         self._setting: object = self
         self.serve(None)
 
@@ -146,10 +137,12 @@ class FixedPasses:
             self.inputs[size] = make(size)
         self.inputs[size].stage(*contents)
         if not self.has(size, top_k):
+            if not self.pays:
+                return self._work(self.inputs[size], top_k)()
             start = perf_counter()
             free = self._free
             lists = max(top_k, self._lists)
-            with self._clock.paused():
+            with self.clock.paused():
                 self._passes[size] = lists, self._record(self._work(self.inputs[size], lists), size)
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
@@ -176,7 +169,7 @@ class FixedPasses:
 
     def _work(self, inputs: Any, top_k: int) -> Pass:
         reference = self._model
-        cache = self._cache
+        cache = self.cache
 
         def work() -> Outputs:
             model = reference()
@@ -189,166 +182,6 @@ class FixedPasses:
     @property
     def _free(self) -> int:
         return free_bytes(self._device) if self._device.type == "cuda" else 0
-
-
-class StaticInputs:
-    """Inputs of passes of one size.
-
-    All variable values are in one int32 array, so that one copy uploads them. On a CPU host and device share it.
-    Smaller trees are padded: a padding node is token 0 at position 0, sees only itself, and is visible to no other
-    node.
-
-    Args:
-        masks: Masks of the model.
-        batch: Number of rows.
-        nodes: Nodes of each row, padding included.
-        device: Device of the model.
-        max_nodes: Nodes of the largest tree, if larger: several passes process it in parts.
-
-    Attributes:
-        tokens: `[batch, nodes]` int32.
-        positions: `[batch, nodes]` int32.
-        columns: Columns of the nodes in the cache, `[nodes]` int32.
-        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(max_nodes / 32)]` int32.
-    """
-
-    def __init__(
-        self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device, max_nodes: int | None = None
-    ) -> None:
-        passes = -(-(max_nodes or nodes) // nodes)
-        width = packed_width(passes * nodes)
-        shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
-        self._staged = Staged(device, shapes)
-        self.nodes = nodes
-        self.tokens, self.positions, self.columns = self._staged.there[:3]
-        self.packed_masks = tuple(self._staged.there[3:])
-        self._masks = masks
-        self._slots = passes * nodes
-        self._tokens, self._positions, self._columns, *self._packed = self._staged.here
-        self._offsets = np.arange(nodes, dtype=np.int32)
-
-    def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
-        """Return the arguments of the model beside its cache."""
-        return {
-            "input_ids": self.tokens.long(),
-            "position_ids": self.positions.long(),
-            "attention_mask": self._masks.of_packed(self.packed_masks, cache.capacity, model.dtype),
-        }
-
-    def stage(self, plan: PassPlan, part: int = 0) -> None:
-        """Upload the inputs of a pass.
-
-        Args:
-            plan: Trees of at most `nodes` nodes, or `max_nodes`. Missing rows are padded.
-            part: Number of the part of `nodes` slots.
-        """
-        rows = len(self._tokens)
-        start = part * self.nodes
-        part_slots = slice(start, start + self.nodes)
-        tokens, places, positions = padded(plan, rows, self._slots)
-        lengths = np.zeros(rows, dtype=np.int64)
-        lengths[: len(plan.lengths)] = plan.lengths
-        np.add(self._offsets, int(lengths.max()) + start, out=self._columns)
-        self._tokens[:], self._positions[:] = tokens[:, part_slots], positions[:, part_slots]
-        masks = self._masks.packed(padded_trees(plan.forest, lengths, places))
-        for buffer, mask in zip(self._packed, masks, strict=True):
-            buffer[:] = mask[:, :, part_slots]
-        self._staged.send()
-
-
-class StaticSteps:
-    """Steps of a model with fixed shapes, for one batch at a time.
-
-    Args:
-        model: The model; no reference is kept.
-        shapes: Shape of each layer's keys and values.
-        batch: Number of texts.
-        capacity: Initial capacity for tokens of each text and nodes of a step.
-        sizes: Sizes of passes, ascending; the caller runs larger trees itself, unless there is `max_nodes`.
-        max_nodes: Nodes of the largest tree, for passes of a single size, which process larger trees in parts. The
-            number of rows is then a divisor of `FIXED_ROWS`.
-        is_trial: See `FixedPasses`.
-
-    Attributes:
-        cache: Keys and values.
-        chunk: Nodes of every pass, if there is a single size.
-        clock: Clock in seconds that is paused during recording.
-        recorded: Number, time and memory of recorded passes.
-        last: Largest number of tokens of the texts; unlimited if `None`. With fewer than `PAYS_FROM` remaining, no pass
-            is recorded.
-        made_for: Setting of the model at creation.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        shapes: Sequence[LayerShape | None],
-        batch: int,
-        capacity: int,
-        sizes: Sequence[int],
-        max_nodes: int | None = None,
-        is_trial: bool = False,
-    ) -> None:
-        rows = batch if max_nodes is None else padded_batch(batch)
-        self.cache = StaticTreeCache(shapes, batch, capacity, model.device, rows)
-        self.sizes = tuple(sizes)
-        self.chunk = None if max_nodes is None else self.sizes[-1]
-        self._max_nodes = max_nodes
-        self.last: int | None = None
-        self.made_for: Setting = ()
-        self.clock = PausingClock(model.device)
-        self._passes = FixedPasses(model, self.cache, self.clock, is_trial=is_trial)
-        self.recorded = self._passes.recorded
-        self._masks = MaskBuilder(model.config)
-        self._device = model.device
-
-    def make_room(self, needed: int) -> None:
-        """Grow the cache to at least `needed` tokens, by at least half, since graphs must be captured again."""
-        if needed > self.cache.capacity:
-            self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
-
-    def forward(self, plan: PassPlan, top_k: int) -> PassResult | None:
-        """Run one pass, if there is one for its size.
-
-        Args:
-            plan: The trees, one for each row.
-            top_k: Number of likeliest tokens to list after each node, with probabilities.
-
-        Returns:
-            The result; `None` if the trees are too large, or a recording would not pay. The cache has capacity for them
-            in any case.
-        """
-        nodes = int(plan.forest.counts.max())
-        size = next((size for size in self.sizes if size >= nodes), self.chunk)
-        parts = 1 if size is None else -(-nodes // size)
-        self.make_room(self.cache.longest + (nodes if size is None else parts * size))
-        if size is None:
-            return None
-        if parts > 1 and self._max_nodes is not None:
-            self._max_nodes = max(self._max_nodes, nodes)
-        self._passes.serve((self.cache.moves, self._max_nodes))
-        left = PAYS_FROM if self.last is None else self.last - self.cache.longest
-        if left < PAYS_FROM and not self._passes.has(size, top_k):
-            return None
-        logits, listed = self._run(size, parts, plan, top_k)
-        forest = plan.forest
-        row_of = forest.rows_of_slots[forest.read_slots]
-        rows = row_of * parts * size + forest.read_slots - forest.firsts[row_of]
-        return pass_result(forest, logits, top_k, rows, borrowed=True, listed=listed)
-
-    def _run(self, size: int, parts: int, plan: PassPlan, top_k: int) -> Outputs:
-        """Run the trees in parts of `size` nodes; see `run_pass`."""
-        results = []
-        for part in range(parts):
-            outputs = self._passes.run(size, top_k, self._new_inputs, plan, part)
-            if parts == 1:
-                return outputs
-            results.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # before overwriting
-        logits, listed = (torch.cat(pieces, dim=1).flatten(0, 1) for pieces in zip(*results, strict=True))
-        return logits, listed
-
-    def _new_inputs(self, size: int) -> StaticInputs:
-        return StaticInputs(self._masks, self.cache.rows, size, self._device, self._max_nodes)
 
 
 def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:

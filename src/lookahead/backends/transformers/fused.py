@@ -17,7 +17,7 @@ import torch
 from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.fused_kernels import LateKey
-from lookahead.backends.transformers.rows import StaticTreeCache
+from lookahead.backends.transformers.row_pool import RowPool
 
 MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
 """Variants of RMS norms: whether they round before the multiplication by the weight, and an offset of the weight."""
@@ -195,7 +195,7 @@ def _fused_attention(kind: Any, writes: bool) -> Any:
 
     def forward(self: Any, *args: Any, **named: Any) -> Any:
         cache = named.get(name)
-        if isinstance(cache, StaticTreeCache) and cache.columns is not None:
+        if isinstance(cache, RowPool) and cache.columns is not None:
             return writing(self, *args, **{**named, name: _WritingCache(cache)})
         return plain(self, *args, **named)
 
@@ -232,19 +232,19 @@ def _late(original: Callable[..., Any], query: Any, key: Any, cos: Any, sin: Any
 class _WritingCache:
     """A cache in a fixed pass that also takes keys that are not rotated yet."""
 
-    def __init__(self, cache: StaticTreeCache) -> None:
+    def __init__(self, cache: RowPool) -> None:
         self._cache = cache
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
     def update(self, key: Any, value: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
-        """See `StaticTreeCache`."""
+        """See `RowPool`."""
         if not isinstance(key, LateKey):
             return self._cache.update(key, value, layer_idx, *more, **named)
         layer = self._cache.layers[layer_idx]
         fused_kernels.rotate_into(key, value, layer.keys, layer.values, self._cache.columns)
-        return layer.keys, layer.values
+        return self._cache.visible(layer)
 
 
 class _Reached(Exception):

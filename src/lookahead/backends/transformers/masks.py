@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, unpack
 from lookahead.core.tree_masks import SCRATCH, MaskedTrees, dense_masks, packed_masks, packed_width
 from lookahead.errors import UnsupportedModelError
 
@@ -96,7 +96,14 @@ class MaskBuilder:
             masks.append(torch.from_numpy(mask).to(device, dtype).view(rows, 1, len(trees.places) // rows, -1))
         return self._arrange(masks)
 
-    def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
+    def of_packed(
+        self,
+        packed: Sequence[torch.Tensor],
+        keys: int,
+        dtype: torch.dtype,
+        dropped: int = 0,
+        pages: Pages | None = None,
+    ) -> Any:
         """Return the masks of a step like `dense`, from packed masks on the device.
 
         Args:
@@ -104,12 +111,13 @@ class MaskBuilder:
             keys: Columns of keys, for attention with dense masks.
             dtype: As for `dense`.
             dropped: As for `dense`.
+            pages: Pages of the texts, for several texts in one row.
         """
         if self._attention == BY_POSITION:
-            packed = [along_paths(mask) for mask in packed]
+            packed = [along_paths(mask, pages is not None) for mask in packed]
         elif self._attention not in PACKED_MASKS:
-            kinds = zip(packed, self.kinds, strict=True)
-            packed = [_dense(mask, keys, dtype)[..., dropped if self._sizes[kind] else 0 :] for mask, kind in kinds]
+            first = [dropped if self._sizes[kind] else 0 for kind in self.kinds]
+            packed = [_dense(mask, keys, dtype, pages)[..., at:] for mask, at in zip(packed, first, strict=True)]
         return self._arrange(packed)
 
     @property
@@ -134,7 +142,7 @@ class MaskBuilder:
         return dict(zip(self.kinds, masks, strict=True)) if self._takes_dict else masks[0]
 
 
-def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype, pages: Pages | None) -> torch.Tensor:
     """Convert a packed mask to a dense one, `[batch, 1, nodes, keys]`, on its device."""
-    visible = unpack(packed, keys)
+    visible = unpack(packed, keys, pages)
     return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill_(~visible, torch.finfo(dtype).min)

@@ -39,14 +39,14 @@ class Trials:
         composition: The composition; `None` for our own clones, which change only with the caller's model.
         made: Results of `once` by their keys.
         clones: Clones (`SharedClone`) by their settings, or the reason of a failed trial.
-        static_steps: `StaticSteps` released by the last call, for the next one.
+        fixed_passes: `FixedPasses` released by the last call, for the next one.
         of_config: Results of `of_config`, each with the values of its configuration.
     """
 
     composition: Composition | None = None
     made: dict[Setting, Any] = field(default_factory=dict)
     clones: dict[Setting, Any] = field(default_factory=dict)
-    static_steps: Any = None
+    fixed_passes: Any = None
     of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
     def holds(self, model: PreTrainedModel) -> bool:
@@ -91,8 +91,8 @@ class ModelState:
             self.paces.clear()
 
     def _archive(self) -> None:
-        """Move the current trials to `recent`, without static steps and packed weights, which are large."""
-        self.trials.static_steps = None
+        """Move the current trials to `recent`, without fixed passes and packed weights, which are large."""
+        self.trials.fixed_passes = None
         self.trials.clones = {setting: clone for setting, clone in self.trials.clones.items() if not setting[-1]}
         self.recent = [self.trials, *self.recent][:_RECENT]
 

@@ -1,173 +1,15 @@
-"""Caches for passes over several rows: static buffers with fixed addresses, and caches of packed or padded rows."""
+"""Cache arguments for passes over several rows with separate caches: packed and padded."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from lookahead.backends.machine import upload
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages
-from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache, TreeLayer, write_states
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Shape of a layer's keys and values: number of heads, sizes of a key and of a value, and their type."""
-
-    heads: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-
-
-def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
-    """Return the shapes of a filled cache; `None` for layers with the states of other layers."""
-    return tuple(
-        LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype)
-        if layer.is_initialized
-        else None
-        for layer in cache.layers
-    )
-
-
-PIECE = 2 << 30
-"""Bytes of a buffer. A copy within a larger one takes several kernels in any case, as indices have 32 bits."""
-
-
-def _without_first(buffers: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """Return buffers without their first `count` states."""
-    sizes = np.cumsum([0, *map(len, buffers)]).tolist()
-    parts = [buffer[max(count - begin, 0) :] for buffer, begin in zip(buffers, sizes, strict=False)]
-    return [part for part in parts if len(part)]
-
-
-class StaticTreeCache(TreeCache):
-    """Cache of a model with static buffers.
-
-    States of equal size are in buffers `[states, rows, heads, capacity, size]` of several layers, which a commit moves
-    together. While `columns` is set, a pass writes its nodes to these columns and gets whole buffers, with
-    equal shapes and equal Python code for every step. Otherwise passes get the texts so far, with nodes after the
-    longest one.
-
-    Attributes:
-        columns: Columns of the nodes in a static pass, `[nodes]` int64 on the device; `None` in other passes.
-        capacity: Columns of each buffer.
-        rows: Rows of each buffer.
-        buffers: All memory for states.
-        moves: Number of buffers that were allocated; their addresses change with it.
-
-    Args:
-        shapes: Shape of each layer's keys and values.
-        texts: Number of texts.
-        capacity: Initial number of columns.
-        device: Device of the buffers.
-        rows: Number of rows, at least `texts`; equal to it if not given.
-        piece: Bytes of a buffer that has several layers.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape | None],
-        texts: int,
-        capacity: int,
-        device: torch.device,
-        rows: int | None = None,
-        piece: int = PIECE,
-    ) -> None:
-        super().__init__(texts=texts)
-        self.columns: torch.Tensor | None = None
-        self.rows = rows or texts
-        self.buffers: list[torch.Tensor] = []
-        self.capacity = self.moves = 0
-        self._device = device
-        self._piece = piece
-        states: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
-        for index, shape in enumerate(shapes):
-            layer = self.layer(index)
-            if shape is not None:
-                layer.dtype = shape.dtype
-                layer.device = device
-                layer.is_initialized = True
-                states.setdefault((shape.heads, shape.key_size, shape.dtype), []).append((layer, "keys"))
-                states.setdefault((shape.heads, shape.value_size, shape.dtype), []).append((layer, "values"))
-        self._owners = [(kind, *owner) for kind, owners in states.items() for owner in owners]
-        self.grow(capacity)
-
-    def grow(self, capacity: int) -> None:
-        """Move to buffers of `capacity` columns, one after another: only one of them takes memory twice.
-
-        References to the old buffers become stale, even if there is too little memory.
-
-        Raises:
-            torch.cuda.OutOfMemoryError: There is too little memory; the capacity has not changed.
-        """
-        columns = self.longest
-        moved = [buffer for buffer in self.buffers if buffer.shape[3] >= capacity]  # by a call that ran out of memory
-        old = self.buffers[len(moved) :]
-        rest = self._owners[sum(map(len, moved)) :]
-        # An inference tensor could not be written to by a later call outside of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            while rest:
-                heads, size, dtype = kind = rest[0][0]
-                shape = self.rows, heads, capacity, size
-                count = max(self._piece // (math.prod(shape) * dtype.itemsize), 1)
-                owners = [owner for owner in rest[:count] if owner[0] == kind]
-                rest = rest[len(owners) :]
-                # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-                buffer = torch.zeros((len(owners), *shape), dtype=dtype, device=self._device)
-                for states, (_, layer, name) in zip(buffer, owners, strict=True):
-                    if columns:
-                        states[:, :, :columns] = getattr(layer, name)[:, :, :columns]
-                    setattr(layer, name, states[:, :, : self.capacity])
-                moved.append(buffer)
-                old = _without_first(old, len(owners))
-                self.buffers = [*moved, *old]
-                self.moves += 1
-        self.capacity = capacity
-        for states, (_, layer, name) in zip(chain.from_iterable(self.buffers), self._owners, strict=True):
-            setattr(layer, name, states[:, :, :capacity])
-
-    @contextmanager
-    def written_at(self, columns: torch.Tensor) -> Iterator[None]:
-        """Set the columns of a static pass."""
-        self.columns = columns
-        try:
-            yield
-        finally:
-            self.columns = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states of one layer, `[batch, heads, nodes, size]`; return its whole buffers in a static pass."""
-        if self.columns is None:
-            return super().update(key_states, value_states, layer_idx)
-        layer = self.layers[layer_idx]
-        layer.keys.index_copy_(2, self.columns, key_states)
-        layer.values.index_copy_(2, self.columns, value_states)
-        return layer.keys, layer.values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens of the longest row; always 0 in a static pass.
-
-        A captured pass repeats the value of its recording, so a model that uses it must fail the trial in any case.
-        """
-        return 0 if self.columns is not None else self.longest
-
-    def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
-        """Copy states of texts between columns."""
-        text, source, target = upload(self._device, np.stack([texts, sources, targets]))[0]
-        for buffer in self.buffers:
-            buffer[:, text, :, target] = buffer[:, text, :, source]
-
+from lookahead.backends.transformers.tree_cache import Row, TreeLayer, write_states
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each row in one layer, each `[1, heads, tokens, head_dim]`, the nodes of the step at the end."""
@@ -279,14 +121,12 @@ class PackedRows:
             each node sees all tokens before it. Packed masks in invariant passes.
         kinds: The kind of each layer; a single kind means all layers.
         cache: The cache of the step.
-        pages: Pages of rows in one shared memory. Then there is one packed mask, and `counts` is empty.
     """
 
     counts: list[int]
     masks: Mapping[str, Any]
     kinds: Sequence[str]
-    cache: PackedCache | StaticTreeCache
-    pages: Pages | None = None
+    cache: PackedCache
 
     def masks_of(self, module: torch.nn.Module) -> Any:
         """Return the masks of a layer."""

@@ -28,7 +28,6 @@ from lookahead.backends.transformers.chain_cache import (
     reads_whole,
     row_of_batch,
 )
-from lookahead.backends.transformers.fixed_passes import StaticSteps
 from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, PassPlan
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
@@ -211,7 +210,6 @@ class ModelRunner(TransformersRunner):
         model: Transformers causal language model that passes `check_model`.
         batch_size: Number of rows of a call; 0 for an engine.
         device: See `TransformersRunner`.
-        steps: Static steps. Larger trees run without them, unless their passes have a single size.
         most_nodes: Largest number of nodes of a tree with a draft, root included.
         positions_end: See `Limits`.
         together: Whether rows of different lengths may share a padded pass in an engine.
@@ -225,7 +223,6 @@ class ModelRunner(TransformersRunner):
         model: PreTrainedModel,
         batch_size: int = 0,
         device: torch.device | None = None,
-        steps: StaticSteps | None = None,
         most_nodes: int = MOST_CHOSEN_NODES,
         positions_end: bool = True,
         together: bool = True,
@@ -234,22 +231,16 @@ class ModelRunner(TransformersRunner):
         attention = model.config._attn_implementation
         self._masks = MaskBuilder(model.config)
         self._drafted = most_nodes
-        self._steps = steps
         self._together = together
         self.packed = attention in (PACKED_ROWS, INVARIANT_ROWS)
         self._layout = (Packed if self.packed else Padded)(model, self._masks, self._device)
         self.is_invariant = self._layout.is_invariant
         self._shares = batch_size > 0
-        # Packed masks, static buffers and padded passes need all columns.
-        self._forgets = batch_size == 1 and steps is None and attention not in PACKED_MASKS
+        # Packed masks and padded passes need all columns.
+        self._forgets = batch_size == 1 and attention not in PACKED_MASKS
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
         self.rows: list[Any] = rows_of(TreeCache(windows, texts=batch_size))
-        if steps is not None:
-            steps.cache.crop(0)
-            self.rows = rows_of(steps.cache)
-            self._chunk = steps.chunk or self._chunk
-            self.pass_sizes = [batch_size * size for size in steps.sizes]
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
@@ -269,11 +260,7 @@ class ModelRunner(TransformersRunner):
     @property
     def texts(self) -> list[Row]:
         """The rows of a call, in memory that no later call uses."""
-        if self._steps is None:
-            return self.rows
-        cache = TreeCache(texts=len(self.rows))
-        cache.adopt(self.rows)
-        return rows_of(cache)
+        return self.rows
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
@@ -286,8 +273,6 @@ class ModelRunner(TransformersRunner):
         if self._forgets:
             self.rows[0].cache = texts[0].cache
         elif self._shares:
-            if self._steps is not None:
-                self._steps.make_room(max(text.length for text in texts))
             self.rows[0].cache.adopt(texts)
         else:
             for row, text in zip(self.rows, texts, strict=True):
@@ -349,11 +334,6 @@ class ModelRunner(TransformersRunner):
         together = [place for place, count in enumerate(counts) if self._together and count <= LARGE]
         alone = [[place] for place in range(len(counts)) if place not in together]
         return [together, *alone] if together else alone
-
-    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
-        """Run a static pass if there is one for this size; a dynamic one otherwise."""
-        result = None if self._steps is None else self._steps.forward(self._plan(places, forest), top_k)
-        return super()._pass(places, forest, top_k) if result is None else result
 
     def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
         plan = super()._plan(places, forest)

@@ -30,13 +30,14 @@ from lookahead.backends.transformers.engine_model import (
     runs_static,
 )
 from lookahead.backends.transformers.equivalence import equivalence
-from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, StaticSteps
+from lookahead.backends.transformers.fixed_passes import FIXED_ROWS
 from lookahead.backends.transformers.invariant import min_rows
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import follow, state_of
+from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
-from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
+from lookahead.backends.transformers.static_engine import call_runner, engine_runner
 from lookahead.backends.transformers.tree_cache import adopt_cache, return_cache
 from lookahead.backends.transformers.watch import ModelWatch
 from lookahead.config import LookaheadConfig
@@ -88,7 +89,7 @@ class TransformersSession(Session):
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of earlier engines is free
             records = config.engine == "auto"
-            rows, obstacle = pooled_runner(rows, engine_model(self._model), self._clock, records)
+            rows, obstacle = engine_runner(rows, engine_model(self._model), self._clock, records)
             if obstacle and records:
                 _warn_of_eager_steps(self._model, obstacle)
         return rows, kv_bytes, prefix_bytes
@@ -119,26 +120,24 @@ class TreeCall(Call):
         kind = equivalence(model)
         self._prompts = prompts
         texts = None if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
-        self._steps = steps = _static_steps(engine, config, prompts, generation_config) if is_static else None
+        ends = kind.holds("positions_end")
+        fixed = _fixed_runner(engine, config, prompts, generation_config, ends) if is_static else None
         if config.invariant:
-            self.invariant_rows = FIXED_ROWS if steps is not None else min_rows(engine)
+            self.invariant_rows = min_rows(engine) if fixed is None else FIXED_ROWS
         packed = _packed_runner(model, prompts, config)
         self.rows_leave = packed is not None
-        self.runner = runner = packed or ModelRunner(
-            engine, prompts.rows, prompts.input_ids.device, steps, config.max_nodes, kind.holds("positions_end")
-        )
+        eager = packed or ModelRunner(engine, prompts.rows, prompts.input_ids.device, config.max_nodes, ends)
+        self.runner = runner = fixed or eager
         self.rows = None if packed is None else [packed.new_row() for _ in range(prompts.rows)]
         if texts is not None:
             with nullcontext() if self.rows is None else runner.serving(self.rows):
                 runner.begin(texts)
-        if steps is not None:
-            runner.engine = "static"
         for row, before, padding in zip(self.rows or runner.rows, prompts.before, prompts.padding, strict=True):
             row.before = before
             row.padding = padding
         self._model = model
         self._engine = engine
-        self.clock = step_clock(model.device) if steps is None else steps.clock
+        self.clock = step_clock(model.device) if fixed is None else fixed.passes.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, runner, prompts, generation_config)
 
@@ -149,8 +148,8 @@ class TreeCall(Call):
             cache = self._prompts.cache
             cache = empty_cache(self._model) or DynamicCache() if cache is None else cache
             cache = return_cache(self.rows or self.runner.texts, cache, self._prompts.mask)
-        if self._steps is not None:  # keep them for the next call
-            state_of(self._engine).trials.static_steps = self._steps
+        if isinstance(self.runner, PooledRunner):  # keep its passes for the next call
+            state_of(self._engine).trials.fixed_passes = self.runner.end_call()
         return cache
 
 
@@ -168,22 +167,22 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
     return None if isinstance(runner, str) else runner
 
 
-def _static_steps(
-    engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
-) -> StaticSteps | None:
-    """Return static steps; `None`, with a warning, if the model does not support them.
+def _fixed_runner(
+    engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig, ends: bool
+) -> PooledRunner | None:
+    """Return a runner with fixed passes; `None`, with a warning, if the model does not support them.
 
     Raises:
         UnsupportedArgumentError: `invariant=True` needs them.
     """
     before = max(prompts.before)
     longest = before + generation_config.max_length
-    steps = acquire_steps(engine, config, prompts.rows, longest, before + prompts.width)
-    if not isinstance(steps, str):
-        return steps
+    runner = call_runner(engine, config, prompts.rows, longest, before + prompts.width, ends)
+    if not isinstance(runner, str):
+        return runner
     if config.invariant and engine.device.type == "cuda":
-        raise not_possible(engine, "invariant", f"texts of {longest} tokens cannot have fixed shapes: {steps}")
-    _warn_of_eager_steps(engine, steps)
+        raise not_possible(engine, "invariant", f"texts of {longest} tokens cannot have fixed shapes: {runner}")
+    _warn_of_eager_steps(engine, runner)
     return None
 
 

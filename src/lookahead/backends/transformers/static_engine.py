@@ -1,32 +1,26 @@
-"""Static steps of a model: trials of their support, creation, and reuse by the next call."""
+"""Runners with fixed passes: trials of their support, creation, and reuse of passes by the next call."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
-from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.machine import PausingClock
+from lookahead.backends.transformers.attention import INVARIANT, TREE_ATTENTION
 from lookahead.backends.transformers.comparisons import CHECK_LENGTH, agree, check_logits, reads_rows_alike
-from lookahead.backends.transformers.fixed_passes import (
-    FIXED_ROWS,
-    SMALLEST_TREE,
-    StaticSteps,
-    padded_batch,
-    pass_sizes,
-    rounded,
-)
+from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, SMALLEST_TREE, FixedPasses, rounded
 from lookahead.backends.transformers.limits import limits_of
+from lookahead.backends.transformers.masks import PACKED_MASKS
 from lookahead.backends.transformers.model_state import model_setting, once, state_of
-from lookahead.backends.transformers.pooled_rows import PooledRunner
-from lookahead.backends.transformers.rows import LayerShape, layer_shapes
+from lookahead.backends.transformers.pooled_rows import PAGE, PooledRunner
+from lookahead.backends.transformers.row_pool import LayerShape, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.config import LookaheadConfig
-from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import UnsupportedModelError
+
+MOST_MASKED = 1 << 14
+"""Largest number of tokens of several rows whose attention reads the memory of all rows, with a mask."""
 
 Shapes = tuple[LayerShape | None, ...]
 
@@ -34,10 +28,17 @@ GROWS_BY = 1024
 """Tokens after a prompt in the initial memory. Few calls need more; growth captures all sizes again."""
 
 
-def acquire_steps(
-    model: PreTrainedModel, config: LookaheadConfig, batch: int, longest: int, start: int | None = None
-) -> StaticSteps | str:
-    """Return static steps for a call, reused from the last one if they fit; the reason if there are none.
+def call_runner(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    batch: int,
+    longest: int,
+    start: int | None = None,
+    positions_end: bool = True,
+) -> PooledRunner | str:
+    """Return a runner with fixed passes for the rows of a call; the reason if there is none.
+
+    It has the passes of the last call if they fit.
 
     Args:
         model: Module that runs the trees.
@@ -47,146 +48,107 @@ def acquire_steps(
         start: Tokens of the longest prompt. With `engine="auto"` it determines the initial memory, and sizes are
             captured only if enough tokens remain. Otherwise memory is for whole texts, and sizes are captured at first
             use.
+        positions_end: See `Limits`.
     """
-    shapes = _static_shapes(model)
+    if batch > 1 and model.config._attn_implementation == INVARIANT:
+        return "invariant rows on a CPU are padded"
+    shapes = _shapes(model, batch > 1)
     if isinstance(shapes, str):
         return shapes
-    sizes = pass_sizes(config.max_nodes)
-    max_nodes = None
-    if config.invariant:
-        sizes = fixed_sizes(batch)
-        max_nodes = sizes[0] + config.max_nodes  # a chunk of a prompt, and a draft
     patient = config.engine == "auto" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
-    capacity = rounded(text + (max_nodes or 0) + sizes[-1])
+    capacity = rounded(text + config.max_nodes)
     limits = limits_of(model)
     if limits.picks_after is not None and longest > limits.picks_after:
         return f"it does not attend to all keys of a text of more than {limits.picks_after} tokens"
-    if limits.columns_after is not None and rounded(longest + (max_nodes or 0) + sizes[-1]) > limits.columns_after:
+    if limits.columns_after is not None and batch * rounded(longest + config.max_nodes) > limits.columns_after:
         return f"its memory would exceed {limits.columns_after} columns"
-    made_for = (_wiring(model), batch, sizes, max_nodes)
+    if batch > 1 and batch * capacity > MOST_MASKED and model.config._attn_implementation not in PACKED_MASKS:
+        return f"without Triton and 'sdpa' each row would read the memory of all {batch} rows"
+    made_for = (_wiring(model), batch, config.max_nodes)
     state = state_of(model)
-    steps: StaticSteps | None
+    passes: FixedPasses | None
     with state.lock:
-        steps = state.trials.static_steps
-        state.trials.static_steps = None
-    if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
-        del steps  # frees memory first
-        steps = StaticSteps(model, shapes, batch, capacity, sizes, max_nodes)
-        steps.made_for = made_for
-    steps.last = longest if patient else None
-    return steps
+        passes = state.trials.fixed_passes
+        state.trials.fixed_passes = None
+    if passes and (passes.made_for != made_for or not 1 <= (passes.cache.capacity - PAGE) / (batch * capacity) <= 4):
+        passes = None  # frees memory first
+    clock = PausingClock(model.device) if passes is None else passes.clock
+    runner = PooledRunner(model, shapes, clock, positions_end)
+    runner.begin_call(batch, config.max_nodes, capacity, longest if patient else None, passes)
+    runner.passes.made_for = made_for
+    return runner
 
 
-def fixed_sizes(batch: int) -> tuple[int, ...]:
-    """Return the only size of invariant passes for a batch: `FIXED_ROWS` nodes over all rows.
-
-    Raises:
-        UnsupportedArgumentError: The batch has more rows.
-    """
-    if batch > FIXED_ROWS:
-        raise UnsupportedArgumentError(
-            f"a batch of {batch} rows is more than the {FIXED_ROWS} that every invariant static pass has; send fewer "
-            "at a time, or use invariant=False"
-        )
-    return (FIXED_ROWS // padded_batch(batch),)
-
-
-def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
-    """Return a runner with static passes of one size, for short texts.
+def fixed_runner(model: PreTrainedModel, batch: int) -> PooledRunner:
+    """Return a runner with passes of one size, for short texts.
 
     Raises:
         UnsupportedModelError: The model does not support fixed shapes.
     """
-    shapes = _static_shapes(model)
+    shapes = _shapes(model, batch > 1)
     if isinstance(shapes, str):
         raise UnsupportedModelError(shapes)
-    sizes = fixed_sizes(batch)
-    capacity = 2 * FIXED_ROWS + CHECK_LENGTH
-    steps = StaticSteps(model, shapes, batch, capacity, sizes, max_nodes=2 * sizes[0])
-    return ModelRunner(model, batch, steps=steps)
+    runner = PooledRunner(model, shapes, PausingClock(model.device))
+    runner.begin_call(batch, FIXED_ROWS, CHECK_LENGTH)
+    return runner
 
 
-def pooled_runner(
-    rows: ModelRunner, alone: PreTrainedModel, clock: PausingClock, records: bool
+def engine_runner(
+    rows: ModelRunner, model: PreTrainedModel, clock: PausingClock, records: bool
 ) -> tuple[ModelRunner, str]:
-    """Return a runner for rows in pages of one memory, if possible.
+    """Return a runner for rows of an engine in pages of one memory, if possible.
 
     Args:
         rows: Runner of rows with separate memories.
-        alone: Module for one text of the model.
+        model: Module for trees of the model.
         clock: Clock of steps.
         records: Whether to record passes.
 
     Returns:
         The runner without its memory, or `rows`; and the reason for unrecorded passes, empty if they are recorded.
     """
-    model = rows.model
-    if not rows.packed or rows.is_invariant:
-        return rows, "its rows are not packed"
-    if find_spec("triton") is None:
-        return rows, "Triton is not installed"
+    if rows.is_invariant or model.config._attn_implementation != TREE_ATTENTION:
+        return rows, "its attention is not 'sdpa', or Triton is not installed"
     if limits_of(model).picks_after is not None:
         return rows, "its layers pick keys"
-    obstacle = _obstacle(model) if records else "engine='dynamic'"
-    shapes = obstacle or _pool_shapes(rows, alone, records=True)
-    if isinstance(shapes, str):
-        obstacle = shapes
-        shapes = _pool_shapes(rows, alone, records=False)
+    shapes = _shapes(model, several=True) if records else "engine='dynamic'"
+    obstacle = shapes if isinstance(shapes, str) else ""
+    if obstacle:
+        shapes = _shapes(model, several=True, records=False)
     if isinstance(shapes, str):
         return rows, obstacle
-    return PooledRunner(rows, shapes, not obstacle, clock), obstacle
+    return PooledRunner(model, shapes, clock, rows.positions_end, not obstacle), obstacle
 
 
-def _pool_shapes(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
-    """Return the shapes of the layers' keys and values in a pool, or the reason if it is impossible; tried once."""
-    return _shapes_by_trial(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
+def _shapes(model: PreTrainedModel, several: bool, records: bool = True) -> Shapes | str:
+    """Return the shapes of the layers' keys and values in a pool, or the reason if it is impossible; tried once.
 
+    The trial compares logits of rows in a pool with logits of single texts.
 
-def _static_shapes(model: PreTrainedModel) -> Shapes | str:
-    """Return the shapes of the layers' keys and values, or the reason against fixed shapes; tried once."""
-    return _obstacle(model) or _shapes_by_trial(model, ("texts",), partial(_try_static, model))
+    Args:
+        model: The model.
+        several: Whether there are several rows.
+        records: Whether passes are recorded.
+    """
 
-
-@torch.no_grad()
-def _shapes_by_trial(
-    model: PreTrainedModel, kind: tuple[object, ...], compare: Callable[[], tuple[Shapes, bool]]
-) -> Shapes | str:
-    """Return the shapes of layers if passes of fixed shapes have equal logits; the reason otherwise."""
-
+    @torch.no_grad()
     def shapes_or_why() -> Shapes | str:
         try:
-            shapes, same = compare()
-            return shapes if same else "passes of fixed shapes give other logits"
+            shapes = layer_shapes(ModelRunner(model).run_token().cache)
+            pooled = PooledRunner(model, shapes, PausingClock(model.device), records=records, is_trial=True)
+            if several:
+                pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
+                same = reads_rows_alike(pooled, model, exactly=False)
+            else:
+                pooled.begin_call(1, SMALLEST_TREE, CHECK_LENGTH)
+                same = agree(check_logits(pooled), check_logits(ModelRunner(model, 1)), model.dtype)
         except Exception as error:  # the model runs without fixed shapes then
             return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
+        return shapes if same else "passes of fixed shapes give other logits"
 
-    return once(model, (*kind, *model_setting(model)), shapes_or_why)
-
-
-def _try_pool(rows: ModelRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
-    """Compare logits of rows in a pool with logits of single texts."""
-    model = rows.model
-    shapes = layer_shapes(rows.run_token().cache)
-    pooled = PooledRunner(rows, shapes, records, PausingClock(model.device), is_trial=True)
-    pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
-    return shapes, reads_rows_alike(pooled, alone, exactly=False)
-
-
-def _try_static(model: PreTrainedModel) -> tuple[Shapes, bool]:
-    """Compare logits of static and dynamic steps."""
-    dynamic = ModelRunner(model, 1)
-    expected = check_logits(dynamic)
-    shapes = layer_shapes(dynamic.rows[0].cache)
-    sizes = pass_sizes(SMALLEST_TREE)
-    max_nodes = None
-    capacity = CHECK_LENGTH
-    if dynamic.is_invariant:
-        sizes = fixed_sizes(1)
-        max_nodes = FIXED_ROWS
-        capacity = CHECK_LENGTH + FIXED_ROWS
-    steps = StaticSteps(model, shapes, 1, capacity, sizes, max_nodes, is_trial=True)
-    return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
+    obstacle = _obstacle(model) if records else ""
+    return obstacle or once(model, ("pool", several, records, *model_setting(model)), shapes_or_why)
 
 
 def _obstacle(model: PreTrainedModel) -> str:

@@ -246,6 +246,7 @@ def attention_by_position(
     path_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Compute `tree_attention` with bits that depend only on a query's own text.
 
@@ -253,40 +254,60 @@ def attention_by_position(
     limits
     scores: `softcap * tanh(score / softcap)`.
     """
-    batch, kv_heads, keys, head_dim = key.shape
+    texts, kv_heads, keys, head_dim = key.shape
     group = query.shape[1] // kv_heads
+    table = path_mask
+    starts = path_mask
+    size = 0
+    if pages is not None:
+        table = pages.table
+        starts = pages.starts
+        size = pages.size
+        texts, width = table.shape
+        keys = width * size
     # The same blocks for all steps of a model.
     tiling = choose_tiling(_ROWS_BY_POSITION, 1, SPAN, max(head_dim, value.shape[3]), key.dtype)
     tiling = replace(tiling, splits=-(-keys // SPAN))
-    grid = query.shape[2] * -(-group // tiling.rows), tiling.splits, batch * kv_heads
+    grid = query.shape[2] * -(-group // tiling.rows), tiling.splits, texts * kv_heads
     extra = {"cap": softcap or 0.0, "CAPPED": softcap is not None, "slots": path_mask.shape[3] - BITS, "SPAN": SPAN}
-    return attend(_by_position_kernel, grid, (query, key, value, path_mask), tiling, scaling, **extra)
+    where = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
+    return attend(_by_position_kernel, grid, (query, key, value, path_mask), tiling, scaling, **extra, **where)
 
 
-@triton.jit(do_not_specialize=["mask_stride", "nodes", "slots", "splits"])
+@triton.jit(do_not_specialize=["mask_stride", "nodes", "slots", "splits", "table_stride"])
 def _by_position_kernel(
     query, key, value, mask, shares, sums,
     key_stride_b, key_stride_h, key_stride_n, value_stride_b, value_stride_h, value_stride_n, mask_stride,
-    nodes, splits, scale, cap, slots,
+    nodes, splits, scale, cap, slots, table, starts, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    SPAN: tl.constexpr, CAPPED: tl.constexpr,
+    SPAN: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Compute rows for one split and one kv head; grid `[nodes * ceil(GROUP / BLOCK_M), splits, batch * KV_HEADS]`.
 
-    `shares` and `sums` are as for `_attention_kernel`.
+    `PAGE`, `shares` and `sums` are as for `_attention_kernel`.
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
     batch = head // KV_HEADS
     kv_head = head % KV_HEADS
-    mask += batch * nodes * mask_stride
+    first_node = batch * nodes
+    all_rows = nodes * GROUP
+    # The rows are blocks over all nodes, or the rows of one node, which never need fewer programs.
+    parts = (GROUP + BLOCK_M - 1) // BLOCK_M
+    if PAGE > 0:
+        table += batch * table_stride
+        first_node = tl.load(starts + batch).to(tl.int64)
+        nodes = tl.load(starts + batch + 1) - first_node
+        batch = batch * 0
+        head = kv_head
+        if part >= nodes * parts:
+            return
+    mask += first_node * mask_stride
     length = tl.load(mask + _VISIBLE)  # of the text; the first node is padding only if all are
     begin = split * SPAN
     in_cache = begin + SPAN <= length
-    # The rows are blocks over all nodes, or the rows of one node, which never need fewer programs.
-    parts = (GROUP + BLOCK_M - 1) // BLOCK_M
     one = part // parts
     rows = nodes * GROUP
     row = tl.where(in_cache, part * BLOCK_M, one * GROUP + part % parts * BLOCK_M) + tl.arange(0, BLOCK_M)
@@ -302,13 +323,16 @@ def _by_position_kernel(
     low = tl.where(in_cache, low, tl.minimum(low, branch))
     end = tl.minimum(begin + SPAN, tl.where(in_cache, length, tl.load(path + _END)))
     begin += tl.maximum(low - begin, 0) // BLOCK_N * BLOCK_N
-    sums += (head * splits + split) * rows
+    before = (head * splits + split) * all_rows
+    if PAGE > 0:
+        before += first_node * GROUP
+    sums += before
     if begin >= end:
         tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
         return
 
     column = tl.arange(0, BLOCK_N)
-    query += (batch * nodes * KV_HEADS + kv_head) * GROUP * KEY_SIZE
+    query += (first_node * KV_HEADS + kv_head) * GROUP * KEY_SIZE
     query_block = load_rows(query, (node * KV_HEADS * GROUP + member) * KEY_SIZE, is_row, KEY_SIZE, BLOCK_K)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
@@ -323,7 +347,7 @@ def _by_position_kernel(
         on_path = index >= 0
         # Columns after the text are garbage, possibly NaN, which a weight of 0 does not remove: they are not read.
         is_there = on_path | (position < length)
-        index = tl.where(on_path, index, position).to(tl.int64)
+        index = _index_of(tl.where(on_path, index, position), is_there, table, PAGE)
         key_block = load_rows(key, index * key_stride_n, is_there, KEY_SIZE, BLOCK_K)
         value_block = load_rows(value, index * value_stride_n, is_there, VALUE_SIZE, BLOCK_V)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < visible[:, None])
@@ -333,5 +357,5 @@ def _by_position_kernel(
             scores = cap * _LOG2_E * (1.0 - 2.0 / (tl.exp2(2.0 / cap * scores) + 1.0))
         acc, peak, total = fold(tl.where(seen | on_path[None, :], scores, float("-inf")), value_block, acc, peak, total)
 
-    shares += (head * splits + split) * rows * VALUE_SIZE
+    shares += before * VALUE_SIZE
     store_share(shares, sums, acc, peak, total, row, is_row, is_row, VALUE_SIZE, BLOCK_V)

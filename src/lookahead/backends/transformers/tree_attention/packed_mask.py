@@ -42,19 +42,37 @@ class Pages:
     starts: torch.Tensor
     size: int
 
+    def indices(self, nodes: int, keys: int) -> torch.Tensor:
+        """Return the index in the text of each node of the key in each column, `[nodes, keys]` int64.
 
-def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
+        It is the capacity of a text for keys of other texts.
+        """
+        texts, width = self.table.shape
+        index = torch.arange(width * self.size, device=self.table.device)
+        columns = self.table[:, index // self.size] * self.size + index % self.size
+        owned = torch.full((texts, keys), len(index), device=index.device)
+        # A text's old pages follow its own in the table, so the smallest index is right.
+        owned = owned.scatter_reduce(1, columns.long(), index.expand(texts, -1), "amin")
+        node = torch.arange(nodes, device=index.device)
+        return owned[(node[:, None] >= self.starts[None, 1:]).sum(dim=1)]
+
+
+def unpack(packed: torch.Tensor, keys: int, pages: Pages | None = None) -> torch.Tensor:
     """Convert a packed mask to a dense one: its definition.
 
     Args:
         packed: `[batch, 1, nodes, 3 + words]` int32, on any device.
         keys: Number of columns, scratch and unused ones included.
+        pages: Pages of the keys of each text, for several texts with a batch of 1.
 
     Returns:
         Visible keys of each query, `[batch, 1, nodes, keys]` bool.
     """
     slots = (packed.shape[3] - BITS) * WORD
-    column = torch.arange(keys, device=packed.device, dtype=torch.int32).expand(*packed.shape[:3], keys)
+    if pages is None:
+        column = torch.arange(keys, device=packed.device, dtype=torch.int32).expand(*packed.shape[:3], keys)
+    else:
+        column = pages.indices(packed.shape[2], keys)[None, None]
     cached = (column >= packed[..., FIRST, None]) & (column < packed[..., VISIBLE, None])
     slot = column - packed[..., SCRATCH, None]
     in_tree = (slot >= 0) & (slot < slots)
@@ -63,12 +81,13 @@ def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
     return cached | (in_tree & ((word >> (slot % WORD)) & 1).bool())
 
 
-def along_paths(packed: torch.Tensor) -> torch.Tensor:
+def along_paths(packed: torch.Tensor, has_pages: bool = False) -> torch.Tensor:
     """Replace the bits of a packed mask by the columns of each node's path, without reading from the device.
 
     Args:
         packed: `[batch, 1, nodes, 3 + words]` int32, on any device. The first node of a row is padding only if all of
             them are.
+        has_pages: Whether a row has the nodes of several texts.
 
     Returns:
         `[batch, 1, nodes, 3 + 32 * words]` int32: `VISIBLE`, `FIRST`, `END`, and from `BITS` on the columns of the
@@ -81,7 +100,7 @@ def along_paths(packed: torch.Tensor) -> torch.Tensor:
     # Slots are in the order of positions: parents precede their children.
     path = torch.where(seen, slot, WORD * words).sort(dim=-1).values
     columns = torch.where(path < WORD * words, path + packed[..., SCRATCH, None], -1)
-    length = packed[:, :, :1, VISIBLE]
+    length = packed[..., VISIBLE] if has_pages else packed[:, :, :1, VISIBLE]
     end = torch.maximum(packed[..., FIRST], length) + seen.sum(dim=-1, dtype=torch.int32)
     return torch.cat([packed[..., :SCRATCH], end[..., None], columns], dim=-1).int()
 
