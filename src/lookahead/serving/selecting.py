@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,8 +21,11 @@ from transformers import (
 from transformers.generation import logits_process as processing
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.machine import Read
+from lookahead.backends.machine import Read, upload
+from lookahead.backends.transformers.early_sampling import log_early, packed_logprobs
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.core.forest import Forest
+from lookahead.core.results import EarlyTokens
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving.handle import TokenEvent
 
@@ -101,19 +106,36 @@ class LogprobSampler(TextSampler):
 
     def __init__(self, top: int, **options: Any) -> None:
         super().__init__(**options)
-        self._top = top
+        self.top = top
         self._selects = self.needs_logits
         self.needs_logits = self.records = True
-        self._records: list[tuple[int, Read, Read]] = []
+        self._records: list[tuple[int, Read, int]] = []
+        self._early: dict[int, tuple[Read, int]] = {}
+
+    @classmethod
+    def look_ahead_rows(
+        cls, rows: Sequence[tuple[TextSequence, int]], forest: Forest, outputs: Any
+    ) -> list[EarlyTokens]:
+        """See `Sampler`. On a device log-probabilities are computed early too, if there is one pass."""
+        early = super().look_ahead_rows(rows, forest, outputs)
+        passes = {id(outputs[row].whole) for _, row in rows}
+        on_device = len(passes) == 1 and not outputs[rows[0][1]].logits.is_cpu
+        packed = log_early(rows, forest, outputs) if on_device else {}
+        for sequence, row in rows:
+            first, end = forest.firsts[row : row + 2].tolist()
+            nodes = {node - first: packed[node] for node in range(first, end) if node in packed}
+            cast(LogprobSampler, sequence.sampler)._early = nodes
+        return early
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """Select the token after `node` of the text `sequence`."""
         token = super().select(sequence, outputs, node) if self._selects else int(outputs.predictions[node])
-        logprobs = outputs.logits_after(node)[0].log_softmax(-1)
-        values, ids = logprobs.topk(min(self._top, len(logprobs)))
-        bits = torch.cat([logprobs[token : token + 1], values]).view(torch.int32)
-        download = outputs.downloads.add  # one copy to the host for all rows of the step
-        self._records.append((token, download(bits), download(ids.int())))
+        read, place = self._early.get(node, (None, 0))
+        if read is None or read()[place, 0] != token:
+            logits = outputs.logits_after(node)
+            packed = packed_logprobs(logits, upload(logits.device, np.array([token]))[0], self.top)
+            read, place = outputs.downloads.add(packed), 0  # one copy to the host for all rows of the step
+        self._records.append((token, read, place))
         return token
 
     def take(self) -> list[TokenEvent]:
@@ -121,9 +143,11 @@ class LogprobSampler(TextSampler):
         records = self._records
         self._records = []
         events = []
-        for token, bits, ids in records:
-            selected, *values = bits().view(np.float32).tolist()
-            events.append(TokenEvent(token, selected, tuple(zip(ids().tolist(), values, strict=True))))
+        for token, read, place in records:
+            packed = read()[place]
+            count = len(packed) // 2 + 1
+            top = zip(packed[2:count].tolist(), packed[count:].view(np.float32).tolist(), strict=True)
+            events.append(TokenEvent(token, float(packed[1:2].view(np.float32)[0]), tuple(islice(top, self.top))))
         return events
 
 

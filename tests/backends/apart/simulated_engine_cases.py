@@ -157,6 +157,19 @@ def test_rows_whose_processors_use_the_text_wait_once(
     events_of_four_steps(device, demo_model, demo_prompt, LookaheadConfig(preset="autoregressive"), options)
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_drafts_of_rows_with_a_repetition_penalty_wait_once(
+    samples: bool, device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
+    """All rows take one set of operations and two copies more."""
+    options = {**OPTIONS, "repetition_penalty": 1.05}
+    options |= {"do_sample": True, "temperature": 0.5, "top_p": 0.9} if samples else GREEDY
+    config = LookaheadConfig(memory="process", step_budget=32)
+    events = events_of_four_steps(device, demo_model, demo_prompt, config, options)
+    assert sum(event.kind == OPERATION and not event.in_model for event in events) <= 4 * 50
+    assert sum(event.kind == PINNED for event in events) <= 4 * 4
+
+
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, []))
 @pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
@@ -412,23 +425,36 @@ def test_random_requests_with_common_beginnings_in_a_small_memory(seed: int, dev
     assert not pool.uses.any()
 
 
+@pytest.mark.parametrize("how", [GREEDY, {**SAMPLED, "repetition_penalty": 1.2}])
 def test_log_probabilities_take_no_further_wait(
-    device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
+    how: dict[str, Any], device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
-    engine = Engine(there, EIGHT, max_rows=2)
-    options = {**OPTIONS, **GREEDY}
-    handles = [engine.submit(demo_prompt[:, :100].to("cuda"), logprobs=count, **options) for count in (3, 12)]
+    prompts = [demo_prompt[:, : 100 - row] for row in range(2)]
+    options = {**OPTIONS, **how}
+    engine = Engine(shared_on_cuda(demo_model), LookaheadConfig(memory="request", step_budget=16), max_rows=2)
+    counts = (3, 12)
+    handles = [
+        engine.submit(ids.to("cuda"), seed=row, logprobs=count, **options)
+        for row, (ids, count) in enumerate(zip(prompts, counts, strict=True))
+    ]
     engine.step()
     steps: list[list[Event]] = []
     device.take()
     while engine.step() == 2:
         steps.append(device.take())
     engine.run()
-    waits = [sum(event.kind == WAIT for event in events) for events in steps]
-    assert max(waits) <= 2
-    for handle, count in zip(handles, (3, 12), strict=True):
-        assert handle.tokens == new_tokens(demo_model, demo_prompt[:, :100], **options)
-        assert all(len(event.top) == count for event in handle.events())
+    assert {sum(event.kind == WAIT for event in events) for events in steps} == {1}
+    for row, (ids, handle, count) in enumerate(zip(prompts, handles, counts, strict=True)):
+        assert handle.tokens == new_tokens(demo_model, ids, row, **options)
+        with without_simulation(), torch.no_grad():
+            logits = demo_model(torch.cat([ids, torch.tensor([handle.tokens])], dim=1)).logits[0, ids.shape[1] - 1 :]
+            expected = logits.log_softmax(-1)
+        for event, logprobs in zip(handle.events(), expected, strict=False):
+            assert event.logprob == pytest.approx(float(logprobs[event.token]), abs=1e-3)
+            assert [value for _, value in event.top] == pytest.approx(logprobs.topk(count).values.tolist(), abs=1e-3)
+            assert [float(logprobs[token]) for token, _ in event.top] == pytest.approx(
+                logprobs.topk(count).values.tolist(), abs=1e-3
+            )
 
 
 @pytest.mark.exact

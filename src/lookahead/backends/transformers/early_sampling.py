@@ -1,8 +1,9 @@
 """Selection of tokens for all texts of a step together, before their walks.
 
 Noise depends only on the index in the text. Unless a processor uses the text, the token after a node therefore depends
-only on its depth and logits. On CUDA tokens are selected after all nodes, so that the host does not wait for each; if a
-processor of transformers uses the text, after roots. On a CPU they are selected after the roots of several texts.
+only on its depth and logits. On CUDA tokens are selected after all nodes, so that the host does not wait for each; if
+processors of transformers use more of the text than its tokens, after roots. On a CPU they are selected after the roots
+of several texts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.results import EarlyTokens
 
 Members = list[tuple[Any, int]]
-"""Samplers (`TextSampler`) with equal processors, and their rows in the forest, ascending."""
+"""Texts (`TextSequence`) whose samplers have equal processors, and their rows in the forest, ascending."""
+
+MAX_TOKENS = 1 << 21
+"""Largest number of tokens of the texts before all nodes of a step, if processors use them."""
 
 
 class Foreseen(NamedTuple):
@@ -30,7 +34,8 @@ class Foreseen(NamedTuple):
     Attributes:
         nodes: Nodes of the tree, ascending.
         first: Index of the token after the first node in the result of `read`.
-        read: Returns the tokens of several texts; -1 for invalid probabilities.
+        tokens: Tokens of several texts on the device; -1 for invalid probabilities.
+        read: Returns them.
         row: Row of the first node in the other fields.
         scores: `[rows, vocabulary]`.
         probabilities: `[rows, vocabulary]`; the scores in greedy decoding.
@@ -38,6 +43,7 @@ class Foreseen(NamedTuple):
 
     nodes: list[int]
     first: int
+    tokens: torch.Tensor
     read: Read
     row: int
     scores: torch.Tensor
@@ -54,20 +60,21 @@ def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) 
         whole = outputs[row].whole
         if not sampler.selects or whole.logits.device != sequence.device:
             continue
-        if sampler.ignores_text:
+        if sampler.ignores_text or (sampler.alike and not whole.logits.is_cpu and _texts_fit(sequence, forest)):
             key = sampler.alike, sampler.samples, id(whole)
-            groups.setdefault(key, (whole, []))[1].append((sampler, row))
+            groups.setdefault(key, (whole, []))[1].append((sequence, row))
         elif sampler.is_pure and not whole.logits.is_cpu:
             readers.setdefault(id(whole), (whole, []))[1].append((sequence, row))
     early = []
     for whole, members in groups.values():
-        if whole.logits.is_cpu and (len(members) == 1 or not members[0][0].is_alike_together(whole.logits.shape[-1])):
+        sampler = members[0][0].sampler
+        if whole.logits.is_cpu and (len(members) == 1 or not sampler.is_alike_together(whole.logits.shape[-1])):
             continue
         try:
             early.append(_sample(members, forest, outputs.logit_rows, whole))
         except Exception:  # the walk of the affected row raises it again
-            for sampler, _ in members:
-                sampler.foreseen = None
+            for sequence, _ in members:
+                sequence.sampler.foreseen = None
     for whole, texts in readers.values():
         with suppress(Exception):  # as above
             early.append(_after_roots(texts, forest, outputs, whole))
@@ -84,14 +91,15 @@ def _after_roots(texts: Sequence[tuple[Any, int]], forest: Forest, outputs: Any,
         noise = sampler.look_ahead(1, probabilities)
         if noise or not sampler.samples:  # else there is no memory for it
             chosen.append((sampler, row, scores, probabilities, selected(probabilities, noise[0] if noise else None)))
-    read = whole.downloads.add(torch.cat([tokens for *_, tokens in chosen]).int())
+    together = torch.cat([tokens for *_, tokens in chosen]).int()
+    read = whole.downloads.add(together)
     known = []
     nodes = []
     for index, (sampler, row, scores, probabilities, _) in enumerate(chosen):
         root = int(forest.roots[row])
         nodes.append(int(forest.firsts[row]) + root)
         sampler.like = probabilities
-        sampler.foreseen = Foreseen([root], index, read, 0, scores, probabilities)
+        sampler.foreseen = Foreseen([root], index, together, read, 0, scores, probabilities)
         if root + 1 == forest.counts[row] and not sampler.records:
             known.append(row)
     return EarlyTokens(known, np.array(nodes), read)
@@ -118,6 +126,7 @@ class _Reach(NamedTuple):
 def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) -> EarlyTokens:
     """Select tokens after nodes of texts with equal processors, from the logits of one pass."""
     logits = whole.logits
+    sampler = members[0][0].sampler
     rows = np.array([row for _, row in members])
     reach = _reach(rows, forest, only_roots=logits.is_cpu)
     reached = np.bincount(reach.members, minlength=len(members))
@@ -125,17 +134,20 @@ def _sample(members: Members, forest: Forest, logit_rows: Integers, whole: Any) 
     reach, noise, noise_rows = _noise(members, reach, logits)
     counts = np.bincount(reach.members, minlength=len(members))
     read_rows, noise_index = upload(logits.device, np.stack([logit_rows[reach.nodes], noise_rows]))[0]
-    scores = members[0][0].process(None, logits.index_select(0, read_rows).float())
+    texts = None if sampler.ignores_text else _texts(members, reach, forest, logits.device)
+    scores = sampler.process(texts, logits.index_select(0, read_rows).float())
     probabilities = scores if noise is None else torch.nn.functional.softmax(scores, dim=-1)
     if noise is not None and (len(noise) != len(noise_rows) or (noise_rows != np.arange(len(noise))).any()):
         noise = noise.index_select(0, noise_index)
-    read = whole.downloads.add(selected(probabilities, noise).int())
+    tokens = selected(probabilities, noise).int()
+    read = whole.downloads.add(tokens)
     nodes = (reach.nodes - forest.firsts[rows][reach.members]).tolist()
     first = 0
     known = []
-    for (sampler, row), count, is_whole in zip(members, counts.tolist(), counts == reached, strict=True):
+    for (sequence, row), count, is_whole in zip(members, counts.tolist(), counts == reached, strict=True):
+        sampler = sequence.sampler
         sampler.like = probabilities[:1]
-        sampler.foreseen = Foreseen(nodes[first : first + count], first, read, first, scores, probabilities)
+        sampler.foreseen = Foreseen(nodes[first : first + count], first, tokens, read, first, scores, probabilities)
         first += count
         if is_whole and not sampler.records:
             known.append(row)
@@ -163,16 +175,86 @@ def _noise(members: Members, reach: _Reach, logits: torch.Tensor) -> tuple[_Reac
     rank = np.arange(len(reach.nodes)) - (counts.cumsum() - counts)[reach.members]
     limit = 1 if logits.is_cpu else max(MAX_BYTES // (4 * logits.shape[-1]), 1)
     reach = reach.where(rank < limit)
-    if not members[0][0].samples:
+    if not members[0][0].sampler.samples:
         return reach, None, np.zeros_like(reach.nodes)
     deepest = np.zeros(len(members), dtype=np.int64)
     np.maximum.at(deepest, reach.members, reach.levels)
     like = logits.new_empty((1, logits.shape[-1]), dtype=torch.float32)
-    drawn = [sampler.look_ahead(deep + 1, like) for (sampler, _), deep in zip(members, deepest.tolist(), strict=True)]
+    depths = zip(members, deepest.tolist(), strict=True)
+    drawn = [sequence.sampler.look_ahead(deep + 1, like) for (sequence, _), deep in depths]
     sizes = np.array([len(noise) for noise in drawn])
     reach = reach.where(reach.levels < sizes[reach.members])
     noise_rows = (sizes.cumsum() - sizes)[reach.members] + reach.levels
     return reach, torch.cat([noise for some in drawn for noise in some]), noise_rows
+
+
+def _texts_fit(sequence: Any, forest: Forest) -> bool:
+    """Return whether the texts before all nodes are short enough, and on the host."""
+    tokens = len(sequence.tokens)
+    return tokens == sequence.length and len(forest.tokens) * (tokens + len(forest.tokens)) <= MAX_TOKENS
+
+
+def _texts(members: Members, reach: _Reach, forest: Forest, device: torch.device) -> torch.Tensor:
+    """Return the texts with each node, `[nodes, tokens]`, filled up with their last token."""
+    lengths = [len(sequence.tokens) for sequence, _ in members]
+    texts = np.empty((len(reach.nodes), max(lengths) + int(reach.levels.max())), dtype=np.int32)
+    places: dict[int, int] = {}
+    for place, (node, member, level) in enumerate(zip(*(values.tolist() for values in reach), strict=True)):
+        sequence, row = members[member]
+        places[node] = place
+        end = lengths[member] + level
+        if level:
+            texts[place] = texts[places[int(forest.firsts[row] + forest.parents[node])]]
+        else:
+            texts[place, :end] = sequence.on_host
+        texts[place, end - 1 :] = forest.tokens[node]
+    return upload(device, texts)[0].long()
+
+
+def log_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) -> dict[int, tuple[Read, int]]:
+    """Compute log-probabilities after nodes on a device, before the host waits for the results of the step.
+
+    Args:
+        rows: Texts with samplers that record them (`LogprobSampler`), of one pass, and their rows in the forest.
+        forest: The trees of the step.
+        outputs: Results of the pass.
+
+    Returns:
+        By node of the forest: a function that reads the result of `packed_logprobs`, and the row there.
+    """
+    whole = outputs[rows[0][1]].whole
+    reach = _reach(np.array([row for _, row in rows]), forest, only_roots=False)
+    reach = reach.where(outputs.logit_rows[reach.nodes] >= 0)
+    if len(reach.nodes) * whole.logits.shape[-1] > MAX_BYTES:
+        reach = reach.where(reach.levels == 0)
+    places = {node: place for place, node in enumerate(reach.nodes.tolist())}
+    (read_rows,) = upload(whole.logits.device, outputs.logit_rows[reach.nodes])
+    logits = whole.logits.index_select(0, read_rows).float()
+    tokens = logits.argmax(dim=-1)
+    chosen: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+    for sequence, row in rows:
+        if (foreseen := sequence.sampler.foreseen) is not None:
+            nodes = [int(forest.firsts[row]) + node for node in foreseen.nodes]
+            pairs = [(places[node], place) for place, node in enumerate(nodes, foreseen.first) if node in places]
+            chosen.setdefault(id(foreseen.tokens), (foreseen.tokens, []))[1].extend(pairs)
+    for selected_tokens, pairs in chosen.values():
+        targets, sources = upload(logits.device, np.array(pairs).T.copy())[0]
+        tokens.index_copy_(0, targets, selected_tokens.index_select(0, sources).long())
+    read = whole.downloads.add(packed_logprobs(logits, tokens, max(sequence.sampler.top for sequence, _ in rows)))
+    return {node: (read, place) for node, place in places.items()}
+
+
+def packed_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+    """Return tokens and log-probabilities in int32 `[rows, 2 + 2 * top]`.
+
+    A token and the bits of its log-probability, then the likeliest tokens and the bits of theirs. A token of -1, for
+    invalid probabilities, has the log-probability of token 0.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(top, logits.shape[-1]), dim=-1)
+    own = logprobs.gather(1, tokens.clamp(min=0)[:, None])
+    parts = (tokens[:, None].int(), own.view(torch.int32), ids.int(), values.view(torch.int32))
+    return torch.cat(parts, dim=-1)
 
 
 def selected(probabilities: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processing
 
@@ -56,6 +57,8 @@ class TextSequence(SequenceState):
         self.device = prompt.device
         self._ids = prompt
         self._written = prompt.shape[1]
+        self._here = np.empty(0, dtype=np.int32)
+        self._copied = 0
 
     @property
     def length(self) -> int:
@@ -74,6 +77,16 @@ class TextSequence(SequenceState):
             self._written = self.length
         return self._ids[:, : self.length]
 
+    @property
+    def on_host(self) -> NDArray[np.int32]:
+        """Text so far without padding, `[tokens]`; a view, valid until the next token."""
+        count = len(self.tokens)
+        if count > len(self._here):
+            self._here = np.resize(self._here, count + 256)
+        self._here[self._copied : count] = self.tokens[self._copied :]
+        self._copied = count
+        return self._here[:count]
+
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits processor: maps a text `[1, tokens]` and scores `[1, vocabulary]` to scores."""
@@ -87,9 +100,13 @@ IGNORE_TEXT = (
 """Processors that treat each row of scores separately, and ignore the text."""
 
 
+_READ_TOKENS = (processing.RepetitionPenaltyLogitsProcessor,)
+"""Processors that use the tokens of the text, and not their order and number."""
+
 _PURE = (
     *IGNORE_TEXT,
-    *(processing.RepetitionPenaltyLogitsProcessor, processing.NoRepeatNGramLogitsProcessor),
+    *_READ_TOKENS,
+    processing.NoRepeatNGramLogitsProcessor,
     *(processing.MinLengthLogitsProcessor, processing.MinNewTokensLengthLogitsProcessor),
     *(processing.SequenceBiasLogitsProcessor, processing.NoBadWordsLogitsProcessor),
     *(processing.ForcedBOSTokenLogitsProcessor, processing.ForcedEOSTokenLogitsProcessor),
@@ -116,7 +133,9 @@ class TextSampler:
         samples: Whether tokens are sampled.
         needs_logits: Whether selection needs more than the likeliest token of the raw logits.
         records: Whether something is recorded with each token, so that `select` must be called for it.
-        alike: Key of the processors if they ignore the text; texts with equal keys are sampled together. Else empty.
+        ignores_text: Whether no processor uses the text.
+        alike: Key of the processors if they use at most the tokens of the text, in any order and number; texts with
+            equal keys are sampled together. Else empty.
         foreseen: Tokens that were selected before the walk.
         like: A row of probabilities, `[1, vocabulary]`; `None` before the first sampled token.
     """
@@ -131,8 +150,9 @@ class TextSampler:
         selector: Any = None,
     ) -> None:
         self._processors = _listed(processor)
-        ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
-        self.alike = repr(_setting(self._processors)) if ignores_text else ""
+        kinds = set(map(type, self._processors))
+        self.ignores_text = kinds <= {*IGNORE_TEXT}
+        self.alike = repr(_setting(self._processors)) if kinds <= {*IGNORE_TEXT, *_READ_TOKENS} else ""
         self._noise = noise
         self._row = row
         self._selector = selector
@@ -148,11 +168,6 @@ class TextSampler:
     def _temperature(self) -> float:
         warpers = [member for member in self._processors if isinstance(member, processing.TemperatureLogitsWarper)]
         return float(warpers[0].temperature) if warpers else 1.0
-
-    @cached_property
-    def ignores_text(self) -> bool:
-        """Whether no processor uses the text."""
-        return bool(self.alike)
 
     @cached_property
     def is_pure(self) -> bool:
