@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lookahead.backends.transformers import row_pool
 from lookahead.backends.transformers.row_pool import LayerShape, RowPool
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
 
@@ -153,13 +155,14 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def test_static_buffers_grow_one_after_another() -> None:
+def test_static_buffers_grow_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of eight pieces is there twice at most; without memory the capacity stays, and what moved stays right."""
     shape = LayerShape(2, 3, 3, torch.float32)
     token = 2 * 3 * 4  # bytes of keys of a layer
     total = 8 * token  # of 4 layers
+    monkeypatch.setattr(row_pool, "PIECE", 20 * token)
     with _Allocations(limit=200 * total) as allocations:
-        cache = RowPool([shape] * 4, 12, 4, torch.device("cpu"), piece=20 * token)
+        cache = RowPool([shape] * 4, 12, 4, torch.device("cpu"))
         for layer in range(4):
             with cache.written_at(torch.arange(2)):
                 cache.update(states([[layer, 7]]), -states([[layer, 7]]), layer)

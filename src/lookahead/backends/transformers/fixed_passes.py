@@ -56,25 +56,8 @@ Pass = Callable[[], Outputs]
 """Function that computes on tensors with fixed addresses, and returns its result tensors."""
 
 
-def run_pass(model: PreTrainedModel, cache: RowPool, inputs: Any, top_k: int) -> Outputs:
-    """Run a pass with fixed shapes, without reading contents of tensors.
-
-    Args:
-        model: The model.
-        cache: Its cache, with `columns` set.
-        inputs: Object with `columns` and `arguments`, as `PooledInputs`.
-        top_k: Number of likeliest tokens to list.
-
-    Returns:
-        Logits `[nodes, vocabulary]`, and the result of `pack_likeliest`.
-    """
-    arguments = inputs.arguments(model, cache)
-    logits = model(**arguments, **{cache_name(model): cache}, use_cache=True, return_dict=True).logits.flatten(0, 1)
-    return logits, pack_likeliest(logits, top_k)
-
-
 class FixedPasses:
-    """Passes of fixed sizes, each recorded on first use if the device benefits.
+    """Passes of fixed sizes, each recorded on first use if the device benefits. They read no contents of tensors.
 
     There is one pass for each number of nodes. A pass with more listed tokens replaces one with too few. It has no
     reference to the model.
@@ -90,7 +73,6 @@ class FixedPasses:
         cache: The argument `cache`.
         clock: The argument `clock`.
         inputs: Inputs of each size so far.
-        pays: Whether a recording would pay. Otherwise new passes run unrecorded.
         recorded: Number, time and memory of recorded passes.
         sizes: Largest numbers of texts of a pass, of pages of a text, and of nodes of a tree in parts.
         made_for: Setting of the model at creation.
@@ -100,12 +82,10 @@ class FixedPasses:
         self, model: PreTrainedModel, cache: RowPool, clock: PausingClock, lists: int = 0, is_trial: bool = False
     ) -> None:
         self._model = weakref.ref(model)
-        self._device = model.device
         self.cache = cache
         self.clock = clock
         self._lists = lists
         self._is_trial = is_trial
-        self.pays = True
         self.recorded = Recorded()
         self.sizes = 0, 0, 0
         self.made_for: Setting = ()
@@ -118,27 +98,28 @@ class FixedPasses:
             self._setting = setting
             self._passes: dict[int, tuple[int, Pass]] = {}  # number of listed tokens, and the pass
             self.inputs: dict[int, Any] = {}
-            self._recorder = recorder_for(self._device)
+            self._recorder = recorder_for(self.cache.device)
 
     def has(self, size: int, top_k: int) -> bool:
         """Return whether there is a pass of `size` nodes that lists at least `top_k` tokens."""
         return size in self._passes and self._passes[size][0] >= top_k
 
     def run(self, size: int, top_k: int, make: Callable[[int], Any], *contents: Any) -> Outputs:
-        """Run a pass of `size` nodes that lists at least `top_k` tokens; see `run_pass`.
+        """Run a pass of `size` nodes that lists at least `top_k` tokens.
 
         Args:
             size: Number of nodes.
             top_k: Smallest number of listed tokens.
             make: Makes the inputs for a new size.
             *contents: Arguments of their method `stage`.
+
+        Returns:
+            Logits `[nodes, vocabulary]`, and the result of `pack_likeliest`.
         """
         if size not in self.inputs:
             self.inputs[size] = make(size)
         self.inputs[size].stage(*contents)
         if not self.has(size, top_k):
-            if not self.pays:
-                return self._work(self.inputs[size], top_k)()
             start = perf_counter()
             free = self._free
             lists = max(top_k, self._lists)
@@ -175,13 +156,15 @@ class FixedPasses:
             model = reference()
             assert model is not None, "the caller of a step has a reference to the model"
             with cache.written_at(inputs.columns.long()):
-                return run_pass(model, cache, inputs, top_k)
+                arguments = inputs.arguments(model, cache) | {cache_name(model): cache}
+                logits = model(**arguments, use_cache=True, return_dict=True).logits.flatten(0, 1)
+            return logits, pack_likeliest(logits, top_k)
 
         return work
 
     @property
     def _free(self) -> int:
-        return free_bytes(self._device) if self._device.type == "cuda" else 0
+        return free_bytes(self.cache.device) if self.cache.device.type == "cuda" else 0
 
 
 def recorder_for(device: torch.device) -> Callable[[Pass], Pass] | None:

@@ -65,7 +65,7 @@ class PooledInputs:
         mask = (nodes, packed_width(max(nodes, largest)))
         shapes = [(1, nodes), (1, nodes), (nodes,), (reads,), (texts + 2,), (texts + 1, width)]
         shapes += [mask] * len(masks.kinds)
-        self._staged = Staged(pool.buffers[0].device, shapes)
+        self._staged = Staged(pool.device, shapes)
         self._masks = masks
         self.nodes = nodes
         self.columns = self._staged.there[2]
@@ -152,9 +152,9 @@ class PooledRunner(ModelRunner):
         super().__init__(model, positions_end=positions_end)
         self._shapes = tuple(shapes)
         self._new_passes = partial(FixedPasses, model, clock=clock, is_trial=is_trial)
-        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self.engine = "static" if records else "dynamic"
-        self._prompt_sizes = PROMPT_SIZES if records and self._keeps_logits and not is_trial else ()
+        keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self._prompt_sizes = PROMPT_SIZES if records and keeps_logits and not is_trial else ()
         self._last: int | None = None
         self.packed = True
         self._numbers: Integers = np.empty(0, dtype=np.int64)  # of the rows of the pass
@@ -202,22 +202,24 @@ class PooledRunner(ModelRunner):
         self._prompt_sizes = ()
         self._drafted = nodes
         self.packed = rows > 1
-        self._chunk = FIXED_ROWS if self.is_invariant else LONGEST_DRAFTED_PREFILL
         self._fit(rows, tokens // PAGE)
         self.rows = [self.new_row() for _ in range(rows)]
 
     def end_call(self) -> FixedPasses:
         """Free the rows of a call, and return its passes."""
         for row in self.rows:
-            row.crop(0)
+            self._pool.shorten(row.number, 0)
         return self.passes
 
     def _open(self, passes: FixedPasses, rows: int, nodes: int) -> None:
-        self._pool = passes.cache
         self.passes = passes
         self.recorded = passes.recorded
         sizes = (FIXED_ROWS,) if self.is_invariant else pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED)))
         self.pass_sizes = sizes if self.engine == "static" else ()
+
+    @property
+    def _pool(self) -> RowPool:
+        return self.passes.cache
 
     @property
     def texts(self) -> list[Row]:
@@ -265,9 +267,9 @@ class PooledRunner(ModelRunner):
             size = next((size for size in self._prompt_sizes if size >= nodes), None)
         pool.reserve(self._numbers, plan.lengths + forest.counts)
         self._fit(len(self.rows), int(pool.page_counts[self._numbers].max()), nodes if parts > 1 else 0)
-        if size is None:
+        pays = self._last is None or self._last - int(plan.lengths.max()) >= PAYS_FROM
+        if size is None or not (pays or passes.has(size, top_k)):
             return super()._pass(places, forest, top_k)
-        passes.pays = self._last is None or self._last - int(plan.lengths.max()) >= PAYS_FROM
         run = partial(passes.run, size, top_k, self._new_inputs, pool, self._numbers, plan)
         if parts == 1:
             logits, listed = run()
@@ -307,7 +309,7 @@ class PooledRunner(ModelRunner):
         keep = plan.forest.read_slots
         with pool.written_at(staged.columns.long()):
             arguments = staged.arguments(self.model, pool)
-            if self._keeps_logits:
+            if "logits_to_keep" in forward_arguments(self.model):
                 arguments["logits_to_keep"] = upload(self._device, keep)[0]
             inputs = Inputs(arguments.pop("input_ids"), arguments.pop("position_ids"), keep, arguments=arguments)
             return self._call(self.model, inputs, {self._cache_name: pool}).logits, inputs
@@ -315,7 +317,8 @@ class PooledRunner(ModelRunner):
     def _prefill_size(self, texts: int) -> int | None:
         # A mask has a column for each token of all rows, but the beginning of a single text needs none.
         needs_mask = texts > 1 or self.is_invariant or self.rows[0].length > 0
-        return max((self._chunk or 1) // texts, 1) if needs_mask else None
+        chunk = FIXED_ROWS if self.is_invariant else LONGEST_DRAFTED_PREFILL
+        return max(chunk // texts, 1) if needs_mask else None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""

@@ -10,7 +10,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import TextRow
@@ -40,7 +39,7 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
 
 
 PIECE = 2 << 30
-"""Bytes of a buffer. A copy within a larger one takes several kernels in any case, as indices have 32 bits."""
+"""Bytes of a buffer of several layers. A copy within a larger one takes several kernels, as indices have 32 bits."""
 
 
 def _without_first(buffers: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
@@ -66,15 +65,15 @@ class RowPool(Cache):  # type: ignore[misc]
         block: Tokens of a page.
         device: Device of the memory.
         is_slice: Whether there is only one text, which has all pages but the first in order: layers see only its part.
-        piece: Bytes of a buffer that has several layers.
 
     Attributes:
-        block, is_slice: The arguments.
+        block, device, is_slice: The arguments.
         columns: Columns of the nodes of the pass, `[nodes]` int64 on the device; `None` between passes.
         capacity: Columns of each buffer.
         buffers: All memory for states.
         moves: Number of buffers that were allocated; their addresses change with it.
         free: Free pages.
+        numbers: Numbers of no text.
         uses: Number of texts that hold each page, `[pages]`.
         text_lengths: Tokens of each text, `[texts]`.
         page_counts: Number of pages of each text, `[texts]`.
@@ -82,13 +81,7 @@ class RowPool(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape | None],
-        tokens: int,
-        block: int,
-        device: torch.device,
-        is_slice: bool = False,
-        piece: int = PIECE,
+        self, shapes: Sequence[LayerShape | None], tokens: int, block: int, device: torch.device, is_slice: bool = False
     ) -> None:
         super().__init__(layers=[TreeLayer() for _ in shapes])
         self.block = block
@@ -96,8 +89,7 @@ class RowPool(Cache):  # type: ignore[misc]
         self.columns: torch.Tensor | None = None
         self.buffers: list[torch.Tensor] = []
         self.capacity = self.moves = 0
-        self._device = device
-        self._piece = piece
+        self.device = device
         states: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for layer, shape in zip(self.layers, shapes, strict=True):
             if shape is not None:
@@ -111,7 +103,7 @@ class RowPool(Cache):  # type: ignore[misc]
         self.uses = np.zeros(pages, dtype=np.int64)
         self.text_lengths, self.page_counts = np.zeros((2, 0), dtype=np.int64)
         self.page_table = np.zeros((0, 1), dtype=np.int32)
-        self._numbers: list[int] = []  # of no text
+        self.numbers: list[int] = []
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of `capacity` columns, one after another: only one of them takes memory twice.
@@ -130,11 +122,11 @@ class RowPool(Cache):  # type: ignore[misc]
             while rest:
                 heads, size, dtype = kind = rest[0][0]
                 shape = 1, heads, capacity, size
-                count = max(self._piece // (math.prod(shape) * dtype.itemsize), 1)
+                count = max(PIECE // (math.prod(shape) * dtype.itemsize), 1)
                 owners = [owner for owner in rest[:count] if owner[0] == kind]
                 rest = rest[len(owners) :]
                 # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-                buffer = torch.zeros((len(owners), *shape), dtype=dtype, device=self._device)
+                buffer = torch.zeros((len(owners), *shape), dtype=dtype, device=self.device)
                 for states, (_, layer, name) in zip(buffer, owners, strict=True):
                     if columns:
                         states[:, :, :columns] = getattr(layer, name)[:, :, :columns]
@@ -180,27 +172,22 @@ class RowPool(Cache):  # type: ignore[misc]
 
     def move(self, sources: Integers, targets: Integers) -> None:
         """Copy states between columns."""
-        source, target = upload(self._device, np.stack([sources, targets]))[0]
+        source, target = upload(self.device, np.stack([sources, targets]))[0]
         for buffer in self.buffers:
             buffer[:, 0, :, target] = buffer[:, 0, :, source]
 
     def add_text(self) -> int:
         """Add an empty text, and return its number."""
-        if not self._numbers:
+        if not self.numbers:
             before = len(self.text_lengths)
             more = max(before, 8)
             self.text_lengths = np.append(self.text_lengths, np.zeros(more, dtype=np.int64))
             self.page_counts = np.append(self.page_counts, np.zeros(more, dtype=np.int64))
             self.page_table = np.pad(self.page_table, ((0, more), (0, 0)))
-            self._numbers = list(range(before + more - 1, before - 1, -1))
-        number = self._numbers.pop()
+            self.numbers = list(range(before + more - 1, before - 1, -1))
+        number = self.numbers.pop()
         self.text_lengths[number] = self.page_counts[number] = 0
         return number
-
-    def remove_text(self, number: int) -> None:
-        """Free the number of a text, and the pages that no other text holds."""
-        self.shorten(number, 0)
-        self._numbers.append(number)
 
     def begin(self, number: int, source: int, tokens: int) -> None:
         """Begin an empty text with the first tokens of another one.
@@ -224,15 +211,12 @@ class RowPool(Cache):  # type: ignore[misc]
         whole = tokens // self.block
         if tokens % self.block and self.uses[self.page_table[number, whole]] > 1:
             tokens = whole * self.block
-        pages = -(-tokens // self.block)
-        self._release(self.page_table[number, pages : self.page_counts[number]])
-        self.page_counts[number] = pages
-        self.text_lengths[number] = tokens
-
-    def _release(self, pages: NDArray[np.int32]) -> None:
-        """Let a text give up pages."""
+        count = -(-tokens // self.block)
+        pages = self.page_table[number, count : self.page_counts[number]]
         self.uses[pages] -= 1
         self.free += pages[self.uses[pages] == 0][::-1].tolist()  # pages of a single text stay in order
+        self.page_counts[number] = count
+        self.text_lengths[number] = tokens
 
     def shared(self, numbers: Integers, with_others: bool) -> int:
         """Return the number of repeated pages of some texts; see `Runner.shared_tokens`."""
@@ -293,7 +277,8 @@ class PooledRow(TextRow):
         self.number = pool.add_text()
 
     def __del__(self) -> None:
-        self._pool.remove_text(self.number)
+        self._pool.shorten(self.number, 0)
+        self._pool.numbers.append(self.number)
 
     @property
     def length(self) -> int:
@@ -342,4 +327,4 @@ class PooledRow(TextRow):
     def _columns(self, tokens: int) -> torch.Tensor:
         """Return the columns of the first tokens."""
         columns = self._pool.columns_of(self.number, np.arange(tokens))
-        return upload(self._pool.buffers[0].device, columns)[0]
+        return upload(self._pool.device, columns)[0]
