@@ -362,6 +362,7 @@ def text_rows(options: Options, name: str) -> Iterator[Row]:
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Yield the rows of a unit; an error becomes a row, so that later units still run."""
     gc.collect()  # engines of earlier units
+    torch.cuda.empty_cache()  # servers are other processes
     try:
         yield from work()
     except Exception as error:

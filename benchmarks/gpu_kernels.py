@@ -19,6 +19,7 @@ from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.machine import Staged
 from lookahead.bench.rows import Row
 from lookahead.bench.tuning import seconds_of
+from lookahead.core.tree_masks import MaskedTrees, packed_width, write_masks
 
 HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
 """Numbers of query heads and key heads, and head size, for the tests of the attention kernel."""
@@ -41,7 +42,7 @@ def microseconds(work: Callable[[], object], device: str) -> float:
     if place.type == "cpu":
         return 1e6 * min(seconds_of(place, work) for _ in range(3))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(TIMES):
             work()
     graph.replay()
@@ -122,7 +123,7 @@ def table_rows(work: Callable[[], object], steps: int, about: Row, device: str) 
 def attention_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
     """Yield errors of the attention kernel on chains, and its time beside torch's masked attention."""
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-    from lookahead.backends.transformers.tree_attention.packed_mask import sight, unpack
+    from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 
     for context in (512, 4096, 32768):
         for nodes in (1, 16, 64):
@@ -131,8 +132,11 @@ def attention_rows(device: str, heads: int, groups: int, size: int) -> Iterator[
             query, key, value = (
                 torch.randn(1, count, length, size, device=device, dtype=torch.bfloat16) for count, length in shapes
             )
-            positions = context + np.arange(nodes)[None]
-            mask = torch.from_numpy(sight(np.tri(nodes, dtype=bool)[None], [context], positions).packed()).to(device)
+            chain = np.arange(nodes)
+            trees = MaskedTrees(np.array([0, nodes]), chain - 1, np.array([context]), context + chain)
+            packed = np.zeros((nodes, packed_width(nodes)), dtype=np.int32)
+            write_masks(trees, 0, 0, packed)
+            mask = torch.from_numpy(packed)[None, None].to(device)
             seen = unpack(mask, context + nodes)
             ours = partial(tree_attention, query, key, value, mask, size**-0.5)
             exact = scaled_dot_product_attention(query.float(), key.float(), value.float(), seen, enable_gqa=True)
@@ -150,34 +154,58 @@ def _gate_of_model(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(states) * others
 
 
+def _fused_pairs(device: str, nodes: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Return for each fused kernel its work, and the model's, on random states."""
+    from lookahead.backends.transformers import fused_kernels as fused
+
+    torch.manual_seed(nodes)
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    norm = LlamaRMSNorm(HIDDEN)
+    norm.weight = torch.nn.Parameter(random(HIDDEN))
+    manner = norm.weight, norm.variance_epsilon, True, 0.0
+    states, update = random(2, 1, nodes, HIDDEN)
+    query, key, value = (random(1, nodes, heads, 128).transpose(1, 2) for heads in (32, 8, 8))
+    cos, sin = random(2, 1, nodes, 128)
+    wide, other = random(2, nodes, GATED)
+    caches = torch.zeros(2, 2, 1, 8, 1024, 128, device=device, dtype=torch.bfloat16)
+    columns = torch.arange(512, 512 + nodes, device=device)
+    rotated = torch.empty_like(query)
+
+    def norm_of_sum() -> tuple[torch.Tensor, torch.Tensor]:
+        total = states + update
+        return total, norm(total)
+
+    def written() -> tuple[torch.Tensor, ...]:
+        fused.rotate_into(fused.LateKey(query, key, cos, sin, rotated), value, *caches[0], columns)
+        return rotated, *caches[0]
+
+    def written_by_model() -> tuple[torch.Tensor, ...]:
+        turned, new_key = apply_rotary_pos_emb(query, key, cos, sin)
+        for cache, new in zip(caches[1], (new_key, value), strict=True):
+            cache.index_copy_(2, columns, new)
+        return turned, *caches[1]
+
+    return {
+        "norm": (partial(fused.rms_norm, states, *manner), partial(norm, states)),
+        "norm of a sum": (partial(fused.add_norm, states, update, *manner), norm_of_sum),
+        "rotary embeddings": (
+            partial(fused.rotate, query, key, cos, sin),
+            partial(apply_rotary_pos_emb, query, key, cos, sin),
+        ),
+        "rotary embeddings and cache": (written, written_by_model),
+        "gate": (partial(fused.gate, wide, other), partial(_gate_of_model, wide, other)),
+    }
+
+
+@torch.no_grad()
 def fused_rows(device: str) -> Iterator[Row]:
     """Yield values with other bits than the model's, and times, of the fused kernels for 1 to 256 nodes."""
-    from lookahead.backends.transformers.fused_kernels import gate, rms_norm, rotate
-
-    norm = LlamaRMSNorm(HIDDEN).to(device, torch.bfloat16)
-    with torch.no_grad():
-        norm.weight.normal_()
     for nodes in (1, 16, 64, 256):
-        torch.manual_seed(nodes)
-        random = partial(torch.randn, device=device, dtype=torch.bfloat16)
-        states = random(1, nodes, HIDDEN)
-        query, key = (random(1, nodes, heads, 128).transpose(1, 2) for heads in (32, 8))
-        cos, sin = random(2, 1, nodes, 128)
-        wide, other = random(2, nodes, GATED)
-        pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "norm": (partial(rms_norm, states, norm.weight, norm.variance_epsilon, True, 0.0), partial(norm, states)),
-            "rotary embeddings": (
-                partial(rotate, query, key, cos, sin),
-                partial(apply_rotary_pos_emb, query, key, cos, sin),
-            ),
-            "gate": (partial(gate, wide, other), partial(_gate_of_model, wide, other)),
-        }
-        for name, (ours, theirs) in pairs.items():
-            with torch.no_grad():
-                got, expected = (torch.cat([part.flatten() for part in work()]) for work in (ours, theirs))
-                row: Row = {"kind": "fused", "kernel": name, "nodes": nodes}
-                row |= {"other_bits": int((got != expected).sum()), "values": expected.numel()}
-                yield row | {"us": microseconds(ours, device), "model_us": microseconds(theirs, device)}
+        for name, (ours, theirs) in _fused_pairs(device, nodes).items():
+            got, expected = (torch.cat([part.flatten() for part in work()]) for work in (ours, theirs))
+            row: Row = {"kind": "fused", "kernel": name, "nodes": nodes}
+            row |= {"other_bits": int((got != expected).sum()), "values": expected.numel()}
+            yield row | {"us": microseconds(ours, device), "model_us": microseconds(theirs, device)}
 
 
 def likeliest_rows(device: str) -> Iterator[Row]:

@@ -45,6 +45,8 @@ DRAFTS = {"no drafts": LookaheadConfig(preset="autoregressive"), "auto": Lookahe
 NAMES = {WAIT: "waits", PINNED: "copies", PAGEABLE: "pageable copies", REPLAY: "replays", OPERATION: "launches"}
 STEPS = 12
 """Counted steps of an engine."""
+MEMORY = 1 << 28
+"""Bytes for keys and values of all requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ def engine_row(cases: Sequence[Case], drafts: str, selection: str) -> Iterator[R
     """Yield the counts of an engine's steps after all requests have joined."""
     rows = len(cases)
     with simulated_cuda() as device:
-        engine = Engine(on_cuda(load_model("demo", ends=False)), DRAFTS[drafts], max_rows=rows, prompt_tokens=4096)
+        model = on_cuda(load_model("demo", ends=False))
+        engine = Engine(model, DRAFTS[drafts], max_rows=rows, prompt_tokens=4096, kv_bytes=MEMORY)
         how = {"max_new_tokens": 16 * STEPS, "do_sample": False, **SELECTIONS[selection]}
         handles = [engine.submit(case.prompt, seed=row, **how) for row, case in enumerate(cases)]
         for _ in range(4):
