@@ -44,9 +44,6 @@ from lookahead.drafting.auto.weights import all_weights
 Member = Any
 """A drafter of one text in a batch: an `AutoDrafter`, whose file imports this one."""
 
-_READ_AT_ONCE = 2048
-"""Tokens that are read together in the search for the last different ones of a text."""
-
 _NONE = np.zeros(0, dtype=np.int64)
 _place = attrgetter("place")
 
@@ -167,7 +164,7 @@ class DraftBatch:
             latest: dict[int, None] = {}
             end = len(new) if self.state.settings["explores"] else 0
             while end > len(before) and len(latest) < len(recent):
-                begin = max(end - _READ_AT_ONCE, len(before))
+                begin = max(end - 4 * len(recent), len(before))
                 latest |= dict.fromkeys(new[begin:end][::-1].tolist())
                 end = begin
             count = min(len(latest), len(recent))
