@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead.backends.transformers.attention import tree_attention_forward
@@ -26,6 +26,9 @@ from tree_attention_cases import Step, steps
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes that a program may use, by compute capability. Code for 8.0 also has to run on 8.6 and 8.9, with less than the
 163 KiB of 8.0."""
+
+
+BRANCHES_IN_SHORTEST_WINDOW = Step([[-1, 0, 0, 1, 2]], [6], 0, 1, None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,6 +50,7 @@ def test_masks_of_packed_trees_equal_masks_of_single_trees(step: Step) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(step=steps(max_nodes=70, max_length=90), room=st.integers(0, 40))
+@example(step=BRANCHES_IN_SHORTEST_WINDOW, room=0)
 def test_packed_mask_has_the_visible_keys_of_each_node(step: Step, room: int) -> None:
     packed, keys = step.packed(), step.scratch + step.nodes + room
     assert packed.dtype == torch.int32
@@ -56,6 +60,7 @@ def test_packed_mask_has_the_visible_keys_of_each_node(step: Step, room: int) ->
 
 @settings(max_examples=60, deadline=None)
 @given(step=steps(max_nodes=70, max_length=90), dropped=st.integers(0, 5))
+@example(step=BRANCHES_IN_SHORTEST_WINDOW, dropped=0)
 def test_dense_masks_say_the_same(step: Step, dropped: int) -> None:
     step = replace(step, gap=0)
     dropped = min(dropped, step.scratch)

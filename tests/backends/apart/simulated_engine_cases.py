@@ -371,6 +371,7 @@ def test_rows_with_a_common_beginning_share_its_pages(device: Simulation) -> Non
     texts = [torch.cat([common, torch.tensor([[3 + row % 50, 5, 7 + row // 50]])], dim=1) for row in range(64)]
     handles = [engine.submit(text.to("cuda"), **OPTIONS, **GREEDY) for text in texts]
     engine.step()
+    assert engine.load.running == 64, "pages that will be shared are not reserved twice"
     while len(handles[-1].tokens) < 8:
         engine.step()
     pool = pool_of(engine)
