@@ -285,7 +285,8 @@ class PooledRunner(ModelRunner):
         block = self._pool.block
         most, width, largest = passes.sizes
         if pages > width or not width:
-            width = whole_blocks(rounded(max(pages * block, PROMPT_SIZES[-1])), block) // block  # fits padding
+            tokens = max([pages * block, *self.pass_sizes, *self._prompt_sizes])  # fits padding
+            width = whole_blocks(rounded(tokens), block) // block
         passes.sizes = max(most, texts), width, max(largest, nodes)
         passes.serve((passes.sizes, self._pool.moves))
 
