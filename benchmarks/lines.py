@@ -117,6 +117,17 @@ class Models:
         cases = read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=1024, answer=192)
         return [case for case in cases[1::2] if len(case.answer) > 16]
 
+    @cache  # noqa: B019
+    def extracts(self) -> list[Case]:
+        """Long prompts of recordings; the answer is every third block of 64 tokens."""
+        cases = [case for file in FORCED for case in self.recorded(file) if len(case.prompt) >= 384]
+        return [
+            replace(
+                case, answer=[token for at in range(0, len(case.prompt), 192) for token in case.prompt[at : at + 64]]
+            )
+            for case in cases
+        ]
+
     def _name(self, name: str) -> str:
         return str(self._shared / "models/stories260k") if name == "stories" else name
 
@@ -169,12 +180,18 @@ class Runner:
         seconds = now("cpu") - begin
         return Counts([token for handle in handles for token in handle.tokens], engine.statistics.rows, 0, seconds)
 
-    def replay(self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int) -> Counts:
-        """Draft for a recorded answer from text only; `across` also uses earlier requests of the turn."""
+    def replay(
+        self, nodes: int, chains: bool, across: bool, config: Config, case: Case, turn: int, is_certain: bool = False
+    ) -> Counts:
+        """Draft for a recorded answer from text only; `across` also uses earlier requests of the turn.
+
+        If `is_certain`, also draft from predictions of the answer with probability 1.
+        """
         if across and self._text_memory is None:
             self._text_memory = DraftMemory.of_texts()
         begin = now("cpu")
-        drafter = AutoDrafter(self._text_memory if across else DraftMemory.of_texts(), nodes, chains=chains)
+        memory = DraftMemory() if is_certain else DraftMemory.of_texts()
+        drafter = AutoDrafter(self._text_memory if across else memory, nodes, chains=chains)
         nodes_per_step = play_text(case.prompt, case.answer, drafter).nodes_per_step
         return Counts(case.answer, len(nodes_per_step), sum(nodes_per_step), now("cpu") - begin)
 
@@ -239,6 +256,11 @@ def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     for nodes, chains in ((16, True), (16, False), (64, False)):
         name = f"replay, {'chain' if chains else 'tree'} of {nodes}"
         yield Line(name, cases, len(cases), partial(runner.replay, nodes, chains, False))
+    for nodes in (16, 64):
+        run = partial(runner.replay, nodes, False, False, is_certain=True)
+        yield Line(f"replay, certain predictions, tree of {nodes}", cases, len(cases), run)
+        extracts = models.extracts()
+        yield Line(f"replay of extracts, certain predictions, tree of {nodes}", extracts, len(extracts), run)
     across = partial(runner.replay, 32, False, True)
     yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
     yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))

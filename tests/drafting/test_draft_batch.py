@@ -115,7 +115,7 @@ def test_a_drafter_drafts_and_learns_as_its_batch_does(seed: int, reach: int) ->
 def test_a_ranked_search_finds_the_likeliest_candidates_of_all_texts() -> None:
     model = Model(4)
     texts = Texts(*[[1, 2, 3 + place] for place in range(8)])
-    for _ in range(STEPS // 2):
+    for _ in range(STEPS // 4):
         texts.step(model)
     batch = DraftBatch(texts.batch.memory, 24, places=8)
     for place, text in enumerate(texts.texts):

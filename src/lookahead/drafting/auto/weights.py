@@ -5,7 +5,9 @@ The features x(t) are the log-probability that the memory gives t after the last
 longest context match that t follows (one of eight is 1, the others 0). There is one set of w and b for each length of
 the longest context that the memory knows, so the lengths are blended, not just backed off from.
 
-Both tables were fitted by `tools/fit_weights.py`; its module docstring has the commands.
+Both tables were fitted by `tools/fit_weights.py`; its module docstring has the commands. The weights 10.00 are not
+fitted: texts of the fit hardly copy prompts. A long match must outvote a certain prediction after a few tokens, as
+`docs/decisions.md` measures.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 4 tokens": (3.96, 3.40, 3.30, 2.56, 1.21),
     "match of 6 tokens": (4.25, 3.23, 3.33, 3.47, 1.65),
     "match of 9 tokens": (3.47, 4.94, 4.69, 4.51, 2.20),
-    "match of 16 tokens": (3.05, 5.78, 5.62, 5.73, 3.46),
-    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.14),
-    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.54),
+    "match of 16 tokens": (3.05, 10.00, 10.00, 10.00, 3.46),
+    "match of 24 tokens": (1.43, 10.00, 10.00, 10.00, 4.14),
+    "match of 32 tokens": (6.59, 10.00, 10.00, 10.00, 10.00),
 }
 """Weights for a memory of model predictions: by feature, for each length of the longest known context, 0 to 4."""
 
