@@ -503,10 +503,11 @@ def test_attention_mask_of_another_length_with_padding(llama: PreTrainedModel) -
 
 def test_past_key_values(llama: PreTrainedModel) -> None:
     """Accepted kinds of caches; `test_conformance.py` tests their use."""
-    cache = DynamicCache()
-    expected = llama.generate(PROMPT, **GREEDY)
+    cache, theirs = DynamicCache(), DynamicCache()
+    expected = llama.generate(PROMPT, past_key_values=theirs, **GREEDY)
     assert torch.equal(ours_with(llama, input_ids=PROMPT, past_key_values=cache, **GREEDY), expected)
     assert cache.get_seq_length() == 23
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in theirs.layers]
     quantized = DynamicCache(offloading=True)
     with pytest.raises(LookaheadError, match="cache|past_key_values"):
         ours_with(llama, input_ids=PROMPT, past_key_values=quantized, **GREEDY)
