@@ -97,6 +97,7 @@ class DraftBatch:
             np.array((chains, explores, memory.observed), dtype=SETTINGS)[()],
         )
         self.state.feedback["share"] = 1.0
+        self.state.feedback["copied"] = PRIOR
         self.room = Room(
             np.zeros(size * at_a_node + size, dtype=NODE),
             np.zeros(size, dtype=np.int64),
@@ -161,6 +162,7 @@ class DraftBatch:
             self.sent[place] = 0
             of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
             of_text["recalled"] = 0
+            of_text["copied"] = PRIOR
             latest: dict[int, None] = {}
             end = len(new) if self.state.settings["explores"] else 0
             while end > len(before) and len(latest) < len(recent):

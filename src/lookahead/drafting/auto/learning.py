@@ -31,6 +31,7 @@ FEEDBACK = np.dtype(
         ("guessed", np.int64),  # number of `guesses`
         ("guesses", np.int64, (MOST_LISTED,)),  # predictions after the best rejected sibling of the root
         ("likely", np.float64, (MOST_LISTED,)),  # their probabilities
+        ("copied", np.float64, (2,)),  # decayed numbers of tokens that only matches proposed: selected, and not
         ("recalled", np.int64),  # whether the memory has learned the text itself
     ]
 )
@@ -162,6 +163,7 @@ def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: ND
             if len(tokens) and end > first:
                 accepted += _follow(root, tokens, nodes, predicted, selected)
                 _weigh_evidence(root, nodes, selected, entries.evidence)
+                _weigh_matches(root, nodes, selected, of_text["copied"])
                 if counts[place] >= 0:
                     _weigh_sources(tokens, listed)
                 if not settings["observes"]:
@@ -227,6 +229,23 @@ def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64],
             record[0] += before == node["token"]
             corrected = max(node["probability"] / nodes[node["parent"]]["probability"], node["listed"])
             record[1] += min(corrected, 1.0) * record[1] / record[0]
+
+
+@inner
+def _weigh_matches(root: int, nodes: NDArray[Any], selected: NDArray[np.int64], copied: NDArray[np.float64]) -> None:
+    """Update how often the tokens of matches were selected, and how often another token was."""
+    for count in range(2):
+        copied[count] = PRIOR + DECAY * (copied[count] - PRIOR)
+    for at in range(root, len(selected)):
+        if selected[at] >= 0:
+            proposed = came = False
+            for other in range(at + 1, len(selected)):
+                node = nodes[other - root]
+                if node["parent"] == at - root and node["match"] >= 0 and node["order"] == 0:
+                    proposed = True
+                    came = came or node["token"] == selected[at]
+            if proposed:
+                copied[0 if came else 1] += 1.0
 
 
 @inner

@@ -233,7 +233,8 @@ def _propose(
                 likely = min(new["probability"] * record[0] / record[1], 1.0)
                 if likely > candidate["listed"]:
                     candidate["listed"], candidate["source"] = likely, source
-    _weigh(node, nodes, noise, coefficients, entries.evidence, candidates[begin:end])
+    copied = log(of_text["copied"][0] / of_text["copied"][1])
+    _weigh(node, nodes, noise, coefficients, copied, entries.evidence, candidates[begin:end])
     return end
 
 
@@ -268,13 +269,15 @@ def _weigh(
     nodes: NDArray[Any],
     noise: Noise,
     weights: NDArray[np.float64],
+    copied: float,
     evidence: NDArray[np.float64],
     candidates: NDArray[Any],
 ) -> None:
     """Turn scores of the candidates after a node into probabilities, and set their parent and depth.
 
     Candidates from neither memory nor matches have no score: their probability is `listed`, which is also the minimum
-    of others. `evidence` corrects the probabilities from scores; see `Entries`.
+    of others. Tokens that only matches propose have a score higher by `copied`. `evidence` corrects the probabilities
+    from scores; see `Entries`.
     """
     mass = exp(weights[0])
     parent = nodes[node]
@@ -283,7 +286,7 @@ def _weigh(
         candidate = candidates[row]
         score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], noise)
         if candidate["match"] >= 0:
-            score += weights[classes + candidate["match"]]
+            score += weights[classes + candidate["match"]] + (copied if candidate["order"] == 0 else 0.0)
         candidate["probability"] = exp(score) if candidate["match"] >= 0 or candidate["order"] > 0 else 0.0
         mass += candidate["probability"]
     for row in range(len(candidates)):
