@@ -37,7 +37,7 @@ from simulated_cuda import (
     shared_on_cuda,
     without_simulation,
 )
-from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
+from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps, to_host
 from tiny.families import build as build_family
 from tiny.images import image_prompt
 from tiny.variant import Variant
@@ -146,6 +146,26 @@ def test_rows_that_are_set_alike_are_sampled_together(
     config = LookaheadConfig(memory="request", step_budget=32)
     events = events_of_four_steps(device, demo_model, demo_prompt, config, options)
     assert sum(event.kind == OPERATION and not event.in_model for event in events) <= 4 * most_operations
+
+
+def test_scores_of_rows_that_are_sampled_together(device: Simulation) -> None:
+    """Each token has the scores of its own node, in trees of several rows."""
+    model = build("llama")
+    options = {**OPTIONS, "do_sample": True, "temperature": 0.02, "top_k": 20}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    config = LookaheadConfig(memory="request", step_budget=24, engine="dynamic")
+    engine = Engine(shared_on_cuda(model), config, max_rows=3)
+    prompts = [PROMPT[:, row:] for row in range(3)]
+    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
+    engine.run()
+    for row, (ids, handle) in enumerate(zip(prompts, handles, strict=True)):
+        torch.manual_seed(row)
+        with without_simulation():
+            expected = model.generate(ids, **options)
+        assert handle.tokens == expected.sequences[0, ids.shape[1] :].tolist()
+        scores = torch.cat([to_host(one) for one in handle.result().scores])
+        torch.testing.assert_close(scores, torch.cat(expected.scores), atol=1e-3, rtol=1e-3)
+    assert engine.statistics.steps < 20, "drafts are accepted"
 
 
 @pytest.mark.parametrize("samples", [False, True])
