@@ -183,6 +183,12 @@ def test_unsupported_arguments_are_refused(config: dict[str, Any], options: dict
         lookahead.generate(tiny(), lookahead_config=LookaheadConfig(**config), max_new_tokens=4, **options)
 
 
+def test_offloaded_caches_are_refused() -> None:
+    offloaded = DynamicCache(config=tiny().config, offloading=True)
+    with pytest.raises(UnsupportedArgumentError, match="(cache|past_key_values)=DynamicCache"):
+        lookahead.generate(tiny(), prompt(), past_key_values=offloaded, max_new_tokens=4)
+
+
 def test_static_engines_run_chains_the_dynamic_way() -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     output = decode(tiny(), prompt(), LookaheadConfig(engine="static"), **options)
