@@ -64,6 +64,16 @@ def test_tenants_share_neither_predictions_nor_beginnings(model: PreTrainedModel
     assert engine.statistics.hit_rate > 0
 
 
+def test_tenants_do_not_share_the_beginnings_of_running_texts(model: PreTrainedModel) -> None:
+    engine = Engine(model, LookaheadConfig(step_budget=16))
+    engine.submit(PROMPT, tenant="one", **OPTIONS)
+    engine.step()
+    other, same = (engine.submit(PROMPT, tenant=tenant, **OPTIONS) for tenant in ("other", "one"))
+    engine.run()
+    assert other.statistics.reused_tokens == 0
+    assert same.statistics.reused_tokens > 0
+
+
 def test_the_oldest_of_many_memories_is_dropped(model: PreTrainedModel) -> None:
     """A model has at most 16 memories."""
     engine = Engine(model, LookaheadConfig(step_budget=16), prefix_cache=False)
