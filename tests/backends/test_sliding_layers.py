@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3TextConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
 from quick import diagonal, quickly
@@ -73,6 +75,20 @@ def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bo
             if turns == (True, True) and given == "none":
                 assert 0 < min(layer.keys.shape[2] for layer in cache.layers) < ids.shape[1] + 40
         assert torch.equal(*texts)
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 20), reason="transformers breaks past the first context")
+def test_dropped_tokens_are_computed_anew() -> None:
+    """Past the first context, Phi-3 reads its whole text again."""
+    whole = model_zoo.build("phi3_long_rope")
+    config = copy.deepcopy(whole.config)
+    config.sliding_window = 8
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(whole.state_dict())
+    ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(lookahead.generate(model, ids, lookahead_config=CONFIG, **options), expected)
 
 
 @pytest.mark.parametrize("given", ["empty", "filled"])
