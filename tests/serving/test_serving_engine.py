@@ -480,6 +480,16 @@ def test_finished_texts_make_room_for_running_ones() -> None:
     assert handle.result()[0].tolist() == long.alone(model)
 
 
+def test_a_short_request_does_not_take_over_the_memory_of_a_long_text() -> None:
+    model = build("llama")
+    engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=90 * token_bytes(model))
+    engine.submit(PROMPT * 2, max_new_tokens=60, do_sample=False).result()
+    request = RequestArguments([*PROMPT * 2, 5], 0, {"max_new_tokens": 2, "do_sample": False})
+    handle = request.submit(engine)
+    assert handle.result()[0].tolist() == request.alone(model)
+    assert handle.statistics.reused_tokens == 0
+
+
 @pytest.mark.parametrize("kv_bytes", [None, 400])
 def test_finished_texts_have_a_bound_of_their_own(kv_bytes: int | None) -> None:
     model = build("llama")
