@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -93,20 +94,13 @@ def tree_attention(
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of `query`.
     """
-    texts, kv_heads, keys, head_dim = key.shape
+    _, kv_heads, _, head_dim = key.shape
     nodes = query.shape[2]
     group = query.shape[1] // kv_heads
-    table = packed_mask
-    starts = packed_mask
-    size = 0
+    texts, keys, where = _texts_of(key, packed_mask, pages)
     rows = nodes * group
     heads = texts * kv_heads
     if pages is not None:
-        table = pages.table
-        starts = pages.starts
-        size = pages.size
-        texts, width = table.shape
-        keys = width * size
         served = min(nodes, texts)
         usual = -(-rows // (served * _ROWS_OF_A_TEXT))  # blocks of a text, if all texts have equal numbers of nodes
         rows = min(rows, _ROWS_OF_A_TEXT)
@@ -121,8 +115,16 @@ def tree_attention(
         tiling = replace(tiling, splits=max(few, min(-(-keys // _LONG.value), most)))
     blocks = -(-nodes * group // tiling.rows)
     grid = blocks if pages is None else min(blocks, 2 * usual), tiling.splits, texts * kv_heads
-    extra = {"table": table, "starts": starts, "table_stride": table.stride(0), "few": few, "PAGE": size}
-    return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, **extra)
+    return attend(_attention_kernel, grid, (query, key, value, packed_mask), tiling, scaling, few=few, **where)
+
+
+def _texts_of(key: torch.Tensor, mask: torch.Tensor, pages: Pages | None) -> tuple[int, int, dict[str, Any]]:
+    """Return the number of texts, the largest number of keys of a text, and arguments of kernels for their pages."""
+    if pages is None:  # kernels do not read the table
+        return key.shape[0], key.shape[2], {"table": mask, "starts": mask, "table_stride": mask.stride(0), "PAGE": 0}
+    texts, width = pages.table.shape
+    where = {"table": pages.table, "starts": pages.starts, "table_stride": pages.table.stride(0), "PAGE": pages.size}
+    return texts, width * pages.size, where
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel again.
@@ -251,26 +253,16 @@ def attention_by_position(
     """Compute `tree_attention` with bits that depend only on a query's own text.
 
     `path_mask` is `[batch, 1, nodes, 3 + slots]` int32 (`packed_mask.along_paths`), and is not checked. `softcap`
-    limits
-    scores: `softcap * tanh(score / softcap)`.
+    limits scores: `softcap * tanh(score / softcap)`.
     """
-    texts, kv_heads, keys, head_dim = key.shape
+    _, kv_heads, _, head_dim = key.shape
     group = query.shape[1] // kv_heads
-    table = path_mask
-    starts = path_mask
-    size = 0
-    if pages is not None:
-        table = pages.table
-        starts = pages.starts
-        size = pages.size
-        texts, width = table.shape
-        keys = width * size
+    texts, keys, where = _texts_of(key, path_mask, pages)
     # The same blocks for all steps of a model.
     tiling = choose_tiling(_ROWS_BY_POSITION, 1, SPAN, max(head_dim, value.shape[3]), key.dtype)
     tiling = replace(tiling, splits=-(-keys // SPAN))
     grid = query.shape[2] * -(-group // tiling.rows), tiling.splits, texts * kv_heads
     extra = {"cap": softcap or 0.0, "CAPPED": softcap is not None, "slots": path_mask.shape[3] - BITS, "SPAN": SPAN}
-    where = {"table": table, "starts": starts, "table_stride": table.stride(0), "PAGE": size}
     return attend(_by_position_kernel, grid, (query, key, value, path_mask), tiling, scaling, **extra, **where)
 
 
