@@ -58,6 +58,9 @@ CALLS: dict[str, dict[str, Any]] = {
 STEPS = 48
 """Maximum number of steps of an Engine in a turn. Its requests are cancelled then."""
 
+KV_BYTES = 1 << 28
+"""Memory of an Engine for keys and values: without it, an Engine takes half of the memory of a GPU."""
+
 SKIPPED = 4
 """The first quarter of the steps is not counted."""
 
@@ -126,7 +129,8 @@ class EngineRun:
         config, self._more = WAYS[way]
         self._texts, self._rows, self._marks = texts, rows, Marks()
         DEVICE.table = texts.table
-        self._engine = Engine(texts.model, LookaheadConfig(**config), max_rows=rows, prompt_tokens=1 << 30)
+        limits = {"max_rows": rows, "prompt_tokens": 1 << 30, "kv_bytes": KV_BYTES}
+        self._engine = Engine(texts.model, LookaheadConfig(**config), **limits)
         if config.get("memory") == "process":
             self.turn()  # fills the memory
 
