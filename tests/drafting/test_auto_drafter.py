@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.core.roots import Roots
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.walk import follow
@@ -189,7 +190,7 @@ def test_nothing_is_indexed_before_a_first_draft_and_then_every_step_teaches() -
     drafter.start([1, 2])
     tree, shares = TokenTree([1, 2]), np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
     drafter.observe(StepResult(tree, np.array([-1, 3]), [], [3], np.array([[-1, -1], [3, 4]]), shares))
-    assert drafter.together is None
+    assert drafter.place < 0
     assert not lookup(drafter.memory, np.array([[2, 1, -1]]))[0].any()
     drafter.propose(TokenTree([3]))
     tree = TokenTree([3])  # a tree without a draft
@@ -241,9 +242,10 @@ def test_a_budget_knows_whether_nodes_teach(memory: Callable[[], DraftMemory | N
     drafter.start([1, 2, 3])
     drafter.propose(TokenTree([1, 2, 3]))
     assert budget.taught == [draft_memory is not None and not draft_memory.observed]
-    drafter._join().state.feedback["share"] = 0.0  # a processor changes the text, so predictions are useless
+    assert drafter.together is not None
+    drafter.together.state.feedback["share"] = 0.0  # a processor changes the text, so predictions are useless
     drafter.propose(TokenTree([1, 2, 3]))
-    assert budget.taught[-1] is False
+    assert not budget.taught[-1]
     assert drafter.top_k == 0
 
 
@@ -275,9 +277,10 @@ def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
         drafter.observe(StepResult(tree, says[:, 0], [], [token], says, shares))
     assert budget.offers[0] == pytest.approx([0.2 / (4 + rank) for rank in range(24)])
     assert max(budget.offers[-1]) < 0.9 * budget.offers[0][0]
-    tree = TokenTree([159])
-    tree.foresee = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
-    drafter.propose(tree)
+    roots = Roots([None], [159], lambda: np.array([99]))
+    roots.foresee[0] = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
+    assert drafter.together is not None
+    drafter.together.propose_row(drafter, roots, 0)
     assert sum(budget.offers[-1]) < 0.01, "what noise says is heard by the order alone"
 
 

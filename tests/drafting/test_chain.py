@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
+from lookahead.core.drafts import propose
 from lookahead.core.pace import PLAIN_STEPS, Pace, PacedRow
 from lookahead.core.results import StepResult
+from lookahead.core.roots import Roots
+from lookahead.core.sequence import SequenceState
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
@@ -126,17 +129,12 @@ def test_a_budget_shared_with_others_cuts_chains() -> None:
     sure = [CheckedSource(Listing(TokenPaths.chain([1, 2, 3, 4], likely))) for likely in (0.9, 0.3)]
     drafters = [AutoDrafter(None, shared, sources=[source], chains=True) for source in sure]
     shared.begin_step(2)
-    trees = [TokenTree([5]), TokenTree([6])]
-    offers = []
-    for drafter, tree in zip(drafters, trees, strict=True):
-        drafter.start([tree.tokens[0]])
-        likely = drafter.find(tree)
-        assert likely is not None
-        offers.append(likely)
-    counts = shared.share(np.concatenate(offers), np.array([*map(len, offers)]), len(trees))
-    for drafter, tree, count in zip(drafters, trees, counts.tolist(), strict=True):
-        drafter.send(tree, count)
-    assert [tree.tokens for tree in trees] == [[5, 1, 2, 3], [6]]
+    texts = [
+        SequenceState([token], drafter, cast(Any, None), bool) for token, drafter in zip((5, 6), drafters, strict=True)
+    ]
+    roots = Roots([None, None], [5, 6], lambda: np.array([9, 9]))
+    propose(texts, roots, range(2), shared)
+    assert [tree.tokens for tree in roots.forest()] == [[5, 1, 2, 3], [6]]
 
 
 @pytest.mark.parametrize("chains", [False, True])

@@ -33,7 +33,7 @@ def test_nothing_is_made_while_drafting_backs_off_and_the_text_is_known_when_it_
         drafter.propose(tree)
         drafter.observe(StepResult(tree, np.array([token]), [], [token]))
     assert drafter.top_k == 0
-    assert not memory.batches, "no text has a place"
+    assert drafter.place < 0, "the text has no slot"
     budget.backs_off = False
     drafter.propose(tree := TokenTree([2]))
     assert tree.tokens == [2, 3, 9, 1], "as in the prompt, after the same two tokens"

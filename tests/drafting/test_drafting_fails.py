@@ -240,16 +240,17 @@ class Together:
     """A group that drafts for all rows in one call, and fails if one row fails."""
 
     def find_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> tuple[Any, Any]:
-        found = [drafter.find(roots.tree(row)) for drafter, row in zip(drafters, rows, strict=True)]
-        return np.concatenate(found), np.ones(len(found), dtype=np.int64)
+        for drafter in drafters:
+            drafter.fail_in("find")
+        return np.full(len(rows), 0.9), np.ones(len(rows), dtype=np.int64)
 
     def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: Any) -> None:
-        for drafter, row, count in zip(drafters, rows, counts.tolist(), strict=True):
-            drafter.send(roots.tree(row), count)
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            roots.tree(row).add_candidates([4] * count)
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
-        for drafter, row in zip(drafters, rows, strict=True):
-            drafter.observe(step.of(row))
+        for drafter in drafters:
+            drafter.fail_in("observe")
 
 
 class InGroup:
@@ -264,17 +265,9 @@ class InGroup:
     def start(self, prompt: Sequence[int]) -> None:
         """Nothing to begin."""
 
-    def find(self, tree: TokenTree) -> Any:
-        if self._fails == "find":
-            raise KeyError("find")
-        return np.array([0.9])
-
-    def send(self, tree: TokenTree, count: int) -> None:
-        tree.add_candidates([4] * count)
-
-    def observe(self, result: StepResult) -> None:
-        if self._fails == "observe":
-            raise KeyError("observe")
+    def fail_in(self, method: str) -> None:
+        if self._fails == method:
+            raise KeyError(method)
 
     def statistics(self) -> dict[str, Any]:
         return {}

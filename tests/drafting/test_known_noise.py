@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, StepResult
@@ -43,8 +46,7 @@ class SampledChain:
 
     def _step(self) -> None:
         tree = TokenTree(self.text[-1:])
-        tree.foresee = self._foresee if self._knows else None
-        self._drafter.propose(tree)
+        propose(self._drafter, tree, self._foresee if self._knows else None)
         ids = np.argsort(-self._shares[tree.tokens], axis=1)[:, :TOP_K]
         likely = np.take_along_axis(self._shares[tree.tokens], ids, axis=1).astype(np.float32)
         self.steps += 1
@@ -71,6 +73,15 @@ def test_noise_counts_less_where_the_temperature_is_low() -> None:
     assert known.steps <= unknown.steps
 
 
+def propose(drafter: AutoDrafter, tree: TokenTree, foresee: Callable[[int], Noise] | None) -> None:
+    """Draft for a text with this noise."""
+    roots = Roots([tree])
+    if foresee is not None:
+        roots.foresee[0] = foresee
+    assert drafter.together is not None
+    drafter.together.propose_row(drafter, roots, 0)
+
+
 def learned(drafter: AutoDrafter, likely: dict[int, float]) -> None:
     """Teach predictions after token 1, in a text that ends with it."""
     drafter.start([1])
@@ -87,8 +98,7 @@ def test_prefers_the_token_that_the_noise_selects(selected: int) -> None:
     noise: NDArray[np.float32] = np.full(VOCABULARY, 3.0, dtype=np.float32)
     noise[selected] = 0.05
     tree = TokenTree([1])
-    tree.foresee = lambda tokens: Noise((noise,), 1.0)
-    drafter.propose(tree)
+    propose(drafter, tree, lambda tokens: Noise((noise,), 1.0))
     assert tree.tokens[1] == selected
 
 
@@ -96,8 +106,7 @@ def test_tokens_that_the_noise_does_not_reach_are_drafted_without() -> None:
     drafter = drafter_of(3)
     learned(drafter, {4: 0.6, 5: 0.4})
     tree = TokenTree([1])
-    tree.foresee = lambda tokens: Noise((np.ones(5, dtype=np.float32),), 1.0)  # without noise for token 5
-    drafter.propose(tree)
+    propose(drafter, tree, lambda tokens: Noise((np.ones(5, dtype=np.float32),), 1.0))  # without noise for token 5
     assert {4, 5} <= set(tree.tokens)
 
 

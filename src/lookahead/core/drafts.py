@@ -6,9 +6,9 @@ on without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,14 @@ from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, S
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
-from lookahead.core.token_tree import TokenTree
 
 
 class Groups(NamedTuple):
     """Rows with a drafter.
 
     Attributes:
-        shared: Rows of each group of several drafters, ascending.
-        single: Other rows, ascending.
+        shared: Rows of each group, ascending.
+        single: Rows of drafters without a group, ascending.
     """
 
     shared: dict[RowsDrafter, list[int]]
@@ -81,10 +80,11 @@ def propose(
     shares = pace is not None and pace.is_shared
     sharing = []
     for row in rows:
-        if shares and getattr(sequences[row].drafter, "shares", False):
+        drafter = sequences[row].drafter
+        if shares and getattr(drafter, "together", None) is not None and getattr(drafter, "shares", False):
             sharing.append(row)
         else:
-            sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
+            sequences[row].ask_drafter(partial(_propose, roots, row), None)
     if pace is None or not shares:
         return
     offers = _find(sequences, roots, sharing)
@@ -97,27 +97,23 @@ def propose(
             sequence.stop_drafting(error)
         return
     end = 0
-    for group, members, _, offered in offers:
+    for offer in offers:
         begin = end
-        end = end + len(offered)
-        if group is None:
-            row = members[0]
-            sequences[row].ask_drafter(partial(_send, roots.tree(row), int(sent[begin])), None)
-        else:
-            group.send_rows([sequences[row].drafter for row in members], roots, members, sent[begin:end])
+        end = end + len(offer.counts)
+        offer.group.send_rows([sequences[row].drafter for row in offer.rows], roots, offer.rows, sent[begin:end])
 
 
 class _Offer(NamedTuple):
-    """Candidates of drafters that share the nodes of a step.
+    """Candidates of the drafters of a group, which share the nodes of a step with others.
 
     Attributes:
-        group: Group of the drafters; `None` for a single drafter.
+        group: The group.
         rows: Their rows.
         likely: Probability that each candidate is accepted, row after row, `[candidates]`.
         counts: Candidates of each row, `[rows]`.
     """
 
-    group: RowsDrafter | None
+    group: RowsDrafter
     rows: Sequence[int]
     likely: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -128,26 +124,16 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
-    """Return the candidates of some rows, with one call for each group."""
-    groups = _grouped(sequences, rows)
-    offers = _find_each(sequences, roots, groups.single)
-    for group, members in groups.shared.items():
-        try:
-            offer = group.find_rows([sequences[row].drafter for row in members], roots, members)
-            if offer is not None:
-                offers.append(_Offer(group, members, *offer))
-        except Exception:  # one by one, so that an error stops only its own sequence's drafts
-            offers += _find_each(sequences, roots, members)
-    return offers
+    """Return the candidates of some rows."""
+    offers = list[_Offer]()
+    for group, members in _grouped(sequences, rows).shared.items():
 
+        def find(some: Sequence[int], group: RowsDrafter = group) -> None:
+            found = group.find_rows([sequences[row].drafter for row in some], roots, some)
+            if found is not None:
+                offers.append(_Offer(group, some, *found))
 
-def _find_each(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
-    """Return the candidates of some rows, with one call for each row."""
-    offers = []
-    for row in rows:
-        likely = sequences[row].ask_drafter(partial(_find_one, roots.tree(row)), None)
-        if likely is not None:
-            offers.append(_Offer(None, [row], likely, np.array([len(likely)])))
+        _call(sequences, members, find)
     return offers
 
 
@@ -156,31 +142,40 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
     for row in groups.single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
     for group, members in groups.shared.items():
+
+        def learn(some: Sequence[int], group: RowsDrafter = group) -> None:
+            group.observe_rows([sequences[row].drafter for row in some], some, results)
+
+        _call(sequences, members, learn)
+
+
+def _call(sequences: Sequence[SequenceState], rows: Sequence[int], call: Callable[[Sequence[int]], None]) -> None:
+    """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row."""
+    if len(rows) > 1:
         try:
-            group.observe_rows([sequences[row].drafter for row in members], members, results)
+            call(rows)
+            return
         except Exception:
-            for row in members:
-                sequences[row].ask_drafter(partial(_observe, results, row), None)
+            pass
+    for row in rows:
+        sequences[row].ask_drafter(partial(_call_alone, call, row), None)
+
+
+def _call_alone(call: Callable[[Sequence[int]], None], row: int, drafter: Drafter) -> None:
+    call([row])
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
-    """Return the groups of some rows; a drafter that is the only one of its group counts as single."""
+    """Return the groups of some rows."""
     shared = dict[RowsDrafter, list[int]]()
     single = list[int]()
     for row in rows:
         drafter = sequences[row].drafter
-        if type(drafter) is NoDrafter:
-            continue
         together = getattr(drafter, "together", None)
-        if together is None:
+        if together is not None:
+            shared.setdefault(together, []).append(row)
+        elif type(drafter) is not NoDrafter:
             single.append(row)
-        elif together in shared:
-            shared[together].append(row)
-        else:
-            shared[together] = [row]
-    for group in [group for group, members in shared.items() if len(members) == 1]:
-        single += shared.pop(group)  # a call for one row takes less time
-    single.sort()
     return Groups(shared, single)
 
 
@@ -188,17 +183,12 @@ def _top_k(drafter: Drafter) -> int:
     return drafter.top_k
 
 
-def _propose(tree: TokenTree, drafter: Drafter) -> None:
-    drafter.propose(tree)
-
-
-def _find_one(tree: TokenTree, drafter: Any) -> NDArray[np.float64] | None:
-    likely: NDArray[np.float64] | None = drafter.find(tree)
-    return likely
-
-
-def _send(tree: TokenTree, count: int, drafter: Any) -> None:
-    drafter.send(tree, count)
+def _propose(roots: Roots, row: int, drafter: Drafter) -> None:
+    together: RowsDrafter | None = getattr(drafter, "together", None)
+    if together is None:
+        drafter.propose(roots.tree(row))
+    else:
+        together.propose_row(drafter, roots, row)
 
 
 def _observe(results: StepResults, row: int, drafter: Drafter) -> None:

@@ -117,41 +117,33 @@ class Drafter(Protocol):
 
 class RowsDrafter(Protocol):
     """Drafts and learns for several sequences in one call. It is the attribute `together` of their drafters; `None` for
-    a drafter without a group. After an exception the drafters are called one by one."""
+    a drafter without a group. After an exception it is called for each row alone.
+
+    Its drafters have an attribute `shares`: whether their candidates compete with those of other rows, so that
+    `find_rows` and `send_rows` are called instead of `propose_row`.
+    """
 
     def top_k_of(self, drafters: Sequence[Any]) -> int:
         """The largest `top_k` of several drafters."""
 
+    def propose_row(self, drafter: Any, roots: Roots, row: int) -> None:
+        """Add candidates to the tree of a row, as many as the drafter's own budget chooses."""
+
     def find_rows(
         self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
-        """`SharingDrafter.find` of several drafters, for these rows of a step, ascending.
+        """Search candidates for some rows of a step, ascending.
 
         Returns:
-            Probability that each candidate is accepted, row after row; and the candidates of each row, `[rows]`.
-            `None` without a search.
+            Probability that each candidate is accepted, row after row in the order of sending; and the candidates of
+            each row, `[rows]`. `None` without a search.
         """
 
     def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]) -> None:
-        """`SharingDrafter.send` of several drafters, with the number of candidates of each row, `[rows]`."""
+        """Add the first candidates of each row to its tree, `counts` of each, `[rows]`."""
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:
         """`observe` of several drafters, for these rows of a step."""
-
-
-class SharingDrafter(Drafter, Protocol):
-    """A drafter whose candidates may compete with those of other rows."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether they compete, so that `find` and `send` are called instead of `propose`."""
-
-    def find(self, tree: TokenTree) -> NDArray[np.float64] | None:
-        """Return the probability that each candidate for `tree` is accepted, in the order of sending; `None` without a
-        search."""
-
-    def send(self, tree: TokenTree, count: int) -> None:
-        """Add the first `count` candidates to the tree."""
 
 
 class StepBudget(Protocol):

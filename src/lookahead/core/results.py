@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -287,12 +287,6 @@ class StepResult(NamedTuple):
         `[nodes]` int64; -1 where the prediction was not read."""
         return self.predicted() if callable(self.predicted) else self.predicted
 
-    def beyond(self, certain: int) -> StepResult:
-        """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
-        if not certain:
-            return self
-        return self._replace(tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
-
     @property
     def selected_after(self) -> list[int]:
         """The node before each of `tokens`: the root, and the nodes of the path."""
@@ -316,6 +310,14 @@ class StepResults(NamedTuple):
     def nodes(self) -> Integers:
         """Nodes of each tree, without the pending tokens above the root, `[rows]`."""
         return self.forest.counts - self.forest.roots
+
+    @classmethod
+    def of_one(cls, result: StepResult) -> StepResults:
+        """Results of a step of one sequence."""
+        forest = Forest([result.tree])
+        walks = Walks(forest)
+        walks.set(0, Walk(result.path, result.tokens, False))
+        return cls(forest, cast(ForestOutputs, result), walks)
 
     def of(self, row: int) -> StepResult | None:
         """Results for one sequence; `None` if the step added nothing to its text."""

@@ -11,6 +11,8 @@ import numpy as np
 from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
+_NO_DRAFTS = (np.empty(0, dtype=np.int64),) * 4
+
 
 class Roots:
     """The beginning of each tree of a step.
@@ -26,7 +28,8 @@ class Roots:
         vocabulary: Number of tokens that the model reads.
 
     Attributes:
-        trees, tokens, vocabulary: The arguments.
+        trees, tokens: The arguments.
+        vocabulary: Number of tokens that the model reads; larger ones are not drafted.
         foresee: For sampled rows a function that returns the noise of the given number of tokens below the root; see
             `Sampler.foresee`.
     """
@@ -41,7 +44,7 @@ class Roots:
         self.trees = list(trees)
         self.tokens = tokens
         self._find_rooms = rooms
-        self.vocabulary = vocabulary
+        self.vocabulary = min([vocabulary, *[tree.vocabulary for tree in trees if tree is not None]])
         self.foresee: dict[int, Callable[[int], Noise | None]] = {}
         self._drafts: list[tuple[Integers, Integers, Integers, Integers]] = []
 
@@ -57,6 +60,11 @@ class Roots:
     def pending(self) -> int:
         """Number of nodes so far, over all rows, without drafts that were added as arrays."""
         return sum([1 if tree is None else len(tree.tokens) for tree in self.trees])
+
+    def pending_of(self, row: int) -> int:
+        """Pending tokens of a row."""
+        tree = self.trees[row]
+        return 1 if tree is None else tree.root + 1
 
     def limit(self, rows: Sequence[int], levels: Sequence[int]) -> None:
         """Limit the trees of some rows to this many levels below the root."""
@@ -82,7 +90,6 @@ class Roots:
             tree = TokenTree([self.tokens[row]], int(self.rooms[row]))
             tree.vocabulary = self.vocabulary
             self.trees[row] = tree
-        tree.foresee = self.foresee.get(row)
         return tree
 
     def add(self, rows: Integers, counts: Integers, tokens: Integers, parents: Integers) -> None:
@@ -92,7 +99,7 @@ class Roots:
             rows: The rows, ascending.
             counts: Candidates of each, `[len(rows)]`.
             tokens: Their tokens, row after row.
-            parents: The parent of each: 0 is the root, 1 the first candidate of the row.
+            parents: The parent of each: 1 is the first candidate of the row, 0 the root or its last certain token.
         """
         if {self.trees[row] for row in rows.tolist()} != {None}:
             self._add_to_objects(rows, counts, tokens, parents)
@@ -106,7 +113,8 @@ class Roots:
             end = end + count
             if count:
                 tree = self.tree(row)
-                tree.add_new_candidates(tokens[begin:end].tolist(), (parents[begin:end] + tree.root).tolist())
+                above = tree.root + tree.certain
+                tree.add_new_candidates(tokens[begin:end].tolist(), (parents[begin:end] + above).tolist())
 
     def remove_drafts(self, rows: Sequence[int]) -> None:
         """Remove all drafts of some rows."""
@@ -121,27 +129,32 @@ class Roots:
             left.append((of_rows[keeps], counts[keeps], tokens[nodes], parents[nodes]))
         self._drafts = left
 
+    def _joined_drafts(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """All drafts that were added as arrays."""
+        drafts = [_NO_DRAFTS, *self._drafts]
+        rows, counts, tokens, parents = [np.concatenate(parts) for parts in zip(*drafts, strict=True)]
+        return rows, counts, tokens, parents
+
     def forest(self) -> Forest:
         """The trees of the step."""
         if None not in self.trees:
             return Forest([tree for tree in self.trees if tree is not None])
         if not self._drafts and not any(self.trees):
             return Forest.of_tokens(self.tokens)
-        sizes = [1 if tree is None else len(tree.tokens) for tree in self.trees]
-        counts = np.array(sizes, dtype=np.int64)
-        for rows, more, _, _ in self._drafts:
-            counts[rows] += more
-        firsts = counts.cumsum() - counts
-        size = int(counts.sum())
+        counts = np.array([1 if tree is None else len(tree.tokens) for tree in self.trees], dtype=np.int64)
+        rows, more, drafted, above = self._drafts[0] if len(self._drafts) == 1 else self._joined_drafts()
+        counts[rows] += more
+        ends = counts.cumsum()
+        firsts = ends - counts
+        size = int(ends[-1])
         tokens = np.empty(size, dtype=np.int64)
         parents = np.full(size, -1, dtype=np.int64)
         reads = np.ones(size, dtype=np.bool_)
         in_window = np.zeros(size, dtype=np.bool_)
         roots = np.zeros(len(counts), dtype=np.int64)
         tokens[firsts] = self.tokens
-        for rows, more, drafted, above in self._drafts:
-            index = spread(firsts[rows] + 1, more)
-            tokens[index], parents[index] = drafted, above
+        index = spread(firsts[rows] + 1, more)
+        tokens[index], parents[index] = drafted, above
         has_certain = False
         for row, tree in enumerate(self.trees):
             if tree is not None:

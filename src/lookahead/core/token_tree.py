@@ -10,8 +10,7 @@ parents alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -67,8 +66,6 @@ class TokenTree:
         root: The node of the last decided token.
         certain: Number of the first candidates that were added by `add_certain`.
         has_window: Whether it has window nodes.
-        foresee: Returns the noise of the given number of tokens below the root, if they are sampled; see
-            `Sampler.foresee`.
         vocabulary: How many tokens the model reads. Larger ones are not drafted, whoever remembers them.
 
     Raises:
@@ -87,7 +84,6 @@ class TokenTree:
         self.root = count - 1
         self.certain = 0
         self.has_window = False
-        self.foresee: Callable[[int], Noise | None] | None = None
         self.vocabulary = sys.maxsize
         self._max_depth = sys.maxsize if max_depth is None else max_depth
 
@@ -118,18 +114,6 @@ class TokenTree:
         far as there is room."""
         self.add_candidates(tokens)
         self.certain = len(self) - self.root - 1
-
-    def beyond(self, certain: int) -> TokenTree:
-        """This tree with its first `certain` nodes below the root already decided; the last of them is the root.
-
-        Both share their nodes: a node added to one is in the other.
-        """
-        if not certain:
-            return self
-        tree = copy(self)
-        tree.root = self.root + certain
-        tree.certain = 0
-        return tree
 
     def add_candidates(self, tokens: Iterable[int], parent: int | None = None) -> list[int]:
         """Add a path of candidates under `parent` (the root if not given), sharing nodes that are already there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -46,6 +47,11 @@ Member = Any
 
 _NONE = np.zeros(0, dtype=np.int64)
 _place = attrgetter("place")
+
+
+def _places_of(drafters: Sequence[Member]) -> NDArray[np.int64]:
+    """Return the slots of some drafters; -1 before the first draft."""
+    return np.array(list(map(_place, drafters)), dtype=np.int64)
 
 
 class DraftBatch:
@@ -207,69 +213,99 @@ class DraftBatch:
         self.state = self.state._replace(listed=with_paths(self.state.listed, paths))
 
     def top_k_of(self, drafters: Sequence[Member]) -> int:
-        """Return the largest `top_k` of several drafters (`RowsDrafter.top_k_of`)."""
-        if drafters[0].budget.backs_off or not (self.reads and drafters[0].learns):
-            return int(max([drafter.top_k for drafter in drafters]))
-        return int(self.memory.top_k) if self._is_trusted(np.array(list(map(_place, drafters)))).any() else 0
+        """Return the number of likeliest next tokens to list after each node (`RowsDrafter.top_k_of`).
+
+        It is 0 before the first draft, while drafting backs off, and while selected tokens rarely match predictions.
+        """
+        first = drafters[0]
+        if first.budget.backs_off or not self._listens(first):
+            return 0
+        places = _places_of(drafters)
+        return int(self.memory.top_k) if (self._is_trusted(places) & (places >= 0)).any() else 0
+
+    def _listens(self, drafter: Member) -> bool:
+        """Whether predictions after nodes are learned."""
+        return bool(self.reads and drafter.learns)
 
     def _is_trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether texts have a slot, and predictions often match their selected tokens, `[texts]`."""
-        trusted: NDArray[np.bool_] = (self.state.feedback["share"][places] >= UNTRUSTED) & (places >= 0)
+        """Whether predictions often match the selected tokens of texts, or these have no slot yet, `[texts]`."""
+        trusted: NDArray[np.bool_] = (self.state.feedback["share"][places] >= UNTRUSTED) | (places < 0)
         return trusted
+
+    def propose_row(self, drafter: Member, roots: Roots, row: int) -> None:
+        """Draft for one text (`RowsDrafter.propose_row`)."""
+        found = self.find_rows([drafter], roots, [row])
+        if found is not None:
+            pending = roots.pending_of(row) if self.state.settings["chains"] else 1
+            count = drafter.budget.choose(found[0], pending)
+            self.send_rows([drafter], roots, [row], np.array([count]))
 
     def find_rows(
         self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
         """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
-        budget = drafters[0].budget
-        if budget.backs_off:
-            places = np.array(list(map(_place, drafters)))
-            self.sent[places[places >= 0]] = 0
-            return None
-        for drafter in drafters:
-            if drafter.place < 0:
-                drafter.join(self)
-        places = np.array(list(map(_place, drafters)))
+        first = drafters[0]  # with sources the only one
+        budget = first.budget
+        places = _places_of(drafters)
         is_trusted = self._is_trusted(places)
-        budget.begin(int(np.count_nonzero(is_trusted)) if self.reads and drafters[0].learns else 0)
-        self.sent[places] = 0
-        nodes = min(drafters[0].searched, budget.max_candidates)  # equal for all texts of a batch
-        with self.memory.lock:
+        budget.begin(int(np.count_nonzero(is_trusted)) if self._listens(first) else 0)
+        fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
+        if budget.backs_off or not fits:
+            return None
+        if places.min() < 0:
             for drafter in drafters:
-                if drafter.late:
-                    drafter.catch_up(self)
+                drafter.join()
+            places = _places_of(drafters)
+        with self.memory.lock:
+            self._catch_up(drafters)
+            if first.sources:
+                self.list_paths([source.propose() for source in first.sources])
             limits = np.empty(len(places), dtype=LIMITS)
-            limits["place"], limits["nodes"] = places, nodes
-            limits["levels"], limits["min_probability"] = roots.rooms_of(rows), budget.min_probability
-            self._search_rows(limits, roots, rows, is_trusted, budget.ranking if budget.is_shared else UNRANKED)
-            return self.offers(places, nodes, roots.vocabulary)
+            limits["place"], limits["nodes"] = places, min(first.searched, budget.max_candidates)
+            limits["levels"] = roots.rooms_of(rows) - first.certain
+            limits["min_probability"] = budget.min_probability
+            noises = self._foresee(limits["levels"], roots, rows, is_trusted, first.certain)
+            search = partial(self._search_rows, limits, noises, budget.ranking if budget.is_shared else UNRANKED)
+            search()
+            if first.permitting:
+                first.forbid(self, limits, search)
+            return self.offers(places, first.room, roots.vocabulary)
+
+    def _catch_up(self, drafters: Sequence[Member]) -> None:
+        """Add the deferred tokens to the texts."""
+        for drafter in drafters:
+            if drafter.late:
+                self.extend(drafter.place, drafter.late)
+                drafter.late = []
 
     def send_rows(
         self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]
     ) -> None:
         """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
-        places = np.array(list(map(_place, drafters)))
+        places = _places_of(drafters)
         roots.add(np.array(rows), counts, *self.take(places, counts))
 
-    def _search_rows(
-        self,
-        limits: NDArray[Any],
-        roots: Roots,
-        rows: Sequence[int],
-        is_trusted: NDArray[np.bool_],
-        ranking: NDArray[np.int64],
-    ) -> None:
+    def _foresee(
+        self, levels: NDArray[np.int64], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_], certain: int
+    ) -> dict[int, Noise]:
+        """Return the noise that the next tokens of some texts will be sampled with, if known, by index in `rows`.
+
+        With it the search knows which prediction of the model is selected.
+        """
+        noises = dict[int, Noise]()
+        for index, row in enumerate(rows) if roots.foresee else ():
+            foresee = roots.foresee.get(row) if is_trusted[index] else None
+            noise = None if foresee is None else foresee(certain + min(FORESEEN, int(levels[index])))
+            if noise is not None:
+                noises[index] = padded_noise(Noise(noise.places[certain:], noise.temperature))
+        return noises
+
+    def _search_rows(self, limits: NDArray[Any], noises: dict[int, Noise], ranking: NDArray[np.int64]) -> None:
         """Search drafts for some texts in one call; texts with known sampling noise have a call each."""
-        known = np.zeros(len(limits), dtype=np.bool_)
-        if roots.foresee:
-            for index, row in enumerate(rows):
-                foresee = roots.foresee.get(row) if is_trusted[index] else None
-                noise = None if foresee is None else foresee(min(FORESEEN, int(limits["levels"][index])))
-                if noise is not None:
-                    known[index] = True
-                    self.find(limits[index : index + 1], padded_noise(noise), ranking)
-        if not known.all():
-            self.find(limits[~known] if known.any() else limits, ranking=ranking)
+        for index, noise in noises.items():
+            self.find(limits[index : index + 1], noise, ranking)
+        if len(noises) < len(limits):
+            self.find(np.delete(limits, [*noises]) if noises else limits, ranking=ranking)
 
     def offers(
         self, places: NDArray[np.int64], nodes: int, vocabulary: int
@@ -300,34 +336,46 @@ class DraftBatch:
 
     def observe_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
         """Learn from a step for several texts (`RowsDrafter.observe_rows`)."""
-        outputs = step.outputs
-        walks = step.walks
-        forest = step.forest
+        first = drafters[0]
+        if first.sources:
+            result = step.of(rows[0])
+            for source in first.sources:
+                source.observe(result)
+        self.learn_rows(drafters, rows, step)
+
+    def learn_rows(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults) -> None:
+        """Learn from a step for several texts, without their sources.
+
+        All work is deferred during a rest and before the first draft, which many short texts never have.
+        """
+        forest, outputs, walks = step
+        first = drafters[0]  # with sources the only one
+        certain = forest[rows[0]].certain if first.knowing else 0
+        is_searched = not first.budget.backs_off and certain <= first.certain
+        certain = certain if certain <= first.certain else 0  # others are not in the text of the batch yet
         listed = outputs.top_ids.shape[1]
-        places = np.array(list(map(_place, drafters)))
-        of_rows = np.array(rows)
-        learns = np.full(len(rows), drafters[0].learns and not drafters[0].budget.backs_off)
-        learns &= places >= 0
+        places = _places_of(drafters)
+        sent = self.sent[places]
+        self.sent[places[places >= 0]] = 0
+        learns = (places >= 0) & (is_searched and first.learns)
         if not (listed or self.memory.observed):
             learns &= ~self._is_trusted(places)
+        of_rows = np.array(rows)
         if not learns.all():
             for index in np.flatnonzero(~learns).tolist():
-                drafters[index].defer(walks.tokens_of(rows[index]))
+                drafters[index].late += walks.tokens_of(rows[index])[certain:]
             drafters = [drafters[index] for index in np.flatnonzero(learns).tolist()]
-            places = places[learns]
-            of_rows = of_rows[learns]
+            places, sent, of_rows = places[learns], sent[learns], of_rows[learns]
         if not drafters:
             return
         with self.memory.lock:
-            for drafter in drafters:
-                if drafter.late:
-                    drafter.catch_up(self)
+            self._catch_up(drafters)
             outcomes = np.empty(len(places), dtype=OUTCOME)
-            outcomes["place"], outcomes["root"] = places, forest.roots[of_rows]
-            outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + self.sent[places], forest.counts[of_rows])
-            outcomes["added"] = walks.counts[of_rows]
-            outcomes["first"] = outcomes["begin"] = forest.firsts[of_rows]
-            self.sent[places] = 0
+            outcomes["place"], outcomes["root"] = places, forest.roots[of_rows] + certain
+            outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + sent, forest.counts[of_rows])
+            outcomes["added"] = np.maximum(walks.counts[of_rows] - certain, 0)
+            outcomes["first"] = forest.firsts[of_rows]
+            outcomes["begin"] = outcomes["first"] + certain
             if self.reads and listed:
                 predictions = outputs.top_ids.copy(), outputs.top_probabilities.copy()
             else:
