@@ -151,18 +151,14 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
 
 def _call(sequences: Sequence[SequenceState], rows: Sequence[int], call: Callable[[Sequence[int]], None]) -> None:
     """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row."""
-    if len(rows) > 1:
-        try:
-            call(rows)
-            return
-        except Exception:
-            pass
-    for row in rows:
-        sequences[row].ask_drafter(partial(_call_alone, call, row), None)
-
-
-def _call_alone(call: Callable[[Sequence[int]], None], row: int, drafter: Drafter) -> None:
-    call([row])
+    try:
+        call(rows)
+    except Exception as error:
+        if len(rows) == 1:
+            sequences[rows[0]].stop_drafting(error)
+        else:
+            for row in rows:
+                _call(sequences, [row], call)
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:

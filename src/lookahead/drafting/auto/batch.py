@@ -353,7 +353,8 @@ class DraftBatch:
         certain = forest[rows[0]].certain if first.knowing else 0
         is_searched = not first.budget.backs_off and certain <= first.certain
         certain = certain if certain <= first.certain else 0  # others are not in the text of the batch yet
-        listed = outputs.top_ids.shape[1]
+        ids = outputs.top_ids
+        listed = ids.shape[1]
         places = _places_of(drafters)
         sent = self.sent[places]
         self.sent[places[places >= 0]] = 0
@@ -376,12 +377,13 @@ class DraftBatch:
             outcomes["added"] = np.maximum(walks.counts[of_rows] - certain, 0)
             outcomes["first"] = forest.firsts[of_rows]
             outcomes["begin"] = outcomes["first"] + certain
+            # Copies, as learning overwrites them.
             if self.reads and listed:
-                predictions = outputs.top_ids.copy(), outputs.top_probabilities.copy()
+                ids, probabilities = ids.copy(), outputs.top_probabilities.copy()
             else:
                 ids = outputs.predictions[:, None].copy() if self.reads else np.full((len(forest.tokens), 1), -1)
-                predictions = ids, np.ones(ids.shape, dtype=np.float32)
-            self.learn(Step(outcomes, walks.tokens, *predictions, np.empty(len(forest.tokens), dtype=np.int64)))
+                probabilities = np.ones(ids.shape, dtype=np.float32)
+            self.learn(Step(outcomes, walks.tokens, ids, probabilities, np.empty(len(ids), dtype=np.int64)))
 
     def learn(self, step: Step) -> int:
         """Learn from a step: append its tokens to the texts, and discard their drafts.
