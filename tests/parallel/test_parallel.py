@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -234,8 +235,13 @@ def _hang() -> None:
 
 
 def _hold_the_lock() -> None:
-    """Block all Python threads of this process for more than five heartbeats of the others, like a busy machine."""
-    ctypes.PyDLL(None).sleep(8)
+    """Block all Python threads of this process for ten heartbeats, like a busy machine; others stand still at its end.
+
+    Their waits for this rank then end by the time limit and by its message at once.
+    """
+    others = " ".join(_store().get(f"process of rank {rank}").decode() for rank in (0, 2))
+    subprocess.Popen(["sh", "-c", f"sleep 5; kill -STOP {others}; sleep 3; kill -CONT {others}"])
+    ctypes.PyDLL(None).sleep(6)
 
 
 def _store() -> Any:
@@ -262,6 +268,7 @@ def test_a_rank_that_sends_no_heartbeat_for_a_while_is_waited_for(team: Team) ->
 
 
 def _troubled(group: ParallelGroup, trouble: Callable[[], None], timeout: float) -> tuple[str, str]:
+    _store().set(f"process of rank {group.rank}", str(os.getpid()))
     # Compile and load first, which may exceed the timeout on a busy machine.
     lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=CONFIG, parallel=group, **_LIMITS)
     fresh = _fresh(group, timeout)

@@ -229,16 +229,19 @@ class Exchange:
         work: dist.Work | None = None
         broken: RuntimeError | None = None  # error of a lost connection
         started = monotonic()
+        is_late = False
         while True:
             try:
                 if broken is None:
                     work = work or begin()
                     assert work is not None
+                    is_late = not work.is_completed()
                     work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
                     return
                 sleep(0.05)  # the heartbeats that show which rank died arrive later
             except RuntimeError as error:
-                if work is None or work.is_completed():
+                # A wait that began before the end may raise its own time limit, even if the work has succeeded since.
+                if not is_late:
                     started = monotonic()
                     broken = error
             reason = self._reason(broken, monotonic() - started > self._timeout)
