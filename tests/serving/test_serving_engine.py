@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer, TopKLogitsWarper
 
 import lookahead
 from compared.doors import token_bytes
@@ -180,6 +180,19 @@ def test_prompts_of_several_requests_share_a_step(timed: tuple[Engine, Any]) -> 
         assert not endless[0].done, "long prompts have turns beside others"
 
 
+def test_a_long_prompt_has_half_of_the_time_beside_other_texts(timed: tuple[Engine, Any]) -> None:
+    engine, clock = timed
+    for seed in range(3):
+        engine.submit(SHORT, max_new_tokens=400, do_sample=True, seed=seed)
+    for _ in range(3):
+        engine.step()
+    begin = clock()
+    long = engine.submit(PROMPT * 20, max_new_tokens=1, do_sample=False)
+    while not long.done:
+        engine.step()
+    assert 0.4 < len(PROMPT) * 20 / (clock() - begin) < 0.55
+
+
 def test_answers_to_one_question_share_their_turns(timed: tuple[Engine, Any]) -> None:
     engine, clock = timed
     alone = min(seconds_of_a_short_one(engine, clock) for _ in range(2))  # the first one waits for trials
@@ -336,6 +349,25 @@ def test_an_exception_in_a_processor_ends_its_own_request() -> None:
     engine.run()
     with pytest.raises(ArithmeticError, match="fifth"):
         alone.result()
+
+
+def test_processors_that_fail_together_end_their_own_requests() -> None:
+    """Rows with equal processors are sampled together."""
+    model = build("llama")
+    engine = Engine(model, NODES)
+    options = {"max_new_tokens": 8, "do_sample": True}
+    other = RequestArguments(PROMPT, 5, options)
+    handle = other.submit(engine)
+    broken = []
+    for seed in range(2):
+        warper = TopKLogitsWarper(5)
+        warper.top_k = "five"
+        broken.append(engine.submit(PROMPT, seed=seed, logits_processor=[warper], **options))
+    engine.run()
+    assert handle.result()[0].tolist() == other.alone(model)
+    for one in broken:
+        with pytest.raises(TypeError, match="str"):
+            one.result()
 
 
 def test_an_error_keeps_nothing_of_its_step() -> None:

@@ -68,9 +68,9 @@ def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) 
     early = []
     for whole, members in groups.values():
         sampler = members[0][0].sampler
-        if whole.logits.is_cpu and (len(members) == 1 or not sampler.is_alike_together(whole.logits.shape[-1])):
-            continue
         try:
+            if whole.logits.is_cpu and (len(members) == 1 or not sampler.is_alike_together(whole.logits.shape[-1])):
+                continue
             early.append(_sample(members, forest, outputs.logit_rows, whole))
         except Exception:  # the walk of the affected row raises it again
             for sequence, _ in members:
