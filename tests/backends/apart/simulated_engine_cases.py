@@ -177,6 +177,24 @@ def test_rows_whose_processors_use_the_text_wait_once(
     events_of_four_steps(device, demo_model, demo_prompt, LookaheadConfig(preset="autoregressive"), options)
 
 
+def test_an_error_of_a_users_processor_ends_its_request(device: Simulation) -> None:
+    """Such a processor is called once for each token, and its error is raised even if another call would succeed."""
+    calls = []
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        if len(calls) == 3:
+            raise ArithmeticError("the third token")
+        return scores
+
+    engine = Engine(shared_on_cuda(build("llama")), UNCAPTURED, max_rows=2)
+    handle = engine.submit(PROMPT.to("cuda"), **OPTIONS, **GREEDY, logits_processor=[fails])
+    engine.run()
+    with pytest.raises(ArithmeticError, match="third"):
+        handle.result()
+    assert len(set(calls)) == len(calls)
+
+
 @pytest.mark.parametrize("samples", [False, True])
 def test_drafts_of_rows_with_a_repetition_penalty_wait_once(
     samples: bool, device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
@@ -407,6 +425,42 @@ def test_rows_with_a_common_beginning_share_its_pages(device: Simulation) -> Non
     engine.run()
     assert all(pool.uses >= 0)
     assert len(pool.free) == np.count_nonzero(pool.uses[1:] == 0)
+
+
+def with_384_tokens(model: PreTrainedModel, **options: Any) -> Engine:
+    """Return an engine with memory for keys and values of 384 tokens."""
+    return Engine(shared_on_cuda(model), UNCAPTURED, max_rows=2, kv_bytes=384 * token_bytes(model), **options)
+
+
+@pytest.mark.filterwarnings("error::lookahead.LookaheadWarning")
+def test_pages_of_finished_and_running_texts_count_once(device: Simulation) -> None:
+    """A finished text stays, although a running one continues another finished text in the rest of the memory."""
+    model = build("llama")
+    engine = with_384_tokens(model)
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 2}
+    tokens = torch.randint(3, 60, (1, 400), generator=torch.Generator().manual_seed(0))
+    first, second, longer = tokens[:, :100], tokens[:, 100:250], tokens[:, 100:300]
+    for text in (first, second, longer):
+        engine.submit(text.to("cuda"), **options)
+        engine.run()
+    last = torch.cat([first, tokens[:, 300:304]], dim=1)
+    handle = engine.submit(last.to("cuda"), **options)
+    engine.run()
+    assert handle.tokens == new_tokens(model, last, **options)
+    assert handle.statistics.reused_tokens == first.shape[1]
+
+
+def test_texts_without_a_prefix_cache_take_their_own_pages(device: Simulation) -> None:
+    """Two equal prompts of more than half of the memory run one after the other."""
+    model = build("llama")
+    engine = with_384_tokens(model, prefix_cache=False)
+    text = torch.randint(3, 60, (1, 230), generator=torch.Generator().manual_seed(0))
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 4}
+    handles = [engine.submit(text.to("cuda"), **options) for _ in range(2)]
+    engine.step()
+    assert (engine.load.running, engine.load.waiting) == (1, 1)
+    engine.run()
+    assert [handle.tokens for handle in handles] == [new_tokens(model, text, **options)] * 2
 
 
 @pytest.mark.parametrize("seed", quickly(range(8), [0]))
