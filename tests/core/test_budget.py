@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from lookahead.core.protocols import FixedBudget
+from lookahead.core.roots import Roots
 from lookahead.errors import InvalidArgumentError
 
 
 def sent(budget: FixedBudget, likely: list[float]) -> int:
-    return budget.choose(np.array(likely))
+    return int(budget.choose(np.array(likely), np.array([len(likely)]), Roots([None]), [0])[0])
 
 
 def test_all_candidates_are_sent_up_to_a_number_of_nodes() -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lookahead.core.pace import MOST_CREDIT, PLAIN_STEPS, REST, Pace, PacedRow
+from lookahead.core.roots import Roots
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 
@@ -31,6 +33,11 @@ CURVES: dict[str, Curve] = {
     "GPU": [(1, 1.0), (128, 1.1)],
     "rows": [(1, 1.0), (128, 112.0)],
 }
+
+
+def chosen(row: PacedRow, likely: NDArray[np.float64]) -> int:
+    """Return the number of candidates that are sent for the row."""
+    return int(row.choose(likely, np.array([len(likely)]), Roots([None]), [0])[0])
 
 
 def seconds_of(curve: str | Curve, nodes: int) -> float:
@@ -58,7 +65,7 @@ class Text:
             sent, accepted, longer = [0], 0, 1.0
             row.begin()
             if not row.backs_off:
-                sent.append(row.choose(np.full(row.max_candidates, likely)))
+                sent.append(chosen(row, np.full(row.max_candidates, likely)))
             rests = row.backs_off
             if not rests:
                 accepted, longer = next(drafts)
@@ -203,7 +210,7 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
             ease, sent = generator.choice([0.1, 0.6, 0.97]), [0 if nodes is None else nodes - 1]
             row.begin()
             if nodes is None and not row.backs_off:
-                sent.append(row.choose(ease ** np.arange(1, row.max_candidates + 1)))
+                sent.append(chosen(row, ease ** np.arange(1, row.max_candidates + 1)))
             is_plain = nodes is None and row.backs_off
             accepted = 0
             while accepted < sent[-1] and generator.random() < ease:
@@ -372,7 +379,7 @@ def test_nodes_are_worth_more_early_in_a_text_but_for_chains_and_where_they_teac
         counts = []
         for _ in range(100):
             row.begin(teaches)
-            counts.append(row.choose(likely))
+            counts.append(chosen(row, likely))
         return counts
 
     first, second = sent(PacedRow(Pace(costs))), sent(PacedRow(Pace(costs)))
@@ -409,7 +416,7 @@ def test_a_text_that_rests_is_looked_at_less_often_than_the_next_one() -> None:
             row.begin()
             if not row.backs_off:
                 steps_with_search.append(step)
-                row.choose(np.zeros(0))
+                chosen(row, np.zeros(0))
             pace.book(StepTime(1, 100, 1.0, 1, 1, False))
         return steps_with_search
 
@@ -434,7 +441,7 @@ def test_searches_without_drafts_stay_within_the_allowed_loss() -> None:
     for _ in range(2000):
         row.begin()
         if not row.backs_off:
-            row.choose(np.zeros(0))
+            chosen(row, np.zeros(0))
         searched += pace.searches
         pace.book(StepTime(1, 100, 1.05 if pace.searches else 1.0, 1, 1, pace.searches))
     assert 0 < searched * 0.05 <= LOSS * 2000 + FIXED_LOSS

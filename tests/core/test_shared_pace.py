@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lookahead.core.pace import MOST_CREDIT, Pace
+from lookahead.core.roots import Roots
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
@@ -26,7 +27,7 @@ def send(shared: SharedPace, offers: list[list[float]], teaching: int | None = N
     for place in range(len(offers)):
         shared.begin(teaching is None or place < teaching)
     likely = np.array([probability for offer in offers for probability in offer])
-    return shared.share(likely, np.array([*map(len, offers)]), len(offers)).tolist()
+    return shared.choose(likely, np.array([*map(len, offers)]), Roots([None] * len(offers)), ()).tolist()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.core.ranking import UNRANKED
 from lookahead.core.roots import Roots
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import Noise, TokenTree
@@ -202,7 +203,7 @@ class Stingy:
     """A budget that accepts two nodes, and records its offers."""
 
     backs_off = False
-    is_shared = False
+    ranking = UNRANKED
     min_probability = 0.0
     max_candidates = 24
 
@@ -213,9 +214,9 @@ class Stingy:
     def begin(self, teaches: bool = True) -> None:
         self.taught.append(teaches)
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+    def choose(self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]) -> Any:
         self.offers.append(likely.tolist())
-        return 2
+        return np.array([2])
 
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
@@ -280,7 +281,9 @@ def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
     roots = Roots([None], [159], lambda: np.array([99]))
     roots.foresee[0] = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
     assert drafter.together is not None
-    drafter.together.propose_row(drafter, roots, 0)
+    found = drafter.together.find_rows([drafter], roots, [0])
+    assert found is not None
+    drafter.together.send_rows([drafter], roots, [0], drafter.budget.choose(*found, roots, [0]))
     assert sum(budget.offers[-1]) < 0.01, "what noise says is heard by the order alone"
 
 

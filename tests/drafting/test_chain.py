@@ -109,13 +109,13 @@ def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
     row = PacedRow(pace, resends=True)
     for pending in (3, 12):
         row.begin()
-        sent.append(row.choose(sure, pending))
+        sent.append(int(row.choose(sure, np.array([len(sure)]), Roots([TokenTree(range(pending))]), [0])[0]))
     for nodes in (8, 16):
         pace.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
         for _ in range(PLAIN_STEPS):
             pace.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
         row.begin()
-        sent.append(row.choose(sure, 3))
+        sent.append(int(row.choose(sure, np.array([len(sure)]), Roots([TokenTree(range(3))]), [0])[0]))
     assert sent == [5, 0, 13, 29]
 
 
@@ -133,7 +133,7 @@ def test_a_budget_shared_with_others_cuts_chains() -> None:
         SequenceState([token], drafter, cast(Any, None), bool) for token, drafter in zip((5, 6), drafters, strict=True)
     ]
     roots = Roots([None, None], [5, 6], lambda: np.array([9, 9]))
-    propose(texts, roots, range(2), shared)
+    propose(texts, roots, range(2))
     assert [tree.tokens for tree in roots.forest()] == [[5, 1, 2, 3], [6]]
 
 

@@ -17,7 +17,7 @@ from lookahead.backends.forward_result import pass_result
 from lookahead.core.drafts import Groups, observe, propose
 from lookahead.core.forest import Forest
 from lookahead.core.pace import Pace
-from lookahead.core.protocols import NoDrafter
+from lookahead.core.protocols import FixedBudget, NoDrafter
 from lookahead.core.results import StepResult, StepResults, Walk, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
@@ -25,7 +25,7 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step import Batch, step
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
+from lookahead.drafting import AutoDrafter, DraftMemory, TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy
 from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
 
@@ -257,10 +257,9 @@ class InGroup:
     """A drafter of one token that may fail in one of its methods."""
 
     top_k = 0
-    shares = True
 
-    def __init__(self, together: Together, fails: str) -> None:
-        self.together, self._fails = together, fails
+    def __init__(self, together: Together, budget: SharedPace, fails: str) -> None:
+        self.together, self.budget, self._fails = together, budget, fails
 
     def start(self, prompt: Sequence[int]) -> None:
         """Nothing to begin."""
@@ -276,19 +275,18 @@ class InGroup:
 @pytest.mark.parametrize("member", ["find", "observe"])
 def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(member: Literal["find", "observe"]) -> None:
     together = Together()
-    sequences = [
-        SequenceState([3], InGroup(together, fails), cast(Any, None), lambda text: False) for fails in ("", member, "")
-    ]
+    pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes=64)
+    pace.begin_step(3)
+    drafters = [InGroup(together, pace, fails) for fails in ("", member, "")]
+    sequences = [SequenceState([3], drafter, cast(Any, None), lambda text: False) for drafter in drafters]
     trees = [TokenTree([3]) for _ in sequences]
     forest = Forest(trees)
     results = StepResults(forest, pass_result(forest, torch.eye(3, 5), 0), Walks(forest))
     for row in range(3):
         results.walks.set(row, Walk([], [4], False))
-    pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes=64)
-    pace.begin_step(3)
-    ask = partial(observe, sequences, results, Groups({together: [0, 1, 2]}, []))
+    ask = partial(observe, sequences, results, Groups({(together, pace): [0, 1, 2]}, []))
     if member == "find":
-        ask = partial(propose, sequences, Roots(trees), range(3), pace)
+        ask = partial(propose, sequences, Roots(trees), range(3))
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
         ask()
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
@@ -306,21 +304,19 @@ def test_a_trace_goes_on() -> None:
     assert text[0].tolist() == [*PROMPTS[0], *greedy(model, tuple(PROMPTS[0]), TOKENS)]
 
 
-class NothingToShare:
-    """A pace that fails to share the nodes of a step."""
+class NothingToSend(FixedBudget):
+    """A budget that fails to choose."""
 
-    is_shared = True
-
-    def share(self, *arguments: object) -> None:
-        raise ArithmeticError("nothing to share")
+    def choose(self, *arguments: object) -> Any:
+        raise ArithmeticError("nothing to send")
 
 
 def test_a_failure_of_all_drafts_ends_no_row() -> None:
     texts = [[5, 8, 2, 9, 4, 1], [3, 4, 5, 6, 7, 8]]
-    sequences = [played_sequence(text[:2], text[2:], TokenRecyclingDrafter(8)) for text in texts]
+    memory, budget = DraftMemory(), NothingToSend(8)
+    sequences = [played_sequence(text[:2], text[2:], AutoDrafter(memory, budget)) for text in texts]
     backend, batch = PlayedBackend([PlayedRow(TextScript(text)) for text in texts]), Batch(sequences)
-    batch.pace = cast(Any, NothingToShare())
-    with pytest.warns(LookaheadWarning, match="nothing to share"):
+    with pytest.warns(LookaheadWarning, match="nothing to send"):
         step(backend, batch)
     while not batch.finished:
         step(backend, batch)

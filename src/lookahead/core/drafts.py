@@ -8,39 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, StepPace
+from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, StepBudget
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
+from lookahead.core.token_tree import TokenTree
 
 
 class Groups(NamedTuple):
     """Rows with a drafter.
 
     Attributes:
-        shared: Rows of each group, ascending.
+        shared: Rows of each group and budget, ascending.
         single: Rows of drafters without a group, ascending.
     """
 
-    shared: dict[RowsDrafter, list[int]]
+    shared: dict[tuple[RowsDrafter, StepBudget], list[int]]
     single: list[int]
 
     def among(self, going: NDArray[np.bool_]) -> Groups:
         """Return the groups with only the rows of a mask `[rows]`."""
         if not (self.shared or self.single) or going.all():
             return self
-        shared = {group: [row for row in rows if going[row]] for group, rows in self.shared.items()}
-        return Groups({group: rows for group, rows in shared.items() if rows}, [r for r in self.single if going[r]])
+        shared = {key: [row for row in rows if going[row]] for key, rows in self.shared.items()}
+        return Groups({key: rows for key, rows in shared.items() if rows}, [row for row in self.single if going[row]])
 
 
-def draft(
-    backend: Backend, sequences: Sequence[SequenceState], roots: Roots, pace: StepPace | None
-) -> tuple[int, Groups]:
+def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) -> tuple[int, Groups]:
     """Add drafts to the trees of a step.
 
     Returns:
@@ -60,7 +59,7 @@ def draft(
                 roots.foresee[row] = sequence.sampler.foresee
     if rows:
         roots.limit(rows, levels)
-        propose(sequences, roots, rows, pace)
+        propose(sequences, roots, rows)
         stopped = [row for row in rows if type(sequences[row].drafter) is NoDrafter]
         if stopped:
             roots.remove_drafts(stopped)
@@ -68,43 +67,36 @@ def draft(
     top_k = 0
     for row in groups.single:
         top_k = max(top_k, sequences[row].ask_drafter(_top_k, 0))
-    for group, members in groups.shared.items():
+    for (group, _), members in groups.shared.items():
         top_k = max(top_k, group.top_k_of([sequences[row].drafter for row in members]))
     return top_k, groups
 
 
-def propose(
-    sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], pace: StepPace | None = None
-) -> None:
+def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> None:
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence goes on without drafts."""
-    shares = pace is not None and pace.is_shared
-    sharing = []
-    for row in rows:
-        drafter = sequences[row].drafter
-        if shares and getattr(drafter, "together", None) is not None and getattr(drafter, "shares", False):
-            sharing.append(row)
-        else:
-            sequences[row].ask_drafter(partial(_propose, roots, row), None)
-    if pace is None or not shares:
-        return
-    offers = _find(sequences, roots, sharing)
-    try:
-        likely = np.concatenate([_NO_CANDIDATES, *[offer.likely for offer in offers]])
-        counts = np.concatenate([_NO_ROWS, *[offer.counts for offer in offers]])
-        sent = pace.share(likely, counts, roots.pending)
-    except Exception as error:  # of all rows
-        for sequence in sequences:
-            sequence.stop_drafting(error)
-        return
-    end = 0
-    for offer in offers:
-        begin = end
-        end = end + len(offer.counts)
-        offer.group.send_rows([sequences[row].drafter for row in offer.rows], roots, offer.rows, sent[begin:end])
+    groups = _grouped(sequences, rows)
+    for row in groups.single:
+        sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
+    offers = dict[StepBudget, list[_Offer]]()
+    for (group, budget), members in groups.shared.items():
+
+        def find(some: Sequence[int], group: RowsDrafter = group, budget: StepBudget = budget) -> None:
+            found = group.find_rows([sequences[row].drafter for row in some], roots, some)
+            if found is not None:
+                offers.setdefault(budget, []).append(_Offer(group, some, *found))
+
+        _call(sequences, members, find)
+    for budget, of_budget in offers.items():
+        rows = [row for offer in of_budget for row in offer.rows]
+        try:
+            _send(sequences, roots, rows, budget, of_budget)
+        except Exception as error:  # of all its rows
+            for row in rows:
+                sequences[row].stop_drafting(error)
 
 
 class _Offer(NamedTuple):
-    """Candidates of the drafters of a group, which share the nodes of a step with others.
+    """Candidates of the drafters of a group.
 
     Attributes:
         group: The group.
@@ -119,29 +111,25 @@ class _Offer(NamedTuple):
     counts: NDArray[np.int64]
 
 
-_NO_CANDIDATES = np.zeros(0)
-_NO_ROWS = np.zeros(0, dtype=np.int64)
-
-
-def _find(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> list[_Offer]:
-    """Return the candidates of some rows."""
-    offers = list[_Offer]()
-    for group, members in _grouped(sequences, rows).shared.items():
-
-        def find(some: Sequence[int], group: RowsDrafter = group) -> None:
-            found = group.find_rows([sequences[row].drafter for row in some], roots, some)
-            if found is not None:
-                offers.append(_Offer(group, some, *found))
-
-        _call(sequences, members, find)
-    return offers
+def _send(
+    sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], budget: StepBudget, offers: Sequence[_Offer]
+) -> None:
+    """Send as many of the candidates that compete for a budget as it chooses."""
+    likely = np.concatenate([offer.likely for offer in offers])
+    counts = np.concatenate([offer.counts for offer in offers])
+    sent = budget.choose(likely, counts, roots, rows)
+    end = 0
+    for offer in offers:
+        begin = end
+        end = end + len(offer.counts)
+        offer.group.send_rows([sequences[row].drafter for row in offer.rows], roots, offer.rows, sent[begin:end])
 
 
 def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Groups) -> None:
     """Pass the results of a step to the drafters of some rows, to learn from them."""
     for row in groups.single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
-    for group, members in groups.shared.items():
+    for (group, _), members in groups.shared.items():
 
         def learn(some: Sequence[int], group: RowsDrafter = group) -> None:
             group.observe_rows([sequences[row].drafter for row in some], some, results)
@@ -162,14 +150,14 @@ def _call(sequences: Sequence[SequenceState], rows: Sequence[int], call: Callabl
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
-    """Return the groups of some rows."""
-    shared = dict[RowsDrafter, list[int]]()
+    """Return the groups of some rows, by group and budget."""
+    shared = dict[tuple[RowsDrafter, StepBudget], list[int]]()
     single = list[int]()
     for row in rows:
-        drafter = sequences[row].drafter
+        drafter: Any = sequences[row].drafter
         together = getattr(drafter, "together", None)
         if together is not None:
-            shared.setdefault(together, []).append(row)
+            shared.setdefault((together, drafter.budget), []).append(row)
         elif type(drafter) is not NoDrafter:
             single.append(row)
     return Groups(shared, single)
@@ -179,12 +167,8 @@ def _top_k(drafter: Drafter) -> int:
     return drafter.top_k
 
 
-def _propose(roots: Roots, row: int, drafter: Drafter) -> None:
-    together: RowsDrafter | None = getattr(drafter, "together", None)
-    if together is None:
-        drafter.propose(roots.tree(row))
-    else:
-        together.propose_row(drafter, roots, row)
+def _propose(tree: TokenTree, drafter: Drafter) -> None:
+    drafter.propose(tree)
 
 
 def _observe(results: StepResults, row: int, drafter: Drafter) -> None:

@@ -8,12 +8,15 @@ only its root. A running sum of the time that drafted steps saved decides whethe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.compiled import FIRST, compiled
+from lookahead.core.ranking import UNRANKED
+from lookahead.core.roots import Roots
 from lookahead.core.step_costs import PLAIN, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 
@@ -161,10 +164,6 @@ class Pace:
     def budget_of_text(self, resends: bool, max_nodes: int) -> PacedRow:
         """Return the budget of one text; arguments as for `PacedRow`."""
         return PacedRow(self, resends, max_nodes)
-
-    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
-        """Return 0 for each row: the budgets of rows choose (`StepPace.share`)."""
-        return np.zeros_like(counts)
 
     @property
     def is_new(self) -> bool:
@@ -314,8 +313,8 @@ class PacedRow:
         max_nodes: Maximum number of nodes of a step, the root included.
     """
 
-    is_shared = False
     min_probability = 0.0
+    ranking = UNRANKED
 
     def __init__(self, pace: Pace, resends: bool = False, max_nodes: int = MOST_CHOSEN_NODES) -> None:
         self._pace = pace
@@ -339,16 +338,22 @@ class PacedRow:
             self.max_candidates = min(self._pace.max_nodes(taught), self._max_nodes) - 1
             self._taught = taught * (1 + 3 * math.exp(-self._searched / EARLY))
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
-        """Return the number of candidates to send (`StepBudget.choose`)."""
-        count = min(self.max_candidates, max(self._pace.room - pending, 0)) if self._resends else self.max_candidates
+    def choose(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return the number of candidates of the only row to send (`StepBudget.choose`)."""
+        count = self.max_candidates
+        pending = 1  # of trees, whose steps are timed without the tokens of a prompt
+        if self._resends:
+            pending = roots.pending_of(rows[0])
+            count = min(count, max(self._pace.room - pending, 0))
         chosen = self._pace.choose(likely[:count], pending, self._resends, taught=self._taught)
         self.backs_off = self._pace.in_rest  # the search was only a probe
         if self.backs_off:
             self._empty_probes = min(self._empty_probes + 1, 2)
             self._pace.credit.until_probe = REST << self._empty_probes
         self._pace.searches &= not self.backs_off
-        return chosen
+        return np.array([chosen])
 
 
 @compiled

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.forest import Forest
+from lookahead.core.ranking import UNRANKED
 from lookahead.core.results import EarlyTokens, ForestOutputs, NodeOutputs, StepResult, StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise, TokenTree
@@ -116,18 +117,14 @@ class Drafter(Protocol):
 
 
 class RowsDrafter(Protocol):
-    """Drafts and learns for several sequences in one call. It is the attribute `together` of their drafters; `None` for
-    a drafter without a group. After an exception it is called for each row alone.
+    """Drafts and learns for several sequences in one call, instead of `propose` and `observe` of their drafters.
 
-    Its drafters have an attribute `shares`: whether their candidates compete with those of other rows, so that
-    `find_rows` and `send_rows` are called instead of `propose_row`.
+    It is the attribute `together` of these drafters; they also have a `budget`, a `StepBudget`. Drafters with the same
+    group and budget have a common call. After an exception each of them has its own.
     """
 
     def top_k_of(self, drafters: Sequence[Any]) -> int:
         """The largest `top_k` of several drafters."""
-
-    def propose_row(self, drafter: Any, roots: Roots, row: int) -> None:
-        """Add candidates to the tree of a row, as many as the drafter's own budget chooses."""
 
     def find_rows(
         self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]
@@ -147,14 +144,10 @@ class RowsDrafter(Protocol):
 
 
 class StepBudget(Protocol):
-    """Decides how many candidates a step sends for one row."""
+    """Decides how many candidates a step sends for its rows: for one row, or for several whose candidates compete."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether candidates compete with those of other rows, so that `StepPace.share` chooses.
-
-        Such a budget has an attribute `ranking`; see `lookahead.core.shared_pace.new_ranking`.
-        """
+    ranking: NDArray[np.int64]
+    """Ranking of the candidates of the step; see `lookahead.core.ranking`."""
 
     @property
     def backs_off(self) -> bool:
@@ -175,20 +168,21 @@ class StepBudget(Protocol):
             teaches: Whether the drafter learns the predictions after its nodes; for several rows, in how many.
         """
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
-        """Return the number of candidates to send, the first ones; for budgets that are not shared.
+    def choose(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return the number of candidates of each row to send, the first ones, `[rows]`.
 
         Args:
-            likely: Probability that each is accepted, in the order of sending: about falling, `[candidates]`.
-            pending: Nodes of the row without them.
+            likely: Probability that each is accepted, row after row in the order of sending, `[candidates]`.
+            counts: Candidates of each row, `[rows]`.
+            roots: The trees of the step so far.
+            rows: The rows in them.
         """
 
 
 class StepPace(Protocol):
-    """Chooses the number of nodes of steps by the time that they take."""
-
-    is_shared: bool
-    """Whether candidates of all rows compete for the nodes of a step."""
+    """Decides by the time of steps how many nodes they have; its budgets ask it."""
 
     @property
     def searches(self) -> bool:
@@ -200,15 +194,6 @@ class StepPace(Protocol):
         Args:
             rows: Number of rows.
             temperature: Mean temperature of their sampling, 0 for greedy decoding.
-        """
-
-    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
-        """Return the number of candidates of each row to send, `[rows]`.
-
-        Args:
-            likely: Probability that each candidate is accepted, row after row in the order of sending, `[candidates]`.
-            counts: Candidates of each row, `[rows]`.
-            pending: Nodes of the step besides the candidates.
         """
 
     def skip(self) -> bool:
@@ -230,7 +215,8 @@ class FixedBudget:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    backs_off = is_shared = False
+    backs_off = False
+    ranking = UNRANKED
 
     def __init__(self, nodes: int, min_probability: float = 0.0, *, least: float | None = None) -> None:
         if least is not None:
@@ -244,9 +230,11 @@ class FixedBudget:
     def begin(self, teaches: int = True) -> None:
         """See `StepBudget`."""
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+    def choose(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]
+    ) -> NDArray[np.int64]:
         """See `StepBudget`."""
-        return min(len(likely), self.max_candidates)
+        return np.minimum(counts, self.max_candidates)
 
 
 class NoDrafter:

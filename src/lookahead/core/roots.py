@@ -11,8 +11,6 @@ import numpy as np
 from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
-_NO_DRAFTS = (np.empty(0, dtype=np.int64),) * 4
-
 
 class Roots:
     """The beginning of each tree of a step.
@@ -57,7 +55,7 @@ class Roots:
         return len(self.trees)
 
     @property
-    def pending(self) -> int:
+    def nodes(self) -> int:
         """Number of nodes so far, over all rows, without drafts that were added as arrays."""
         return sum([1 if tree is None else len(tree.tokens) for tree in self.trees])
 
@@ -131,7 +129,8 @@ class Roots:
 
     def _joined_drafts(self) -> tuple[Integers, Integers, Integers, Integers]:
         """All drafts that were added as arrays."""
-        drafts = [_NO_DRAFTS, *self._drafts]
+        nothing = np.empty(0, dtype=np.int64)
+        drafts = [(nothing, nothing, nothing, nothing), *self._drafts]
         rows, counts, tokens, parents = [np.concatenate(parts) for parts in zip(*drafts, strict=True)]
         return rows, counts, tokens, parents
 

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.compiled import inner
 from lookahead.core.pace import TAUGHT, Pace
+from lookahead.core.ranking import UNRANKED, new_ranking
+from lookahead.core.roots import Roots
 from lookahead.core.step_time import StepTime
-
-_BINS = 256
-"""Bins of probabilities in a ranking."""
-
-_CAPACITY, _CUT, _ABOVE, _FIRST_BIN = range(4)
-"""Indices in a ranking: its arguments `capacity`, the first bin that counts, candidates in it and above, and bin 0."""
-
-
-def new_ranking(capacity: int) -> NDArray[np.int64]:
-    """Return an empty ranking of the candidates of a step, of all rows: their numbers by probability.
-
-    With it a search skips candidates that cannot be among the likeliest `capacity` of all rows.
-    """
-    ranking = np.zeros(_FIRST_BIN + _BINS + 1, dtype=np.int64)
-    ranking[_CAPACITY] = capacity
-    return ranking
-
-
-UNRANKED = new_ranking(1 << 62)
-"""Ranking that skips no candidate."""
-
-
-@inner
-def count_ranked(probability: float, ranking: NDArray[np.int64]) -> None:
-    """Count a candidate."""
-    place = int(probability * _BINS)
-    if place < ranking[_CUT]:
-        return
-    ranking[_FIRST_BIN + place] += 1
-    ranking[_ABOVE] += 1
-    while ranking[_ABOVE] - ranking[_FIRST_BIN + ranking[_CUT]] >= ranking[_CAPACITY]:
-        ranking[_ABOVE] -= ranking[_FIRST_BIN + ranking[_CUT]]
-        ranking[_CUT] += 1
-
-
-@inner
-def least_ranked(ranking: NDArray[np.int64]) -> float:
-    """Return the probability below which candidates are not among the likeliest."""
-    return float(ranking[_CUT]) / _BINS
 
 
 class SharedPace:
@@ -137,20 +99,19 @@ class SharedPace:
         """
         self._teaching += teaches
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
-        """Return 0: `share` chooses for all rows (`StepBudget.choose`)."""
-        return 0
-
-    def share(self, likely: NDArray[np.float64], counts: NDArray[np.int64], pending: int) -> NDArray[np.int64]:
-        """Return the number of candidates of each row to send (`StepPace.share`)."""
+    def choose(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return the number of candidates of each row to send (`StepBudget.choose`)."""
         if self.backs_off:
             return np.zeros_like(counts)
+        nodes = roots.nodes
         order = np.argsort(-likely, kind="stable")  # stable: candidates of one row keep their order
         if self._pace is None:
-            sent = min(max((self._nodes or 0) - pending, 0), len(order))
+            sent = min(max((self._nodes or 0) - nodes, 0), len(order))
         else:
             sent = self._pace.choose(
-                likely[order[: self._room]], pending, shared=True, taught=TAUGHT * self._teaching / self.rows
+                likely[order[: self._room]], nodes, shared=True, taught=TAUGHT * self._teaching / self.rows
             )
             self.backs_off = self._pace.in_rest  # the search was only a probe
         owners = np.repeat(np.arange(len(counts)), counts)

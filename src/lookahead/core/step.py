@@ -14,7 +14,7 @@ from typing import Literal
 
 from lookahead.core.drafts import draft, observe
 from lookahead.core.forest import Forest
-from lookahead.core.protocols import Backend, Sampler, StepPace
+from lookahead.core.protocols import Backend, Sampler
 from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
@@ -34,7 +34,6 @@ class Batch:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
         statistics: Counts are added to it.
-        pace: Chooses nodes by the time of steps, if that is known.
         mark: Called with each part of a step when it is over.
         launched: Called after the launch of a pass, while a device computes.
         notify: Called with the results of a step before the listeners of the sequences.
@@ -42,7 +41,6 @@ class Batch:
 
     sequences: Sequence[SequenceState]
     statistics: Statistics = field(default_factory=Statistics)
-    pace: StepPace | None = None
     mark: Callable[[Phase], None] = lambda phase: None
     launched: Callable[[], None] | None = None
     notify: Callable[[StepResults], None] | None = None
@@ -60,7 +58,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
     roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
-    top_k, groups = draft(backend, sequences, roots, batch.pace)
+    top_k, groups = draft(backend, sequences, roots)
     forest = roots.forest()
     mark("draft")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,9 @@ from lookahead.core.forest import Forest
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import StepBudget
+from lookahead.core.ranking import UNRANKED
 from lookahead.core.results import StepResult
+from lookahead.core.roots import Roots
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
@@ -187,7 +189,7 @@ class WaitingBudget:
         budget: The budget of one row that decides afterwards.
     """
 
-    is_shared = False
+    ranking = UNRANKED
 
     def __init__(self, budget: StepBudget) -> None:
         self._budget = budget
@@ -214,15 +216,17 @@ class WaitingBudget:
         if not self._waits:
             self._budget.begin(teaches)
 
-    def choose(self, likely: NDArray[np.float64], pending: int = 1) -> int:
+    def choose(
+        self, likely: NDArray[np.float64], counts: NDArray[np.int64], roots: Roots, rows: Sequence[int]
+    ) -> NDArray[np.int64]:
         """Return the number of candidates to send (`StepBudget.choose`)."""
-        return self._budget.choose(likely, pending)
+        return self._budget.choose(likely, counts, roots, rows)
 
 
 def once_compiled(drafter: AutoDrafter) -> AutoDrafter:
     """Return the drafter, set to start drafting once its loops are compiled."""
     if LOOPS.awaited:
-        if not drafter.shares:  # a shared pace is not asked meanwhile
+        if drafter.budget.ranking is UNRANKED:  # a pace of all rows is not asked meanwhile
             drafter.budget = WaitingBudget(drafter.budget)
     else:
         compile_loops()  # now, because compilation would distort the measured time of a step

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from lookahead.backends.forward_result import top_predictions
 from lookahead.backends.machine import step_clock
 from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import UNRANKED, SharedPace
+from lookahead.core.ranking import UNRANKED
+from lookahead.core.roots import Roots
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.drafting.auto.batch import DraftBatch
@@ -310,7 +312,8 @@ class LookaheadProposer:
             slots = rows.places[drafting]
             offers = [batch.trees["probability"][slot, 1 : 1 + batch.counts[slot]] for slot in slots]
             pace.begin(0 if self._target is None else len(slots))
-            batch.counts[slots] = pace.share(np.concatenate(offers), batch.counts[slots], len(slots))
+            roots = Roots([None] * len(slots))
+            batch.counts[slots] = pace.choose(np.concatenate(offers), batch.counts[slots], roots, range(len(slots)))
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
         return places

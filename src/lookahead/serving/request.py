@@ -244,7 +244,7 @@ class Steps:
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         batch.notify = None if self._notices is None else partial(self._notices.add, requests)
         batch.mark = self._timer.mark
-        batch.pace = pace = self._pace_of(requests)
+        pace = self._pace_of(requests)
         try:
             with self._serving(requests):
                 self._timer.begin(batch)
@@ -254,7 +254,6 @@ class Steps:
         finally:  # the traceback of an error must not keep requests alive
             batch.sequences = ()
             batch.notify = None
-            batch.pace = None
 
     def _serving(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
         """Return a context for passes over the rows of some requests."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
+from lookahead.core.ranking import UNRANKED
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
-from lookahead.core.shared_pace import UNRANKED
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
@@ -232,14 +232,6 @@ class DraftBatch:
         trusted: NDArray[np.bool_] = (self.state.feedback["share"][places] >= UNTRUSTED) | (places < 0)
         return trusted
 
-    def propose_row(self, drafter: Member, roots: Roots, row: int) -> None:
-        """Draft for one text (`RowsDrafter.propose_row`)."""
-        found = self.find_rows([drafter], roots, [row])
-        if found is not None:
-            pending = roots.pending_of(row) if self.state.settings["chains"] else 1
-            count = drafter.budget.choose(found[0], pending)
-            self.send_rows([drafter], roots, [row], np.array([count]))
-
     def find_rows(
         self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
@@ -265,7 +257,7 @@ class DraftBatch:
             limits["levels"] = roots.rooms_of(rows) - first.certain
             limits["min_probability"] = budget.min_probability
             noises = self._foresee(limits["levels"], roots, rows, is_trusted, first.certain)
-            search = partial(self._search_rows, limits, noises, budget.ranking if budget.is_shared else UNRANKED)
+            search = partial(self._search_rows, limits, noises, budget.ranking)
             search()
             if first.permitting:
                 first.forbid(self, limits, search)

@@ -52,7 +52,6 @@ class AutoDrafter:
             `propose` and `observe`.
         place: Slot in the batch; -1 before the first draft.
         learns: Whether anything is remembered.
-        shares: Whether candidates compete with those of other rows.
         late: Tokens of the text that the batch does not have yet.
         certain: Tokens of this step's tree that are part of the text already.
         knowing: Sources of certain tokens.
@@ -82,7 +81,6 @@ class AutoDrafter:
         self.budget: StepBudget = cast(StepBudget, budget)
         self.memory = DraftMemory(1, 1, 1) if memory is None else memory
         self.learns = memory is not None
-        self.shares = self.budget.is_shared
         self.sources: list[Source] = [*sources, *([] if predicted is None else [predicted])]
         self.certain = 0
         self.place = -1
@@ -133,7 +131,11 @@ class AutoDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
-        self._batch.propose_row(self, Roots([tree]), 0)
+        roots = Roots([tree])
+        found = self._batch.find_rows([self], roots, [0])
+        if found is not None:
+            counts = self.budget.choose(*found, roots, [0])
+            self._batch.send_rows([self], roots, [0], counts)
 
     def add_certain(self, tree: TokenTree) -> bool:
         """Add the certain tokens to a tree; return whether drafts are to be searched after them."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.core.shared_pace import count_ranked, least_ranked
+from lookahead.core.ranking import count_ranked, least_ranked
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.learning import UNTRUSTED, BatchState
 from lookahead.drafting.auto.ngrams import look_up
