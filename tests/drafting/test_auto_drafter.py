@@ -281,9 +281,9 @@ def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
     roots = Roots([None], [159], lambda: np.array([99]))
     roots.foresee[0] = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
     assert drafter.together is not None
-    found = drafter.together.find_rows([drafter], roots, [0])
+    found = drafter.together.find_rows([drafter], [0], roots)
     assert found is not None
-    drafter.together.send_rows([drafter], roots, [0], drafter.budget.choose(*found, roots, [0]))
+    drafter.together.send_rows([drafter], [0], roots, drafter.budget.choose(*found, roots, [0]))
     assert sum(budget.offers[-1]) < 0.01, "what noise says is heard by the order alone"
 
 

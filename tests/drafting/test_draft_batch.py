@@ -174,8 +174,8 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
                 drafter.propose(tree)
         else:
             batch, roots = together[0].together, Roots(trees)
-            _, counts = batch.find_rows(together, roots, range(3))
-            batch.send_rows(together, roots, range(3), counts)
+            _, counts = batch.find_rows(together, range(3), roots)
+            batch.send_rows(together, range(3), roots, counts)
         for drafter, tree in zip(apart, alone, strict=True):
             drafter.propose(tree)
         if step == 0:  # later, each text also uses the other texts' lessons

@@ -239,12 +239,12 @@ def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any,
 class Together:
     """A group that drafts for all rows in one call, and fails if one row fails."""
 
-    def find_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]) -> tuple[Any, Any]:
+    def find_rows(self, drafters: Sequence[Any], rows: Sequence[int], roots: Roots) -> tuple[Any, Any]:
         for drafter in drafters:
             drafter.fail_in("find")
         return np.full(len(rows), 0.9), np.ones(len(rows), dtype=np.int64)
 
-    def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: Any) -> None:
+    def send_rows(self, drafters: Sequence[Any], rows: Sequence[int], roots: Roots, counts: Any) -> None:
         for row, count in zip(rows, counts.tolist(), strict=True):
             roots.tree(row).add_candidates([4] * count)
 

@@ -79,9 +79,9 @@ def propose(drafter: AutoDrafter, tree: TokenTree, foresee: Callable[[int], Nois
     if foresee is not None:
         roots.foresee[0] = foresee
     assert drafter.together is not None
-    found = drafter.together.find_rows([drafter], roots, [0])
+    found = drafter.together.find_rows([drafter], [0], roots)
     assert found is not None
-    drafter.together.send_rows([drafter], roots, [0], drafter.budget.choose(*found, roots, [0]))
+    drafter.together.send_rows([drafter], [0], roots, drafter.budget.choose(*found, roots, [0]))
 
 
 def learned(drafter: AutoDrafter, likely: dict[int, float]) -> None:

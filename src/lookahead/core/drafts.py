@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
+
+T = TypeVar("T")
 
 
 class Groups(NamedTuple):
@@ -79,13 +81,9 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int
         sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
     offers = dict[StepBudget, list[_Offer]]()
     for (group, budget), members in groups.shared.items():
-
-        def find(some: Sequence[int], group: RowsDrafter = group, budget: StepBudget = budget) -> None:
-            found = group.find_rows([sequences[row].drafter for row in some], roots, some)
+        for some, found in _call(sequences, members, partial(group.find_rows, roots=roots)):
             if found is not None:
                 offers.setdefault(budget, []).append(_Offer(group, some, *found))
-
-        _call(sequences, members, find)
     for budget, of_budget in offers.items():
         rows = [row for offer in of_budget for row in offer.rows]
         try:
@@ -122,7 +120,7 @@ def _send(
     for offer in offers:
         begin = end
         end = end + len(offer.counts)
-        offer.group.send_rows([sequences[row].drafter for row in offer.rows], roots, offer.rows, sent[begin:end])
+        offer.group.send_rows([sequences[row].drafter for row in offer.rows], offer.rows, roots, sent[begin:end])
 
 
 def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Groups) -> None:
@@ -130,23 +128,24 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
     for row in groups.single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
     for (group, _), members in groups.shared.items():
-
-        def learn(some: Sequence[int], group: RowsDrafter = group) -> None:
-            group.observe_rows([sequences[row].drafter for row in some], some, results)
-
-        _call(sequences, members, learn)
+        _call(sequences, members, partial(group.observe_rows, step=results))
 
 
-def _call(sequences: Sequence[SequenceState], rows: Sequence[int], call: Callable[[Sequence[int]], None]) -> None:
-    """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row."""
+def _call(
+    sequences: Sequence[SequenceState], rows: Sequence[int], call: Callable[[Sequence[Any], Sequence[int]], T]
+) -> list[tuple[Sequence[int], T]]:
+    """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row.
+
+    Returns:
+        The rows of each call that raised nothing, and its result.
+    """
     try:
-        call(rows)
+        return [(rows, call([sequences[row].drafter for row in rows], rows))]
     except Exception as error:
         if len(rows) == 1:
             sequences[rows[0]].stop_drafting(error)
-        else:
-            for row in rows:
-                _call(sequences, [row], call)
+            return []
+        return [done for row in rows for done in _call(sequences, [row], call)]
 
 
 def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:

@@ -127,7 +127,7 @@ class RowsDrafter(Protocol):
         """The largest `top_k` of several drafters."""
 
     def find_rows(
-        self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int]
+        self, drafters: Sequence[Any], rows: Sequence[int], roots: Roots
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
         """Search candidates for some rows of a step, ascending.
 
@@ -136,7 +136,7 @@ class RowsDrafter(Protocol):
             each row, `[rows]`. `None` without a search.
         """
 
-    def send_rows(self, drafters: Sequence[Any], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]) -> None:
+    def send_rows(self, drafters: Sequence[Any], rows: Sequence[int], roots: Roots, counts: NDArray[np.int64]) -> None:
         """Add the first candidates of each row to its tree, `counts` of each, `[rows]`."""
 
     def observe_rows(self, drafters: Sequence[Any], rows: Sequence[int], step: StepResults) -> None:

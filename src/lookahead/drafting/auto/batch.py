@@ -233,7 +233,7 @@ class DraftBatch:
         return trusted
 
     def find_rows(
-        self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int]
+        self, drafters: Sequence[Member], rows: Sequence[int], roots: Roots
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
         """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
         first = drafters[0]  # with sources the only one
@@ -271,7 +271,7 @@ class DraftBatch:
                 drafter.late = []
 
     def send_rows(
-        self, drafters: Sequence[Member], roots: Roots, rows: Sequence[int], counts: NDArray[np.int64]
+        self, drafters: Sequence[Member], rows: Sequence[int], roots: Roots, counts: NDArray[np.int64]
     ) -> None:
         """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
         places = _places_of(drafters)

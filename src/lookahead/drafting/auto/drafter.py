@@ -132,10 +132,10 @@ class AutoDrafter:
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         roots = Roots([tree])
-        found = self._batch.find_rows([self], roots, [0])
+        found = self._batch.find_rows([self], [0], roots)
         if found is not None:
             counts = self.budget.choose(*found, roots, [0])
-            self._batch.send_rows([self], roots, [0], counts)
+            self._batch.send_rows([self], [0], roots, counts)
 
     def add_certain(self, tree: TokenTree) -> bool:
         """Add the certain tokens to a tree; return whether drafts are to be searched after them."""
