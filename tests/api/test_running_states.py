@@ -152,8 +152,10 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
     assert torch.equal(plain(model, text, past_key_values=cache, max_new_tokens=10).sequences, expected)
 
 
-@pytest.mark.parametrize(("family", "sample"), diagonal(["qwen3_next", "mamba2"], [False, True]))
-def test_rows_of_one_call(family: str, sample: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "sample", "memory"), diagonal(["qwen3_next", "mamba2"], [False, True], ["request", "process"])
+)
+def test_rows_of_one_call(family: str, sample: bool, memory: Any) -> None:
     """Rows accept different numbers of tokens, and end in different steps."""
     model, ids = tiny(family), torch.cat([prompt(seed=seed) for seed in range(3)])
     texts = [model.generate(row[None], max_new_tokens=24, do_sample=False)[0] for row in ids]
@@ -161,7 +163,7 @@ def test_rows_of_one_call(family: str, sample: bool) -> None:
     torch.manual_seed(0)
     expected = model.generate(ids, do_sample=sample, **options)
     torch.manual_seed(0)
-    output = decode(model, ids, LookaheadConfig(step_budget=8), do_sample=sample, **options)
+    output = decode(model, ids, LookaheadConfig(step_budget=8, memory=memory), do_sample=sample, **options)
     assert torch.equal(output.sequences, expected)
     assert output.past_key_values is None
 

@@ -77,12 +77,20 @@ class JoinedOutputs:
     @property
     def top_ids(self) -> NDArray[np.int64]:
         """See `Predictions`."""
-        return np.concatenate([of_tree.top_ids for of_tree in self._outputs])
+        return _joined([of_tree.top_ids for of_tree in self._outputs], -1)
 
     @property
     def top_probabilities(self) -> NDArray[np.float32]:
         """See `Predictions`."""
-        return np.concatenate([of_tree.top_probabilities for of_tree in self._outputs])
+        return _joined([of_tree.top_probabilities for of_tree in self._outputs], 0)
+
+
+def _joined(parts: Sequence[NDArray[Any]], unread: int) -> NDArray[Any]:
+    """Join lists of several trees, `[nodes, listed]`; idle trees list less than others."""
+    widest = max([part.shape[1] for part in parts])
+    widths = [((0, 0), (0, widest - part.shape[1])) for part in parts]
+    padded = [np.pad(part, width, constant_values=unread) for part, width in zip(parts, widths, strict=True)]
+    return np.concatenate(padded)
 
 
 class EarlyTokens(NamedTuple):
