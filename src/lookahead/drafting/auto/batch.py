@@ -318,8 +318,9 @@ class DraftBatch:
     def take(self, places: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens and parents of the first `counts` nodes of some drafts, and note that they are sent."""
         tokens, parents = np.empty((2, int(counts.sum())), dtype=np.int64)
-        self._take(places, counts, self.state.trees, tokens, parents)
-        self.sent[places] = counts
+        with self.memory.lock:
+            self._take(places, counts, self.state.trees, tokens, parents)
+            self.sent[places] = counts
         return tokens, parents
 
     def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE, ranking: NDArray[np.int64] = UNRANKED) -> None:
@@ -348,8 +349,9 @@ class DraftBatch:
         ids = outputs.top_ids
         listed = ids.shape[1]
         places = _places_of(drafters)
-        sent = self.sent[places]
-        self.sent[places[places >= 0]] = 0
+        with self.memory.lock:  # another thread may replace the array for more texts
+            sent = self.sent[places]
+            self.sent[places[places >= 0]] = 0
         learns = (places >= 0) & (is_searched and first.learns)
         if not (listed or self.memory.observed):
             learns &= ~self._is_trusted(places)
