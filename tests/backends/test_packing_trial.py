@@ -147,6 +147,7 @@ def test_times_are_taken_anew_for_another_number_of_threads(clock: Clock, reques
     assert clock.runs == 2
 
 
+@pytest.mark.slow_by_nature("finds the rules of invariant products")
 def test_no_time_chooses_the_bits_of_invariant_passes(clock: Clock) -> None:
     clock.seconds = [SLOWER] * 5
     assert isinstance(engine_model(llama(), pack_weights=True, invariant=True).lm_head, PackedLinear)

@@ -96,6 +96,7 @@ def is_complete(folder: Path) -> bool:
     return any(folder.glob("all-*")) and any(folder.glob("forest._write_order*"))
 
 
+@pytest.mark.slow_by_nature("processes of their own import torch, and compile")
 def test_a_text_is_drafted_for_once_the_loops_are_there(folder: Path) -> None:
     first, second = lines(begin(folder, CALLS, json.dumps([{}, {"step_budget": 8}])))
     assert first[:5] == [1] * 5
@@ -109,6 +110,7 @@ def test_a_call_can_wait_for_them(folder: Path) -> None:
     assert is_complete(folder)
 
 
+@pytest.mark.slow_by_nature("processes of their own compile")
 def test_processes_that_begin_at_once_share_them(folder: Path) -> None:
     for process in [begin(folder, STEPS, "background") for _ in range(2)]:
         (drafted,) = lines(process)
@@ -128,7 +130,9 @@ def test_without_another_process_this_one_compiles_after_a_while(folder: Path, t
 
 
 def test_a_complete_folder_is_only_read(folder: Path) -> None:
-    lines(begin(folder, STEPS, "background"))
+    there = loops_folder()
+    assert there is not None
+    shutil.copytree(there, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tmp.*", "*.lock"))
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert lines(begin(folder, STEPS, "background")) == [[True]]
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before

@@ -453,6 +453,7 @@ def test_unsupported_arguments_are_refused() -> None:
     assert engine.step() == 0
 
 
+@pytest.mark.slow_by_nature("finds the rules of invariant products")
 def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> None:
     model, prompts = in_type("llama", torch.bfloat16), ([3, 14, 15, 9, 2, 6] * 2, [40, 3, 14, 7], [5, 5, 9, 5, 5, 9, 5])
     options = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
