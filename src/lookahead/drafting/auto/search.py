@@ -48,6 +48,10 @@ _RECENT_SHARE = 0.2
 FORESEEN = 8
 """Maximum number of tokens with known sampling noise ahead of the text."""
 
+_COPIED_ODDS = log(4.0)
+_COPIED_WEIGHT = 12.0
+"""Log-odds of matches in a text from which it counts as a copy, and weight of the surplus in scores of matches."""
+
 _LEAST_NOISE = float(np.finfo(np.float32).tiny)
 """Lower limit of noise, because 16-bit noise may be rounded to 0."""
 
@@ -276,9 +280,10 @@ def _weigh(
     """Turn scores of the candidates after a node into probabilities, and set their parent and depth.
 
     Candidates from neither memory nor matches have no score: their probability is `listed`, which is also the minimum
-    of others. Tokens that only matches propose have a score higher by `copied`. `evidence` corrects the probabilities
-    from scores; see `Entries`.
+    of others. Tokens that only matches propose have a score higher by `copied`; in a copy, all tokens of matches have a
+    higher one. `evidence` corrects the probabilities from scores; see `Entries`.
     """
+    copy = _COPIED_WEIGHT * max(copied - _COPIED_ODDS, 0.0)
     mass = exp(weights[0])
     parent = nodes[node]
     classes = evidence.shape[1]  # the weights of matches follow the weights of contexts
@@ -286,7 +291,7 @@ def _weigh(
         candidate = candidates[row]
         score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], noise)
         if candidate["match"] >= 0:
-            score += weights[classes + candidate["match"]] + (copied if candidate["order"] == 0 else 0.0)
+            score += weights[classes + candidate["match"]] + copy + (copied if candidate["order"] == 0 else 0.0)
         candidate["probability"] = exp(score) if candidate["match"] >= 0 or candidate["order"] > 0 else 0.0
         mass += candidate["probability"]
     for row in range(len(candidates)):
