@@ -51,7 +51,15 @@ def compiled_around(model: PreTrainedModel) -> Any:
     return torch.compile(model, dynamic=True, backend="eager")
 
 
-@pytest.mark.parametrize("compiled", quickly([compiled_forward, compiled_in_place, compiled_around], [compiled_around]))
+def compiled_part(model: PreTrainedModel) -> Any:
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, dynamic=True, backend="eager")
+    return model
+
+
+COMPILED = [compiled_forward, compiled_in_place, compiled_around, compiled_part]
+
+
+@pytest.mark.parametrize("compiled", quickly(COMPILED, [compiled_around, compiled_part]))
 def test_a_compiled_model_writes_the_same_text(compiled: Any) -> None:
     torch._dynamo.reset()
     check(compiled(copy.deepcopy(build("llama"))), plain=build("llama"))

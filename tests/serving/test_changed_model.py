@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 import lookahead
-from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedModelError
+from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.server.errors import as_api_error
 from model_zoo import build
 from quick import diagonal, quickly
@@ -82,6 +83,10 @@ def rotary_buffer(model: PreTrainedModel) -> None:
     model.model.rotary_emb.inv_freq *= 3
 
 
+def rotary_row_through_numpy(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.numpy()[0] = 5
+
+
 def rotary_setting(model: PreTrainedModel) -> None:
     model.model.rotary_emb.attention_scaling = 1.5
 
@@ -97,8 +102,10 @@ CHANGES = [
     other_module,
     hook,
     rotary_buffer,
+    rotary_row_through_numpy,
     rotary_setting,
 ]
+UNCOUNTED = (row_through_data, row_through_numpy, row_in_inference_mode, rotary_row_through_numpy)
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no prefixes": {"prefix_cache": False},
@@ -153,7 +160,7 @@ def test_adapters_are_followed(model: PreTrainedModel, prefix_cache: bool) -> No
 def test_a_text_that_would_be_mixed_ends_with_an_error(
     model: PreTrainedModel, change: Callable[[PreTrainedModel], None]
 ) -> None:
-    if change in (row_through_data, row_through_numpy, row_in_inference_mode):
+    if change in UNCOUNTED:
         pytest.skip("a part of a weight that torch counts no write of is found when the engine begins anew")
     engine = Engine(model, LookaheadConfig(step_budget=4), prompt_tokens=24)
     begun = engine.submit(PROMPT, **OPTIONS)
@@ -173,6 +180,27 @@ def test_a_text_that_would_be_mixed_ends_with_an_error(
     assert waiting.result()[0].tolist() == plain(model)
     expected = model.generate(torch.tensor([[7, *PROMPT, *PROMPT]]), **OPTIONS)
     assert torch.equal(half_read.result(), expected)
+
+
+def test_a_waiting_request_is_checked_and_drafted_for_the_changed_model(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, LookaheadConfig(step_budget=12))
+    waiting = engine.submit(PROMPT, **OPTIONS)
+    update = DynamicLayer.update  # a change of caches permits only drafts of one path
+    monkeypatch.setattr(
+        DynamicLayer, "update", lambda self, keys, *rest, **named: update(self, 2 * keys, *rest, **named)
+    )
+    expected = plain(model)
+    assert waiting.result()[0].tolist() == expected
+    monkeypatch.undo()
+    long = engine.submit(PROMPT, **(OPTIONS | {"max_new_tokens": 20}))
+    rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
+    model.config.rope_parameters = {**model.config.rope_parameters, **rope}
+    model.config.max_position_embeddings = 32
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    with pytest.raises(UnsupportedArgumentError, match="may reach 41 tokens: beyond 32"):
+        long.result()
 
 
 def test_passes_and_calls_of_generate_are_no_change() -> None:

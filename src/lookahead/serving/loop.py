@@ -226,10 +226,15 @@ class EngineLoop:
             raise
         for request in self.scheduler.requests:
             self.memory.drop(request)
-            if (largest := max(request.sequence.tokens)) >= self.runner.vocabulary:
-                self._leave(request, unknown_token(largest, self.runner.vocabulary))
-                continue
-            request.arguments = replace(request.arguments, model=shell_of(self.model))
+            try:
+                if (largest := max(request.sequence.tokens)) >= self.runner.vocabulary:
+                    raise unknown_token(largest, self.runner.vocabulary)
+                request.arguments = replace(request.arguments, model=shell_of(self.model))
+                self.check(request.arguments, request.drafting.config)
+            except LookaheadError as error:
+                self._leave(request, error)
+            else:
+                request.draft_by(self.drafting(request.drafting.config, request.tenant))
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

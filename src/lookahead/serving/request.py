@@ -139,6 +139,13 @@ class Request:
             listeners.append(self._feeder.add)
         self.sequence.listeners = listeners
 
+    def draft_by(self, drafting: Drafting) -> None:
+        """Begin with new drafts, since the model has changed before the first token."""
+        self.drafting.release()
+        self.drafting = drafting
+        self.sequence.drafter = drafting.drafter(self.predicted)
+        self.sequence.ask_drafter(lambda drafter: drafter.start(self.sequence.tokens), None)
+
     def end(self, error: BaseException | None = None) -> None:
         """End the request, and pass its output, its error or its cancellation to the handle."""
         self.sequence.watcher = None

@@ -197,7 +197,8 @@ class Composition:
             [name for name, token in named.items() if token is space[name]]
             for named, space in zip(tokens, spaces, strict=True)
         ]
-        getters = [itemgetter("training", *names) for names in numbers]
+        # A compiled or scripted module has no number at all, not even `training`.
+        getters = [itemgetter(*names) if names else len for names in numbers]
         others = [
             (index, name, token)
             for index, named in enumerate(tokens)

@@ -38,7 +38,7 @@ class ModelWatch:
 
     It detects a changed `Composition`, attribute, module, hook, parameter, buffer or configuration, and writes to
     weights. Torch counts most writes. Of uncounted ones (through `.data` or numpy) a quick check detects a change of
-    the middle word of a CPU tensor, and a thorough check a change of any bit of a CPU parameter.
+    the middle word of a CPU tensor, and a thorough check a change of any bit of a CPU parameter or buffer.
 
     Args:
         model: The model.
@@ -65,7 +65,7 @@ class ModelWatch:
         self._settled = 0  # number of passes without writes
         self._runs = {id(module) for module in all_modules(engine)}
         self._note()
-        self._bits = _fingerprints(model) if compares_bits else None
+        self._bits = self._current_bits() if compares_bits else None
 
     def has_changed(self, thorough: bool, compares_places: bool = True) -> bool:
         """Return whether the model has changed.
@@ -80,8 +80,7 @@ class ModelWatch:
             return True
         if not thorough or self._bits is None:
             return False
-        bits = _fingerprints(self._model)
-        return len(bits) != len(self._bits) or not all(map(np.array_equal, bits, self._bits))
+        return not all(map(np.array_equal, self._current_bits(), self._bits))
 
     def changed_before_pass(self) -> bool:
         """Return whether a change of the model forbids the launch of a pass.
@@ -113,6 +112,10 @@ class ModelWatch:
     def _is_quiet(self) -> bool:
         """Whether passes write no values into modules."""
         return self._settled >= _SETTLED and not self._state.passes_write
+
+    def _current_bits(self) -> list[NDArray[np.uint64]]:
+        """Return the fingerprints of the parameters, and of the buffers unless passes write these."""
+        return _fingerprints([*self._model.parameters(), *(() if self._state.passes_write else self._model.buffers())])
 
     def _note(self) -> None:
         modules = all_modules(self._model)
@@ -267,11 +270,7 @@ def _middle(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (tensor.nbytes - 4) // 8 * 4
 
 
-def _fingerprints(model: torch.nn.Module) -> list[NDArray[np.uint64]]:
-    """Return the fingerprints of all parameters on a CPU."""
-    weights = [
-        weight
-        for weight in model.parameters()
-        if _has_place(weight) and weight.device.type == "cpu" and not weight.is_quantized
-    ]
-    return in_threads(fingerprint, weights)
+def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[NDArray[np.uint64]]:
+    """Return the fingerprints of all tensors on a CPU."""
+    here = [one for one in tensors if _has_place(one) and one.device.type == "cpu" and not one.is_quantized]
+    return in_threads(fingerprint, here)
