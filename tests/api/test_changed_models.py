@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadError
 from lookahead.backends.transformers.cache_names import CACHE
 from model_zoo import build
+from preloaded import preloaded
 from quick import diagonal
 from tiny.families import build as build_family
 from tiny.variant import Variant
@@ -470,20 +469,17 @@ def test_an_engine_refuses_a_model_that_reads_prompts_in_parts_otherwise() -> No
     assert outcome(lambda: by_generate(model)) == plainly(model)
 
 
-COMPILES = """
-import torch, lookahead
-from model_zoo import build
-model = build("llama", seed=0)
-prompt = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
-expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
-model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-assert torch.equal(lookahead.generate(model, prompt, max_new_tokens=12, do_sample=False), expected)
-"""
+def _compile_and_call() -> None:
+    model = build("llama")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(PROMPT, **options)
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    assert torch.equal(lookahead.generate(model, PROMPT, **options), expected)
 
 
 @pytest.mark.slow_by_nature("only the first compilation of a process replaces methods of torch's modules")
 def test_the_first_compilation_of_a_process_may_happen_in_a_call() -> None:
-    paths = [str(Path(__file__).parents[1] / "support"), *sys.path]
-    command = [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{COMPILES}"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    process = preloaded().Process(target=_compile_and_call)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
