@@ -216,6 +216,10 @@ def test_passes_and_calls_of_generate_are_no_change() -> None:
         lambda: setattr(model, "generation_config", GenerationConfig.from_model_config(model.config)),
         lambda: engine.submit([5, 8, 2], do_sample=True, max_new_tokens=4),
         lambda: model.requires_grad_(False),
+        lambda: model.generate(
+            torch.tensor([PROMPT]), **short, output_hidden_states=True, return_dict_in_generate=True
+        ),
+        lambda: model.generate(torch.tensor([PROMPT]), **short, cache_implementation="static", disable_compile=True),
     ]
     for call in calls:
         engine.step()

@@ -36,7 +36,10 @@ _OF_LOADING = frozenset({"init_weights", "tie_weights"})
 _CACHES = (cache_utils.Cache, cache_utils.DynamicCache, cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 
 IRRELEVANT = frozenset(
-    {"generate", "generation_config", "rope_deltas", "max_seq_len_cached", "_output_capturing_hooks_installed"}
+    {
+        *("generate", "generation_config", "rope_deltas", "max_seq_len_cached", "_output_capturing_hooks_installed"),
+        *("_previous_max_cache_length", "_compiled_call", "_last_compile_config"),  # of static caches
+    }
 )
 """Attributes of a module that no forward pass reads, or that repeat inputs of a pass."""
 

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules
+from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules, collects_outputs
 from lookahead.backends.transformers.memory_words import DictVersions, Words, has_dict_versions, reads_words
 from lookahead.backends.transformers.model_state import ModelState
 from lookahead.backends.transformers.snapshots import fingerprint, in_threads
 
-_READ = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_READ = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
 
 _UNREAD = frozenset(vars(torch.nn.Module())) - _READ
 """Attributes of every module that forward passes without gradients do not read directly."""
@@ -182,8 +183,14 @@ class _Structure:
         spaces = [vars(module) for module in modules if not isinstance(module, PreTrainedModel)]
         self._spaces = [(space, itemgetter(*[name for name in space if name not in _UNREAD])) for space in spaces]
         self._attributes = self._current_attributes()
-        self._empty: list[Any] = [container for container in containers if not container]
-        self._filled: list[Any] = [container for container in containers if container]
+        hooks = {
+            id(one): one for space in map(vars, modules) for name in _HOOKS if (one := space.get(name)) is not None
+        }
+        self._hooks = list(hooks.values())
+        self._own_hooks = _own_hooks(self._hooks)
+        others = [container for container in containers if id(container) not in hooks]
+        self._empty: list[Any] = [container for container in others if not container]
+        self._filled: list[Any] = [container for container in others if container]
         self._contents: list[Any] = list(map(copy.copy, self._filled))
 
     def holds(self) -> bool:
@@ -197,9 +204,11 @@ class _Structure:
         if self._versions.hold() and self._unversioned == self._unversioned_contents:
             return True
         words = self._versions.read()  # before the comparison, as other threads may write meanwhile
+        unversioned = list(map(copy.copy, self._unversioned))
         if not self._equals():
             return False
         self._versions.note(words)
+        self._unversioned_contents = unversioned
         return True
 
     def _equals(self) -> bool:
@@ -208,6 +217,7 @@ class _Structure:
             list(map(type, self._modules)) == self._kinds
             and self._attributes == self._current_attributes()
             and not any(self._empty)
+            and _own_hooks(self._hooks) == self._own_hooks
             and self._filled == self._contents
         )
 
@@ -253,6 +263,14 @@ class _Memory:
             and (self._large is None or self._large.hold())
             and [word.value for word in self._words] == self._values
         )
+
+
+def _own_hooks(collections: Iterable[dict[int, Any]]) -> list[tuple[int, list[Any]]]:
+    """Return the hooks of each collection, without transformers' own, which passes with more outputs register."""
+    hooks = [
+        (id(one), [hook for hook in one.values() if not collects_outputs(hook)]) for one in filter(None, collections)
+    ]
+    return [pair for pair in hooks if pair[1]]
 
 
 def _config(module: torch.nn.Module) -> Any:
