@@ -3,8 +3,8 @@
     make trl                                     # or, in its environment:
     python examples/trl_grpo.py --output rows.jsonl
 
-Train the demo model for a few steps: plainly, with adaptive drafts, and with 16 nodes per step. Compare the rewards of all
-steps and the final weights. Drafts come from the rollouts of earlier steps; the table shows their success while the
+Train the demo model for a few steps: plainly, with adaptive drafts, and with 16 nodes per step. Compare the rewards of
+all steps and the final weights. Drafts come from the rollouts of earlier steps; the table shows their success while the
 weights change, and without this memory.
 """
 
