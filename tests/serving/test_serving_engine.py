@@ -629,3 +629,20 @@ def test_done_callbacks_are_called_once() -> None:
     assert sorted(calls) == ["cut cancelled", "whole length"]
     whole.add_done_callback(lambda: calls.append("late"))
     assert calls[2:] == ["late"]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_callback_that_waits_for_its_engine_ends_only_its_own_request(threaded: bool) -> None:
+    model = build("llama")
+    engine = Engine(model, NODES)
+    other = RequestArguments(PROMPT[:5], 0, {"max_new_tokens": 30, "do_sample": False})
+    running = other.submit(engine)
+    waits = other.submit(engine, on_step=lambda record: running.result())
+    closes = other.submit(engine, on_step=lambda record: engine.close())
+    if threaded:
+        engine.start()
+    for failing in (waits, closes):
+        with pytest.raises(InvalidArgumentError, match=r"runs a step now.*in another thread"):
+            failing.result()
+    assert running.result()[0].tolist() == other.alone(model)
+    engine.close()

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from threading import Condition, RLock, Thread, current_thread
+from threading import Condition, RLock, Thread, current_thread, get_ident
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Engine:
         self._numbers = count()  # of requests, in order of arrival
         self._changed = Condition()  # protects `_arrivals`, and announces them
         self._stepping = RLock()  # permits one step at a time
+        self._inside: int | None = None  # the thread that runs a step
         self._thread: Thread | None = None
         self._closing = False
         self._process = os.getpid()
@@ -174,12 +175,16 @@ class Engine:
             Exception: The model raised it; the requests of the step end with it.
             LookaheadError: The model has changed and is not supported any more; all requests end with it.
         """
-        self.check_process()
+        self.check_waiting()
         with self._stepping, torch.no_grad():
             with self._changed:
                 arrivals = list(self._arrivals)
                 self._arrivals.clear()
-            self._loop.step(arrivals, is_continuous=current_thread() is self._thread)
+            self._inside = get_ident()
+            try:
+                self._loop.step(arrivals, is_continuous=current_thread() is self._thread)
+            finally:
+                self._inside = None
             return self._unfinished
 
     def run(self) -> None:
@@ -214,10 +219,10 @@ class Engine:
             cancel: Whether to cancel unfinished requests instead.
 
         Raises:
-            InvalidArgumentError: `cancel` is neither `True` nor `False`.
+            InvalidArgumentError: `cancel` is neither `True` nor `False`, or a callback of a request called this.
         """
         yes_or_no("cancel", cancel)
-        self.check_process()
+        self.check_waiting()
         with self._changed:
             self._closing = True
             thread = self._thread
@@ -271,6 +276,19 @@ class Engine:
             raise InvalidArgumentError(
                 f"this Engine belongs to process {self._process}, and process {os.getpid()} is a fork without its "
                 "thread; make an Engine in a process that was started by 'spawn'"
+            )
+
+    def check_waiting(self) -> None:
+        """Refuse to wait for steps in a forked process, and within a step: it would wait for itself.
+
+        Raises:
+            InvalidArgumentError: This process is a fork, or a callback of a request runs.
+        """
+        self.check_process()
+        if self._inside == get_ident():
+            raise InvalidArgumentError(
+                "this Engine runs a step now, which called this function (on_step, a streamer, a processor or a "
+                "criterion); wait for requests, step or close the Engine in another thread"
             )
 
     def wake(self) -> None:

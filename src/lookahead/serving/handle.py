@@ -48,6 +48,9 @@ class StepRunner(Protocol):
     def check_process(self) -> None:
         """Refuse to run in a forked process."""
 
+    def check_waiting(self) -> None:
+        """Refuse to wait in a forked process, or within a step."""
+
     def step(self) -> int:
         """Run one step, and return the number of unfinished requests."""
 
@@ -156,7 +159,7 @@ class RequestHandle:
     def _wait(self, count: float) -> bool:
         """Wait for more than `count` tokens or the end, and return whether there are more."""
         if not self.done:
-            self._engine.check_process()
+            self._engine.check_waiting()
         while True:
             with self._changed:
                 self._readers += 1  # before events are counted, so that `_notify` misses no reader
@@ -236,7 +239,7 @@ class TokenEvents:
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         handle = self._handle
         if not handle.done:
-            handle._engine.check_process()
+            handle._engine.check_waiting()
         count = 0
         changed = asyncio.Event()
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, changed.set)
