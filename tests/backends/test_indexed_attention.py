@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -89,12 +90,13 @@ def test_indexers_move_with_a_path() -> None:
     keys = torch.arange(12.0).reshape(1, 1, 4, 3)
     cache.update(keys, -keys, 0)
     cache.update_indexer(keys[:, 0] + 100, 0)
-    cache.commit([[1, 3]])
+    cache.move(np.array([1, 3]), np.array([0, 1]))
+    cache.keep(2)
     layer = cache.layers[0]
     assert layer.indexer.length == layer.length == 2
     assert torch.equal(layer.keys[:, :, :2], keys[:, :, [1, 3]])
     assert torch.equal(layer.indexer.keys[:, :, :2], keys[:, :, [1, 3]] + 100)
-    cache.crop(1)
+    cache.set_length(1)
     assert layer.indexer.length == layer.length == 1
 
 

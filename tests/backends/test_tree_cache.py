@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.backends.transformers import row_pool
 from lookahead.backends.transformers.row_pool import LayerShape, RowPool
+from lookahead.backends.transformers.rows import PaddedCache
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
+from lookahead.core.token_tree import TokenTree
+from model_zoo import build
 
 
 def states(values: list[list[int]]) -> torch.Tensor:
@@ -22,49 +27,61 @@ def states(values: list[list[int]]) -> torch.Tensor:
 @settings(max_examples=60)
 @given(st.data())
 def test_it_holds_exactly_the_committed_states(data: st.DataObject) -> None:
-    texts = data.draw(st.integers(1, 3))
-    cache, expected, counter = TreeCache(texts=texts), [[] for _ in range(texts)], 0
+    """Rows of a padded batch, and single ones."""
+    rows = [Row() for _ in range(data.draw(st.integers(1, 3)))]
+    expected: list[list[int]] = [[] for _ in rows]
+    counter = 0
     for _ in range(data.draw(st.integers(1, 6))):
-        nodes = data.draw(st.integers(1, 9))
-        fresh = [[counter + nodes * text + node for node in range(nodes)] for text in range(texts)]
-        counter += texts * nodes
+        counts = [data.draw(st.integers(1, 9)) for _ in rows]
+        fresh = [[counter + 9 * row + node for node in range(max(counts))] for row in range(len(rows))]
+        counter += 9 * len(rows)
         longest = max(map(len, expected))
+        cache = PaddedCache(rows, counts) if len(rows) > 1 else rows[0].cache
         for layer in range(2):
             keys, values = cache.update(states(fresh), -states(fresh), layer)
-        assert keys.shape[2] == values.shape[2] == longest + nodes
-        for text, (cached, new) in enumerate(zip(expected, fresh, strict=True)):
-            assert keys[text, 0, :, 0].tolist()[: len(cached)] == cached
-            assert keys[text, 0, longest:, 0].tolist() == new
-            assert values[text, 1, longest:, 2].tolist() == [-token for token in new]
-        slots = [sorted(data.draw(st.sets(st.integers(0, nodes - 1)))) for _ in range(texts)]
-        cache.commit(slots)
-        for text, (cached, new) in enumerate(zip(expected, fresh, strict=True)):
-            cached += [new[slot] for slot in slots[text]]
-            for layer in cache.layers:
-                assert layer.keys[text, 0, : len(cached), 0].tolist() == cached
-                assert layer.values[text, 1, : len(cached), 1].tolist() == [-token for token in cached]
-        assert cache.lengths == [len(cached) for cached in expected]
-        assert cache.longest == cache.get_seq_length() == max(cache.lengths)
+        assert keys.shape[2] == values.shape[2] == longest + max(counts)
+        for row, (cached, new) in enumerate(zip(expected, fresh, strict=True)):
+            assert keys[row, 0, :longest, 0].tolist() == [*cached, *[0] * (longest - len(cached))]
+            assert keys[row, 0, longest:, 0].tolist() == new
+            assert values[row, 1, longest:, 2].tolist() == [-token for token in new]
+        for row, count, cached, new in zip(rows, counts, expected, fresh, strict=True):
+            slots = sorted(data.draw(st.sets(st.integers(0, count - 1))))
+            keep(row.cache, slots)
+            cached += [new[slot] for slot in slots]
+            for layer in row.cache.layers:
+                assert layer.keys[0, 0, : len(cached), 0].tolist() == cached
+                assert layer.values[0, 1, : len(cached), 1].tolist() == [-token for token in cached]
+            assert row.length == row.cache.get_seq_length() == len(cached)
+
+
+def keep(cache: TreeCache, slots: list[int]) -> None:
+    """Keep some slots of the scratch, ascending."""
+    moved = np.array([(slot, target) for target, slot in enumerate(slots) if slot != target]).reshape(-1, 2)
+    if len(moved):
+        cache.move(*moved.T)
+    cache.keep(len(slots))
 
 
 def test_a_contiguous_path_is_not_copied() -> None:
-    cache = TreeCache()
-    keys, _ = cache.update(states([[1, 2, 3, 4]]), states([[1, 2, 3, 4]]), 0)
-    before = keys._version
-    cache.commit([[0, 1, 2]])
-    assert keys._version == before
-    assert cache.longest == 3
-    keys, _ = cache.update(states([[5, 6, 7]]), states([[5, 6, 7]]), 0)
-    before = keys._version
-    cache.commit([[0, 2]])
-    assert keys._version == before + 1, "one copy, of the one state in the wrong place"
+    model = build("llama")
+    runner = ModelRunner(model, 1)
+    for candidates, path, copies in (([[1, 2]], [1, 2], 0), ([[3], [4]], [2], 1)):
+        tree = TokenTree([5])
+        for candidate in candidates:
+            tree.add_candidates(candidate)
+        runner.forward([tree])
+        keys = runner.rows[0].cache.layers[0].keys
+        before = keys._version
+        runner.commit([[0, *path]])
+        assert keys._version == before + copies, "of the one state in the wrong place"
+    assert runner.rows[0].length == 5
 
 
 def test_memory_grows_seldom() -> None:
     cache, capacities = TreeCache(), set()
     for token in range(3000):
         keys, _ = cache.update(states([[token, -1]]), states([[token, -1]]), 0)
-        cache.commit([[0]])
+        cache.keep(1)
         capacities.add(cache.allocated)
     assert keys[0, 0, :, 0].tolist() == [*range(3000), -1]
     assert len(capacities) <= 13, "the first two tokens have no room beside them"
@@ -74,15 +91,15 @@ def test_memory_grows_seldom() -> None:
 def test_a_short_text_without_drafts_has_no_room_for_them() -> None:
     cache = TreeCache()
     cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 0)
-    cache.commit([[0, 1, 2]])
+    cache.keep(3)
     keys, values = cache.update(states([[4]]), -states([[4]]), 0)
-    cache.commit([[0]])
+    cache.keep(1)
     assert cache.allocated == 4
     assert keys[0, 1, :, 2].tolist() == [1, 2, 3, 4]
     assert values[0, 1, :, 2].tolist() == [-1, -2, -3, -4]
     cache.update(states([[5, 6]]), -states([[5, 6]]), 0)
     assert cache.allocated > 200, "other steps may follow that have drafts"
-    cache.crop(2)
+    cache.set_length(2)
     keys, _ = cache.update(states([[7]]), -states([[7]]), 0)
     assert keys[0, 0, :, 0].tolist() == [1, 2, 7]
 
@@ -90,7 +107,7 @@ def test_a_short_text_without_drafts_has_no_room_for_them() -> None:
 def test_a_start_is_copied_and_an_end_cropped() -> None:
     first, second = Row(), Row(block=8)
     first.cache.update(states([[1, 2, 3]]), states([[1, 2, 3]]), 0)
-    first.cache.commit([[0, 2]])
+    keep(first.cache, [0, 2])
     second.copy_start(first, 2)
     assert second.length == 2
     assert second.capacity == 8
@@ -106,30 +123,24 @@ def test_a_start_is_copied_and_an_end_cropped() -> None:
 def test_adopted_states_are_not_overwritten() -> None:
     held = states([[1, 2, 3]])
     layer, cache = TreeLayer.holding(held, held, 5), TreeCache()
-    cache.layers, cache.lengths = [layer], [5]
+    cache.layers, cache.length = [layer], 5
     assert (layer.length, layer.dropped) == (5, 2)
     cache.update(states([[7, 8]]), states([[7, 8]]), 0)
-    cache.commit([[1]])
+    keep(cache, [1])
     assert layer.keys[0, 0, :4, 0].tolist() == [1, 2, 3, 8]
     assert torch.equal(held, states([[1, 2, 3]]))
 
 
-def test_texts_come_together_in_one_memory() -> None:
-    """Texts of different lengths, an empty one, and one with a dropped beginning."""
-    rows = [Row(), Row(), Row()]
-    rows[0].cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 1)
-    rows[0].cache.commit([[0, 1, 2]])
-    rows[2].cache.layers = [TreeLayer(), TreeLayer.holding(states([[8, 9]]), -states([[8, 9]]), 4)]
-    rows[2].cache.lengths = [4]
-    cache = TreeCache(texts=3)
-    cache.adopt(rows)
-    assert cache.lengths == [3, 0, 4]
-    assert not cache.layers[0].is_initialized
-    keys, values = cache.update(states([[5], [6], [7]]), states([[5], [6], [7]]), 1)
-    assert keys[:, 1, :, 0].tolist() == [[1, 2, 3, 0, 5], [0, 0, 0, 0, 6], [0, 0, 8, 9, 7]]
-    assert values[0, 1, :3, 0].tolist() == [-1, -2, -3]
-    cache.commit([[0], [0], [0]])
-    assert cache.layers[1].keys[:, 0, :5, 0].tolist() == [[1, 2, 3, 5, 5], [6, 0, 0, 0, 6], [0, 0, 8, 9, 7]]
+def test_a_dropped_beginning_is_adopted_as_zeros() -> None:
+    source, row = Row(), Row()
+    source.cache.layers = [TreeLayer(), TreeLayer.holding(states([[8, 9]]), -states([[8, 9]]), 4)]
+    source.cache.length = 4
+    row.adopt(source)
+    assert row.length == 4
+    assert not row.cache.layers[0].is_initialized
+    keys, values = row.cache.update(states([[7]]), states([[7]]), 1)
+    assert keys[0, 1, :, 0].tolist() == [0, 0, 8, 9, 7]
+    assert values[0, 1, :4, 0].tolist() == [0, 0, -8, -9]
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,13 +29,14 @@ from lookahead.backends.transformers.layouts import padded_trees
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.row_pool import layer_shapes
+from lookahead.backends.transformers.rows import PaddedCache
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.tree_attention import kernel
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
-from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.tree_masks import packed_width
@@ -353,11 +354,12 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
     prefixes = [TokenTree(text[:cached]) for text, cached in zip(TEXTS, (12, 3), strict=True)]
     runner.forward(prefixes)
     runner.commit([range(12), range(3)])
-    cache = TreeCache(texts=2)
-    cache.adopt(runner.rows)
     step = trees(runner)
+    rows = [Row(), Row()]
+    for row, text in zip(rows, runner.rows, strict=True):
+        row.adopt(text)
     expected = runner.forward(step)
-    logits = packed_forward(tree_model, cache, step)
+    logits = packed_forward(tree_model, rows, step)
     for row, tree in enumerate(step):
         slots = lay_out(tree).slots
         for node in np.flatnonzero(tree.needs_logits):
@@ -366,9 +368,9 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
             )
 
 
-def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree]) -> torch.Tensor:
+def packed_forward(model: PreTrainedModel, rows: list[Row], step: list[TokenTree]) -> torch.Tensor:
     """Return the logits of every slot, from a pass with packed masks."""
-    layouts, lengths = [lay_out(tree) for tree in step], cache.lengths
+    layouts, lengths = [lay_out(tree) for tree in step], [row.length for row in rows]
     nodes = max(len(layout.order) for layout in layouts)
     tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
     for row, layout in enumerate(layouts):
@@ -383,7 +385,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
         input_ids=torch.from_numpy(tokens),
         position_ids=torch.from_numpy(positions),
         attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
-        **{CACHE: cache},
+        **{CACHE: PaddedCache(rows, list(map(len, step)))},
     ).logits
 
 

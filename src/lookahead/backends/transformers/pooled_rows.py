@@ -301,7 +301,7 @@ class PooledRunner(ModelRunner):
             prompt = Row()
             inputs = Padded(self.model, self._masks, self._device).inputs(plan)
             logits = self._call(self.model, inputs, {self._cache_name: prompt.cache}).logits
-            prompt.cache.set_lengths([len(plan.forest.tokens)])
+            prompt.cache.set_length(len(plan.forest.tokens))
             self.rows[0].adopt(prompt)
             self.rows[0].length = 0  # until the commit
             return logits, inputs

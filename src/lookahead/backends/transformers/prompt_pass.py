@@ -57,6 +57,7 @@ class PromptPass(Backend):
     ) -> None:
         self.walk = walk
         self._runner = runner
+        self.serving = runner.serving
         self._model = model
         self._shell = model if shell is None else shell
         self._ids = input_ids

@@ -310,7 +310,7 @@ class PooledRow(TextRow):
         for layer, pooled in zip(text.cache.layers, self._pool.layers, strict=False):
             if layer.is_initialized:
                 for states, source in ((pooled.keys, layer.keys), (pooled.values, layer.values)):
-                    part = source[text.place : text.place + 1, :, : text.length - layer.dropped]
+                    part = source[:, :, : text.length - layer.dropped]
                     states.index_copy_(2, columns[layer.dropped :], part.to(states.dtype))
         self.length = text.length
 
@@ -321,7 +321,7 @@ class PooledRow(TextRow):
         for layer in self._pool.layers:
             states = (layer.keys[:, :, columns], layer.values[:, :, columns]) if layer.is_initialized else None
             row.cache.layers.append(TreeLayer() if states is None else TreeLayer.holding(*states, self.length))
-        row.cache.set_lengths([self.length])
+        row.cache.set_length(self.length)
         return row
 
     def _columns(self, tokens: int) -> torch.Tensor:

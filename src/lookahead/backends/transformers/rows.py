@@ -16,7 +16,7 @@ States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowsCache(Cache):  # type: ignore[misc]
-    """Cache argument of a pass over several rows with separate caches.
+    """Cache argument of a pass over several rows.
 
     Args:
         rows: Rows of the pass.
@@ -25,7 +25,12 @@ class RowsCache(Cache):  # type: ignore[misc]
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
-        self._rows = list(zip(rows, counts, strict=True))
+        self._texts = [row.cache for row in rows]
+        self._counts = list(counts)
+
+    def _layers(self, index: int) -> list[TreeLayer]:
+        """Return a layer of each row."""
+        return [text.layers[index] if index < len(text.layers) else text.layer(index) for text in self._texts]
 
 
 class PackedCache(RowsCache):
@@ -40,17 +45,13 @@ class PackedCache(RowsCache):
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         super().__init__(rows, counts)
-        self._counts = list(counts)
         self.written: dict[int, tuple[torch.Tensor, States]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
-        layers = []
-        for row, _ in self._rows:
-            of_row = row.cache.layers
-            layers.append(of_row[layer_idx] if layer_idx < len(of_row) else row.cache.layer(layer_idx))
+        layers = self._layers(layer_idx)
         if len(layers) == 1:
             states = write_states(layers, [key_states], [value_states])
         else:
@@ -67,48 +68,40 @@ class PaddedCache(RowsCache):
     the longest text; masks hide the padding.
     """
 
-    def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        super().__init__(rows, counts)
-        self._longest = max(row.length for row in rows)
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[rows, heads, nodes, head_dim]` of one layer, and return the states of all tokens."""
-        padded = self._padded(key_states), self._padded(value_states)
-        for place, (row, count) in enumerate(self._rows):
-            keys, values = (states.narrow(0, place, 1).narrow(2, 0, count) for states in (key_states, value_states))
-            self._fill(padded, place, row.cache.update(keys, values, layer_idx))
-        return padded
+        layers = self._layers(layer_idx)
+        keys, values = zip(*write_states(layers, self._split(key_states), self._split(value_states)), strict=True)
+        return self._padded(key_states, keys), self._padded(value_states, values)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Write the keys `[rows, nodes, size]` of a layer's indexer, and return the keys of all tokens."""
-        padded = self._padded(indexer_key_states[:, None])
-        for place, (row, count) in enumerate(self._rows):
-            keys = row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)
-            self._fill((padded,), place, (keys[:, None],))
-        return padded[:, 0]
+        new = indexer_key_states[:, None]
+        rows = zip(self._layers(layer_idx), self._split(new), strict=True)
+        return self._padded(new, [layer.update_indexer(keys[:, 0])[:, None] for layer, keys in rows])[:, 0]
 
-    def _padded(self, new: torch.Tensor) -> torch.Tensor:
-        """Return new states `[rows, heads, longest text + nodes, head_dim]` with the nodes filled in."""
-        padded = new.new_zeros((*new.shape[:2], self._longest + new.shape[2], new.shape[3]))
-        padded.narrow(2, self._longest, new.shape[2]).copy_(new)
+    def _split(self, new: torch.Tensor) -> list[torch.Tensor]:
+        """Return the new states of each row."""
+        return [of_row.narrow(2, 0, count) for of_row, count in zip(torch.split(new, 1), self._counts, strict=True)]
+
+    def _padded(self, new: torch.Tensor, written: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return states `[rows, heads, longest text + nodes, head_dim]`, given new ones and all of each row."""
+        longest = self.get_seq_length()
+        padded = new.new_zeros((*new.shape[:2], longest + new.shape[2], new.shape[3]))
+        padded.narrow(2, longest, new.shape[2]).copy_(new)
+        for of_row, states, text in zip(torch.split(padded, 1), written, self._texts, strict=True):
+            of_row.narrow(2, 0, text.length).copy_(states.narrow(2, 0, text.length))
         return padded
-
-    def _fill(self, padded: Sequence[torch.Tensor], place: int, sources: Sequence[torch.Tensor]) -> None:
-        """Copy the states of a row's text."""
-        row, _ = self._rows[place]
-        if row.length:
-            for padded_states, states in zip(padded, sources, strict=True):
-                padded_states.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of the longest text."""
-        return self._longest
+        return max(text.length for text in self._texts)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys, and their first index."""
-        return self._longest + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
 
 @dataclass(frozen=True)

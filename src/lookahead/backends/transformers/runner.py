@@ -33,7 +33,7 @@ from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache
-from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache, extend_rows, rows_of
+from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.forest import Forest
 from lookahead.core.results import CommittedNodes, JoinedOutputs
@@ -121,16 +121,6 @@ class TransformersRunner(Runner):
         with sdpa_kernel(WITHOUT_PLANS) if is_dense and self._device.type == "cuda" else nullcontext():
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
-    def _slots_of(self, paths: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the slots of the nodes of each path. Pending tokens have the first slots, in order."""
-        if self._forest.is_plain:
-            return list(paths)
-        roots = self._forest.roots.tolist()
-        firsts = self._forest.firsts.tolist()
-        slots = self._forest.slots
-        rows = zip(paths, roots, firsts, strict=False)
-        return [nodes if len(nodes) < root + 2 else slots[begin:].take(nodes).tolist() for nodes, root, begin in rows]
-
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
         """Return the rows of each pass."""
         return [list(range(len(trees)))]
@@ -203,8 +193,8 @@ class TransformersRunner(Runner):
 class ModelRunner(TransformersRunner):
     """Runner of a model that supports trees.
 
-    The rows of a call share one memory and each pass. Rows of an engine have separate memories. With packed attention a
-    row joins or leaves without copies; otherwise rows are padded, with copies of all keys and values for each pass.
+    Each row has its own memory. With packed attention several rows share a pass without copies; otherwise they are
+    padded, with copies of all keys and values for each pass.
 
     Args:
         model: Transformers causal language model that passes `check_model`.
@@ -235,12 +225,11 @@ class ModelRunner(TransformersRunner):
         self.packed = attention in (PACKED_ROWS, INVARIANT_ROWS)
         self._layout = (Packed if self.packed else Padded)(model, self._masks, self._device)
         self.is_invariant = self._layout.is_invariant
-        self._shares = batch_size > 0
         # Packed masks and padded passes need all columns.
         self._forgets = batch_size == 1 and attention not in PACKED_MASKS
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
-        self.rows: list[Any] = rows_of(TreeCache(windows, texts=batch_size))
+        self.rows: list[Any] = [Row(TreeCache(windows)) for _ in range(batch_size)]
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
@@ -270,17 +259,15 @@ class ModelRunner(TransformersRunner):
 
     def begin(self, texts: Sequence[Row]) -> None:
         """Go on from what these rows hold, which are used no more."""
-        if self._forgets:
-            self.rows[0].cache = texts[0].cache
-        elif self._shares:
-            self.rows[0].cache.adopt(texts)
-        else:
-            for row, text in zip(self.rows, texts, strict=True):
+        for row, text in zip(self.rows, texts, strict=True):
+            if self._forgets:
+                row.cache = text.cache
+            else:
                 row.adopt(text)
 
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """See `Runner`."""
-        return [row.cache.lengths[row.place] for row in rows]
+        return [row.cache.length for row in rows]
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Return the longest text, hidden tokens included, before the model counts hidden ones; `None` if unlimited.
@@ -328,8 +315,8 @@ class ModelRunner(TransformersRunner):
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
     def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        if self.packed or self._shares:
-            return [list(range(len(self.rows)))]
+        if self.packed or len(trees) == 1:
+            return [list(range(len(trees)))]
         counts = Forest.of(trees).counts.tolist()
         together = [place for place, count in enumerate(counts) if self._together and count <= LARGE]
         alone = [[place] for place in range(len(counts)) if place not in together]
@@ -351,18 +338,18 @@ class ModelRunner(TransformersRunner):
         """Return the cache argument of the model for some rows."""
         if self.packed:
             return PackedCache(rows, plan.forest.counts.tolist())
-        return rows[0].cache if self._shares or len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
+        return rows[0].cache if len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        if self._shares:
-            self.rows[0].cache.commit(self._slots_of(paths))
-            return
         paths = CommittedNodes.of(self._forest, paths)
         rows, slots, targets = paths.misplaced()
         for row in set(rows.tolist()):
-            self.rows[row].cache.move_nodes(slots[rows == row], targets[rows == row])
-        extend_rows(self.rows, paths.counts.tolist())
+            self.rows[row].cache.move(slots[rows == row], targets[rows == row])
+        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
+        for row, count in zip(self.rows, paths.counts.tolist(), strict=True):
+            if count:
+                row.cache.keep(count)
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text needs no dense mask; a batch does, which grows with the chunk.

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
+from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache, source_of_row
 from lookahead.backends.transformers.checks import (
     check_chain_settings,
@@ -115,20 +116,21 @@ class TreeCall(Call):
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
-        is_static = runs_static(model, config.engine, config.invariant)
         engine = engine_model(model, config.pack_weights, config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
         texts = None if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
         ends = kind.holds("positions_end")
-        fixed = _fixed_runner(engine, config, prompts, generation_config, ends) if is_static else None
+        pooled = _pooled_runner(engine, config, prompts, generation_config, ends)
         if config.invariant:
-            self.invariant_rows = min_rows(engine) if fixed is None else FIXED_ROWS
-        packed = _packed_runner(model, prompts, config)
-        self.rows_leave = packed is not None
-        eager = packed or ModelRunner(engine, prompts.rows, prompts.input_ids.device, config.max_nodes, ends)
-        self.runner = runner = fixed or eager
-        self.rows = None if packed is None else [packed.new_row() for _ in range(prompts.rows)]
+            self.invariant_rows = min_rows(engine) if pooled is None else FIXED_ROWS
+        self.rows_leave = pooled is None and prompts.rows > 1
+        eager = _packed_runner(model, prompts, config)
+        if eager is None:
+            held = 0 if self.rows_leave else prompts.rows
+            eager = ModelRunner(engine, held, prompts.input_ids.device, config.max_nodes, ends)
+        self.runner = runner = pooled or eager
+        self.rows = [eager.new_row() for _ in range(prompts.rows)] if self.rows_leave else None
         if texts is not None:
             with nullcontext() if self.rows is None else runner.serving(self.rows):
                 runner.begin(texts)
@@ -137,7 +139,7 @@ class TreeCall(Call):
             row.padding = padding
         self._model = model
         self._engine = engine
-        self.clock = step_clock(model.device) if fixed is None else fixed.passes.clock
+        self.clock = step_clock(model.device) if pooled is None else pooled.passes.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, runner, prompts, generation_config)
 
@@ -148,7 +150,7 @@ class TreeCall(Call):
             cache = self._prompts.cache
             cache = empty_cache(self._model) or DynamicCache() if cache is None else cache
             cache = return_cache(self.rows or self.runner.texts, cache, self._prompts.mask)
-        if isinstance(self.runner, PooledRunner):  # keep its passes for the next call
+        if isinstance(self.runner, PooledRunner) and self.runner.engine == "static":  # keep passes for the next call
             state_of(self._engine).trials.fixed_passes = self.runner.end_call()
         return cache
 
@@ -156,8 +158,7 @@ class TreeCall(Call):
 def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig) -> ModelRunner | None:
     """Return a runner for packed rows; `None` if rows are padded.
 
-    On a GPU padding is faster than one attention call for each row. Packed weights exist once per model, for the other
-    clone.
+    On a GPU rows are in a pool. Packed weights exist once per model, for the other clone.
     """
     if prompts.rows == 1 or prompts.inputs or model.device.type != "cpu":
         return None
@@ -167,23 +168,30 @@ def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadCo
     return None if isinstance(runner, str) else runner
 
 
-def _fixed_runner(
+def _pooled_runner(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig, ends: bool
 ) -> PooledRunner | None:
-    """Return a runner with fixed passes; `None`, with a warning, if the model does not support them.
+    """Return a runner with fixed passes, or of several rows with our attention; `None` if the model supports neither.
+
+    Fixed passes that the model does not support cause a warning.
 
     Raises:
         UnsupportedArgumentError: `invariant=True` needs them.
     """
     before = max(prompts.before)
     longest = before + generation_config.max_length
-    runner = call_runner(engine, config, prompts.rows, longest, before + prompts.width, ends)
-    if not isinstance(runner, str):
-        return runner
-    if config.invariant and engine.device.type == "cuda":
-        raise not_possible(engine, "invariant", f"texts of {longest} tokens cannot have fixed shapes: {runner}")
-    _warn_of_eager_steps(engine, runner)
-    return None
+    make = partial(call_runner, engine, config, prompts.rows, longest, before + prompts.width, ends)
+    if runs_static(engine, config.engine, config.invariant):
+        runner = make()
+        if not isinstance(runner, str):
+            return runner
+        if config.invariant and engine.device.type == "cuda":
+            raise not_possible(engine, "invariant", f"texts of {longest} tokens cannot have fixed shapes: {runner}")
+        _warn_of_eager_steps(engine, runner)
+    if prompts.rows == 1 or engine.config._attn_implementation != TREE_ATTENTION:
+        return None
+    runner = make(records=False)
+    return None if isinstance(runner, str) else runner
 
 
 def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:

@@ -35,8 +35,9 @@ def call_runner(
     longest: int,
     start: int | None = None,
     positions_end: bool = True,
+    records: bool = True,
 ) -> PooledRunner | str:
-    """Return a runner with fixed passes for the rows of a call; the reason if there is none.
+    """Return a runner for the rows of a call in pages of one memory; the reason if there is none.
 
     It has the passes of the last call if they fit.
 
@@ -49,13 +50,14 @@ def call_runner(
             captured only if enough tokens remain. Otherwise memory is for whole texts, and sizes are captured at first
             use.
         positions_end: See `Limits`.
+        records: Whether passes have fixed sizes, and are recorded.
     """
     if batch > 1 and model.config._attn_implementation == INVARIANT:
         return "invariant rows on a CPU are padded"
-    shapes = _shapes(model, batch > 1)
+    shapes = _shapes(model, batch > 1, records)
     if isinstance(shapes, str):
         return shapes
-    patient = config.engine == "auto" and not config.invariant and start is not None
+    patient = config.engine != "static" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
     capacity = rounded(text + config.max_nodes)
     limits = limits_of(model)
@@ -65,7 +67,7 @@ def call_runner(
         return f"its memory would exceed {limits.columns_after} columns"
     if batch > 1 and batch * capacity > MOST_MASKED and model.config._attn_implementation not in PACKED_MASKS:
         return f"without Triton and 'sdpa' each row would read the memory of all {batch} rows"
-    made_for = (_wiring(model), batch, config.max_nodes)
+    made_for = (_wiring(model), batch, config.max_nodes, records)
     state = state_of(model)
     passes: FixedPasses | None
     with state.lock:
@@ -74,7 +76,7 @@ def call_runner(
     if passes and (passes.made_for != made_for or not 1 <= (passes.cache.capacity - PAGE) / (batch * capacity) <= 4):
         passes = None  # frees memory first
     clock = PausingClock(model.device) if passes is None else passes.clock
-    runner = PooledRunner(model, shapes, clock, positions_end)
+    runner = PooledRunner(model, shapes, clock, positions_end, records)
     runner.begin_call(batch, config.max_nodes, capacity, longest if patient else None, passes)
     runner.passes.made_for = made_for
     return runner

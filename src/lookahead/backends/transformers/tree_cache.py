@@ -1,4 +1,4 @@
-"""Keys and values of texts with capacity for token trees, and their conversion from and to callers' caches."""
+"""Keys and values of a text with capacity for token trees, and their conversion from and to callers' caches."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _GROWTH = 64
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of some texts in one layer.
+    """Keys and values of a text in one layer.
 
-    A pass writes the nodes of its trees after the longest text, as scratch. `TreeCache.commit` keeps the accepted ones,
-    and the next pass overwrites the rest. A layer with a window drops columns that no later token sees.
+    A pass writes the nodes of its tree after the text, as scratch. `TreeCache.keep` keeps the accepted ones, and the
+    next pass overwrites the rest. A layer with a window drops columns that no later token sees.
 
     Args:
         window: Visible tokens of a token, itself included; all if not given.
         block: Growth in tokens; a part of the current size if not given.
 
     Attributes:
-        keys: `[texts, heads, capacity, head_dim]`.
-        values: `[texts, heads, capacity, head_dim]`.
-        length: Tokens of the longest text, dropped ones included.
+        keys: `[1, heads, capacity, head_dim]`.
+        values: `[1, heads, capacity, head_dim]`.
+        length: Tokens of the text, dropped ones included.
         window: The argument `window`.
         block: The argument `block`.
         dropped: Number of dropped columns; the first column of `keys` has token number `dropped`.
@@ -74,7 +74,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Set texts, heads, head sizes, dtype and device from the first states."""
+        """Set heads, head sizes, dtype and device from the first states."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
@@ -84,7 +84,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states `[texts, heads, nodes, head_dim]` after the longest text; return all keys and values so far."""
+        """Write states `[1, heads, nodes, head_dim]` after the text; return all keys and values so far."""
         return write_states([self], [key_states], [value_states])[0]
 
     def make_room(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -100,36 +100,27 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self._grow(end, start)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write keys `[texts, nodes, size]` of `indexer`, and return all of them."""
+        """Write keys `[1, nodes, size]` of `indexer`, and return all of them."""
         if self.indexer is None:
             self.indexer = TreeLayer(block=self.block)
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
-    def adopt(self, texts: Sequence[tuple[TreeLayer, int]], lengths: Sequence[int]) -> None:
-        """Copy the states of other layers.
-
-        Args:
-            texts: Layer of each text, and its index there.
-            lengths: Number of tokens to copy of each. Windows hide dropped ones.
-        """
-        filled = [layer for layer, _ in texts if layer.is_initialized]
-        if not filled:
+    def adopt(self, layer: TreeLayer, length: int) -> None:
+        """Copy the first `length` tokens of another layer. Windows hide dropped ones."""
+        if not layer.is_initialized:
             return
         if not self.is_initialized:
-            self.lazy_initialization(*(part[:1].expand(len(texts), -1, -1, -1) for part in _states(filled[0])))
-        if max(lengths) > self.keys.shape[2]:
-            self._grow(max(lengths), 0)
-        for states in _states(self):
+            self.lazy_initialization(layer.keys, layer.values)
+        if length > self.keys.shape[2]:
+            self._grow(length, 0)
+        for states, source in zip(_states(self), _states(layer), strict=True):
             # Attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-            states[:, :, : max(lengths)] = 0
-        for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
-            if layer.is_initialized:
-                for held, source in zip(_states(self), _states(layer), strict=True):
-                    held[place, :, layer.dropped : length] = source[row, :, : length - layer.dropped]
-        if filled[0].indexer is not None:
+            states[:, :, : layer.dropped] = 0
+            states[:, :, layer.dropped : length] = source[:, :, : length - layer.dropped]
+        if layer.indexer is not None:
             self.indexer = TreeLayer(block=self.block)
-            self.indexer.adopt([(layer.indexer or TreeLayer(), row) for layer, row in texts], lengths)
+            self.indexer.adopt(layer.indexer, length)
 
     def drop(self) -> None:
         """Drop the columns that no later token sees, and move the others to new tensors."""
@@ -143,7 +134,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dropped += unseen
 
     def get_seq_length(self) -> int:
-        """Return the tokens of the longest text."""
+        """Return the tokens of the text."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -188,7 +179,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 def write_states(
     layers: Sequence[TreeLayer], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write the states of some layers, one of each text; see `TreeLayer.update`."""
+    """Write the states of one layer of several texts; see `TreeLayer.update`."""
     written = []
     for layer, new_keys, new_values in zip(layers, keys, values, strict=True):
         start = layer.length - layer.dropped
@@ -218,21 +209,19 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """Keys and values of some texts: a `TreeLayer` for each layer, made on first use. Callers get transformers' caches.
+    """Keys and values of a text: a `TreeLayer` for each layer, made on first use. Callers get transformers' caches.
 
     Args:
-        windows: Window of each layer; the last one repeats. Layers with a window drop invisible tokens of a single
-            text.
+        windows: Window of each layer; the last one repeats.
         block: See `TreeLayer`.
-        texts: Number of texts.
 
     Attributes:
-        lengths: Tokens of each text.
+        length: Tokens of the text: the first column of the scratch.
     """
 
-    def __init__(self, windows: Sequence[int | None] = (), block: int | None = None, texts: int = 1) -> None:
+    def __init__(self, windows: Sequence[int | None] = (), block: int | None = None) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
-        self.lengths = [0] * texts
+        self.length = 0
         self._windows = list(windows) or [None]
         self._block = block
 
@@ -258,13 +247,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         ]
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest text: the first column of the scratch."""
-        return max(self.lengths)
-
-    @property
     def allocated(self) -> int:
-        """Capacity of each text in tokens."""
+        """Capacity in tokens."""
         return max((layer.keys.shape[2] for layer in self._filled), default=0)
 
     @property
@@ -273,51 +257,27 @@ class TreeCache(Cache):  # type: ignore[misc]
         parts = [part for layer in self._filled for part in _states(layer)]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
-    def adopt(self, rows: Sequence[Row], tokens: int | None = None) -> None:
-        """Replace the texts by copies of rows.
+    def adopt(self, cache: TreeCache, tokens: int) -> None:
+        """Replace the text by a copy of the first `tokens` tokens of another one."""
+        for index, layer in enumerate(cache.layers):
+            self.layer(index).adopt(layer, tokens)
+        self.set_length(tokens)
 
-        Args:
-            rows: One row for each text.
-            tokens: Number of first tokens to copy, present in all rows; all if not given.
-        """
-        lengths = [row.length if tokens is None else tokens for row in rows]
-        for index in range(max(len(row.cache.layers) for row in rows)):
-            texts = [(row.cache.layer(index), row.place) for row in rows]
-            self.layer(index).adopt(texts, lengths)
-        self.set_lengths(lengths)
-
-    def commit(self, slots: Sequence[Sequence[int]]) -> None:
-        """Append the states of `slots[text]`, ascending slots of the scratch, to each text.
-
-        Only states in a wrong column are copied, so a contiguous path costs nothing.
-        """
-        scratch = self.longest
-        misplaced = [
-            (text, scratch + slot, target)
-            for text, path in enumerate(slots)
-            for target, slot in enumerate(path, start=self.lengths[text])
-            if scratch + slot != target
-        ]
-        if misplaced:
-            self.move(*np.array(misplaced).T)
-        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self.set_lengths([length + len(path) for length, path in zip(self.lengths, slots, strict=True)])
-
-    def move_nodes(self, slots: Integers, targets: Integers) -> None:
-        """Copy the states of nodes of the only text from some slots of the scratch to others."""
-        self.move(np.zeros_like(slots), self.lengths[0] + slots, self.lengths[0] + targets)
-
-    def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
-        """Copy states of texts between columns."""
+    def move(self, slots: Integers, targets: Integers) -> None:
+        """Copy the states of nodes from some slots of the scratch to others."""
         uploads: dict[tuple[torch.device, int], torch.Tensor] = {}
         for layer in self._filled:
             key = layer.device, layer.dropped
             if key not in uploads:
-                columns = np.stack([texts, sources - layer.dropped, targets - layer.dropped])
+                columns = np.stack([slots, targets]) + (self.length - layer.dropped)
                 (uploads[key],) = upload(layer.device, columns)
-            text, source, target = uploads[key]
+            source, target = uploads[key]
             for states in (layer.keys, layer.values):
-                states[text, :, target] = states[text, :, source]
+                states[:, :, target] = states[:, :, source]
+
+    def keep(self, nodes: int) -> None:
+        """Append the states of the first nodes of the scratch to the text."""
+        self.set_length(self.length + nodes)
 
     @property
     def dropped(self) -> int:
@@ -329,24 +289,16 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.drop()
 
-    def crop(self, tokens: int, text: int | None = None) -> None:
-        """Remove all but the first `tokens` tokens, of one text or of all."""
-        texts = range(len(self.lengths)) if text is None else [text]
-        self.set_lengths(
-            [min(length, tokens) if place in texts else length for place, length in enumerate(self.lengths)]
-        )
-
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Set the number of tokens of each text; the states of others become scratch."""
-        self.lengths = lengths
-        longest = max(lengths)
+    def set_length(self, tokens: int) -> None:
+        """Set the number of tokens; the states of others become scratch."""
+        self.length = tokens
         for layer in self.layers:
             if layer.is_initialized:
-                layer.length = longest
-                if layer.dropped > longest:
-                    layer.dropped = longest
+                layer.length = tokens
+                if layer.dropped > tokens:
+                    layer.dropped = tokens
                 if layer.indexer is not None:
-                    layer.indexer.length = longest
+                    layer.indexer.length = tokens
 
 
 class Row(TextRow):
@@ -354,25 +306,22 @@ class Row(TextRow):
 
     Args:
         cache: Cache of the text; a new one if not given.
-        place: Index of the text in the cache.
         block: Growth of a new cache; see `TreeLayer`.
 
     Attributes:
         cache: The cache.
-        place: Index of the text in it.
         padding: Number of padding tokens of the prompt; transformers counts them for some limits.
     """
 
     padding = 0
 
-    def __init__(self, cache: TreeCache | None = None, place: int = 0, block: int | None = None) -> None:
+    def __init__(self, cache: TreeCache | None = None, block: int | None = None) -> None:
         self.cache = TreeCache(block=block) if cache is None else cache
-        self.place = place
 
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens with keys and values."""
-        return self.cache.lengths[self.place]
+        return self.cache.length
 
     @property
     def capacity(self) -> int:
@@ -381,27 +330,15 @@ class Row(TextRow):
 
     def copy_start(self, other: Row, tokens: int) -> None:
         """Copy the first `tokens` tokens of another row."""
-        self.cache.adopt([other], tokens)
+        self.cache.adopt(other.cache, tokens)
 
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` tokens."""
-        self.cache.crop(tokens, self.place)
+        self.cache.set_length(min(self.length, tokens))
 
     def adopt(self, text: Row) -> None:
         """Copy another row."""
-        self.cache.adopt([text])
-
-
-def extend_rows(rows: Sequence[Row], counts: Sequence[int]) -> None:
-    """Keep the states of the first slots of the scratch of some rows with separate caches: `counts` of each."""
-    for row, count in zip(rows, counts, strict=True):
-        if count:
-            row.cache.set_lengths([row.cache.lengths[0] + count])
-
-
-def rows_of(cache: TreeCache) -> list[Row]:
-    """Return the rows of a cache."""
-    return [Row(cache, place) for place in range(len(cache.lengths))]
+        self.cache.adopt(text.cache, text.length)
 
 
 _BLANK = 2.0**-7
@@ -446,7 +383,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
     _check_states(filled[0].keys, held.cpu())
     for place, (row, counted) in enumerate(zip(adopted, held, strict=True)):
         row.cache.layers = [_adopt_layer(layer, place, counted) for layer in cache.layers]
-        row.cache.lengths = [int(counted.sum())]
+        row.cache.length = int(counted.sum())
     return adopted
 
 
@@ -511,7 +448,7 @@ def _laid_out(row: Row, index: int, columns: torch.Tensor, window: int | None) -
     parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
     laid_out = []
     for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):
-        text = states[row.place : row.place + 1, :, : row.length - dropped]
+        text = states[:, :, : row.length - dropped]
         if int(columns[-1]) >= row.length or (dropped and window is None):
             whole = states.new_full((1, states.shape[1], int(columns[-1]) + 1, states.shape[3]), _BLANK)
             whole[:, :, columns[dropped:].to(states.device)] = text
