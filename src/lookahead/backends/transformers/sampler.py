@@ -130,7 +130,6 @@ class TextSampler:
         selector: Selects tokens instead, with functions of the model's engine; see `Session.selector`.
 
     Attributes:
-        samples: Whether tokens are sampled.
         needs_logits: Whether selection needs more than the likeliest token of the raw logits.
         records: Whether something is recorded with each token, so that `select` must be called for it.
         ignores_text: Whether no processor uses the text.
@@ -160,7 +159,6 @@ class TextSampler:
         self.foreseen: Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-        self.samples = noise is not None
         self.records = keep_logits or keep_scores
         self.needs_logits = self.selects or self.records or selector is not None
 
@@ -173,6 +171,11 @@ class TextSampler:
     def is_pure(self) -> bool:
         """Whether processors are transformers' own, with scores that depend only on the text and the logits."""
         return all(type(member) in _PURE for member in self._processors)
+
+    @cached_property
+    def samples(self) -> bool:
+        """Whether tokens are sampled."""
+        return self._noise is not None
 
     @cached_property
     def selects(self) -> bool:

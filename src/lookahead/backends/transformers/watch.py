@@ -188,10 +188,8 @@ class _Structure:
         }
         self._hooks = list(hooks.values())
         self._own_hooks = _own_hooks(self._hooks)
-        others = [container for container in containers if id(container) not in hooks]
-        self._empty: list[Any] = [container for container in others if not container]
-        self._filled: list[Any] = [container for container in others if container]
-        self._contents: list[Any] = list(map(copy.copy, self._filled))
+        self._containers: list[Any] = [container for container in containers if id(container) not in hooks]
+        self._contents: list[Any] = list(map(copy.copy, self._containers))
 
     def holds(self) -> bool:
         """Return whether all is unchanged.
@@ -216,9 +214,8 @@ class _Structure:
         return (
             list(map(type, self._modules)) == self._kinds
             and self._attributes == self._current_attributes()
-            and not any(self._empty)
             and _own_hooks(self._hooks) == self._own_hooks
-            and self._filled == self._contents
+            and self._containers == self._contents
         )
 
     def _current_attributes(self) -> list[object]:
