@@ -69,14 +69,12 @@ class RowPool(Cache):  # type: ignore[misc]
     Attributes:
         block, device, is_slice: The arguments.
         columns: Columns of the nodes of the pass, `[nodes]` int64 on the device; `None` between passes.
-        capacity: Columns of each buffer.
         buffers: All memory for states.
         moves: Number of buffers that were allocated; their addresses change with it.
         free: Free pages.
-        numbers: Numbers of no text.
         uses: Number of texts that hold each page, `[pages]`.
         text_lengths: Tokens of each text, `[texts]`.
-        page_counts: Number of pages of each text, `[texts]`.
+        page_counts: Number of pages of each text, `[texts]`; -1 for numbers without a text.
         page_table: Pages of each text in the order of its tokens, `[texts, pages]` int32.
     """
 
@@ -88,7 +86,7 @@ class RowPool(Cache):  # type: ignore[misc]
         self.is_slice = is_slice
         self.columns: torch.Tensor | None = None
         self.buffers: list[torch.Tensor] = []
-        self.capacity = self.moves = 0
+        self.moves = 0
         self.device = device
         states: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for layer, shape in zip(self.layers, shapes, strict=True):
@@ -103,7 +101,11 @@ class RowPool(Cache):  # type: ignore[misc]
         self.uses = np.zeros(pages, dtype=np.int64)
         self.text_lengths, self.page_counts = np.zeros((2, 0), dtype=np.int64)
         self.page_table = np.zeros((0, 1), dtype=np.int32)
-        self.numbers: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Columns of each buffer."""
+        return self.buffers[-1].shape[3] if self.buffers else 0
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of `capacity` columns, one after another: only one of them takes memory twice.
@@ -135,7 +137,6 @@ class RowPool(Cache):  # type: ignore[misc]
                 old = _without_first(old, len(owners))
                 self.buffers = [*moved, *old]
                 self.moves += 1
-        self.capacity = capacity
         for states, (_, layer, name) in zip(chain.from_iterable(self.buffers), self._owners, strict=True):
             setattr(layer, name, states[:, :, :capacity])
 
@@ -178,16 +179,19 @@ class RowPool(Cache):  # type: ignore[misc]
 
     def add_text(self) -> int:
         """Add an empty text, and return its number."""
-        if not self.numbers:
-            before = len(self.text_lengths)
-            more = max(before, 8)
-            self.text_lengths = np.append(self.text_lengths, np.zeros(more, dtype=np.int64))
-            self.page_counts = np.append(self.page_counts, np.zeros(more, dtype=np.int64))
+        if not (self.page_counts < 0).any():
+            more = max(len(self.page_counts), 8)
+            self.text_lengths = np.pad(self.text_lengths, (0, more))
+            self.page_counts = np.pad(self.page_counts, (0, more), constant_values=-1)
             self.page_table = np.pad(self.page_table, ((0, more), (0, 0)))
-            self.numbers = list(range(before + more - 1, before - 1, -1))
-        number = self.numbers.pop()
+        number = int(self.page_counts.argmin())
         self.text_lengths[number] = self.page_counts[number] = 0
         return number
+
+    def remove_text(self, number: int) -> None:
+        """Free the pages of a text, and its number."""
+        self.shorten(number, 0)
+        self.page_counts[number] = -1
 
     def begin(self, number: int, source: int, tokens: int) -> None:
         """Begin an empty text with the first tokens of another one.
@@ -277,8 +281,7 @@ class PooledRow(TextRow):
         self.number = pool.add_text()
 
     def __del__(self) -> None:
-        self._pool.shorten(self.number, 0)
-        self._pool.numbers.append(self.number)
+        self._pool.remove_text(self.number)
 
     @property
     def length(self) -> int:
