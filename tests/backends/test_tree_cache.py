@@ -24,7 +24,7 @@ def states(values: list[list[int]]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)[:, None, :, None].expand(-1, 2, -1, 3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_it_holds_exactly_the_committed_states(data: st.DataObject) -> None:
     """Rows of a padded batch, and single ones."""
