@@ -97,13 +97,13 @@ def draw_plots(arguments: Sequence[str], notes: Console) -> int:
     from matplotlib import rc_context
 
     plots = {
-        "bench/stories260k-S.svg": ("bench/stories.jsonl", sizes),
-        "paper/stories260k-stories-law.svg": ("bench/paper-grid.jsonl", law),
-        "replay/kinds-of-work.svg": ("replay.jsonl", kinds_of_work),
+        "bench/stories260k-S.svg": (("bench/stories.jsonl", "bench/published-stories.jsonl"), sizes),
+        "paper/stories260k-stories-law.svg": (("bench/paper-grid.jsonl",), law),
+        "replay/kinds-of-work.svg": (("replay.jsonl",), kinds_of_work),
     }
     with rc_context(STYLE):
-        for name, (source, draw) in plots.items():
-            save(draw(read_lines(RESULTS / source)), folder / name)
+        for name, (sources, draw) in plots.items():
+            save(draw([row for source in sources for row in read_lines(RESULTS / source)]), folder / name)
     notes.print(f"plots written into {folder}", soft_wrap=True)
     return 0
 
