@@ -268,8 +268,10 @@ def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
 
 def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
     """Yield lines for common uses of models, with `count` cases each, for `standard` and the times of `worth`."""
-    for task in ("humaneval", "gsm8k"):
-        cases = models.task(task)[-count:]
+    of_all_kinds = slice(3, None, 20)
+    parts = {"humaneval": slice(-count, None), "gsm8k": slice(-count, None), "spec_bench": of_all_kinds}
+    for task, part in parts.items():
+        cases = models.task(task)[part][:count]
         for model in ("demo", "demo bfloat16"):
             yield Line(f"{task}, {model}", cases, count, partial(runner.texts, model, 128))
         yield Line(f"{task} sampled at 0.8, demo", cases, count, partial(runner.texts, "demo", 96, heat=0.8))
