@@ -236,6 +236,45 @@ def test_a_drafter_of_nodes_that_are_none_ends_no_other_request(node: tuple[Any,
     test_other_requests_of_an_engine_go_on_with_their_drafts(failing(lambda: OddNodes(*node)))
 
 
+def _write_token(tree: TokenTree) -> None:
+    tree.tokens[tree.root] = 1
+
+
+def _write_token_and_fail(tree: TokenTree) -> None:
+    tree.tokens[tree.root] = 1
+    raise KeyError("changed the decided text")
+
+
+def _leave_root_unread(tree: TokenTree) -> None:
+    tree.needs_logits[tree.root] = False
+
+
+def _move_root(tree: TokenTree) -> None:
+    tree.root = tree.add_candidates([1])[0]
+
+
+def _leave_candidate_unread(tree: TokenTree) -> None:
+    tree.needs_logits[tree.add_candidates([3, 4])[0]] = False
+
+
+@pytest.mark.parametrize(
+    "damage", [_write_token, _write_token_and_fail, _leave_root_unread, _move_root, _leave_candidate_unread]
+)
+def test_a_drafter_that_changes_more_than_its_draft_changes_no_text(damage: Callable[[TokenTree], None]) -> None:
+    class Damaging(TokenRecyclingDrafter):
+        def propose(self, tree: TokenTree) -> None:
+            damage(tree)
+
+    engine = Engine(build("llama"), DRAFTING)
+    damaging = LookaheadConfig(step_budget=16, drafter=lambda: Damaging(8))
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
+    handles = [engine.submit(PROMPTS[0], lookahead_config=damaging, **options), engine.submit(PROMPTS[1], **options)]
+    with pytest.warns(LookaheadWarning, match="changed the decided text|a candidate without needs_logits"):
+        texts = [handle.result()[0].tolist() for handle in handles]
+    for prompt, text in zip(PROMPTS, texts, strict=False):
+        assert text == [*prompt, *greedy(build("llama"), tuple(prompt), TOKENS)]
+
+
 class Together:
     """A group that drafts for all rows in one call, and fails if one row fails."""
 

@@ -14,10 +14,13 @@ import numpy as np
 from lookahead.config import LookaheadConfig
 from lookahead.core.protocols import Drafter
 from lookahead.core.results import StepResult
-from lookahead.core.token_tree import TokenTree, first_path
+from lookahead.core.token_tree import NodeKind, TokenTree, first_path
 from lookahead.core.watching import Explanation, explain
 from lookahead.drafting.auto.sources import Source, TokenPaths
 from lookahead.errors import InvalidArgumentError
+
+_LISTS = ("tokens", "parents", "kinds", "depths", "needs_logits")
+"""Attributes of a `TokenTree` with a value for each node."""
 
 
 def _check_members(field: str, made: Any, members: Sequence[str]) -> None:
@@ -69,13 +72,24 @@ class CheckedDrafter:
 
         Raises:
             InvalidArgumentError: The tree is too large, a token is outside of the vocabulary, or a parent does not
-                precede its child.
+                precede its child; or the drafter has changed more than its draft.
         """
         before = len(tree)
         known = tree.vocabulary
+        decided = {name: getattr(tree, name)[:] for name in _LISTS}
+        root = tree.root
         tree.vocabulary = sys.maxsize  # so that unknown tokens raise an error below, instead of being left out
-        self._drafter.propose(tree)
-        tree.vocabulary = known
+        try:
+            self._drafter.propose(tree)
+        finally:
+            tree.vocabulary = known
+            is_changed = tree.root != root or any(getattr(tree, one)[:before] != decided[one] for one in _LISTS)
+            if is_changed:
+                vars(tree).update(decided, root=root)
+        if is_changed:
+            raise InvalidArgumentError(
+                f"drafter={self._drafter!r} changed the decided text; only add nodes to the tree"
+            )
         if len(tree) - tree.root > self._max_nodes:
             raise InvalidArgumentError(
                 f"drafter={self._drafter!r} proposed {len(tree) - before} nodes, but a step may have "
@@ -89,6 +103,8 @@ class CheckedDrafter:
                     f"drafter={self._drafter!r} proposed token {token!r}, which the model does not know; its tokens "
                     f"are 0 to {known - 1}"
                 )
+            if not (tree.needs_logits[node] or tree.kinds[node] is NodeKind.WINDOW):
+                raise InvalidArgumentError(f"drafter={self._drafter!r} has a candidate without needs_logits")
             if not tree.root <= parent < node:
                 raise InvalidArgumentError(
                     f"drafter={self._drafter!r} proposed a token after node {parent}; give a node of the draft that "
