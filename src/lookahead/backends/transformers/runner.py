@@ -198,7 +198,7 @@ class ModelRunner(TransformersRunner):
 
     Args:
         model: Transformers causal language model that passes `check_model`.
-        batch_size: Number of rows of a call; 0 for an engine.
+        batch_size: Number of rows that the runner has; 0 if rows are arguments of `serving`.
         device: See `TransformersRunner`.
         most_nodes: Largest number of nodes of a tree with a draft, root included.
         positions_end: See `Limits`.
