@@ -483,3 +483,16 @@ def test_the_first_compilation_of_a_process_may_happen_in_a_call() -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_the_first_copy_of_a_cache_is_no_change() -> None:
+    """Python keeps names of slots in a class when an object of it is first copied."""
+    kind: Any = DynamicLayer
+    if "__slotnames__" in vars(kind):
+        del kind.__slotnames__
+    model = fresh()
+    expected = plainly(model)
+    options = {**GREEDY, "on_step": lambda _: copy.copy(kind())}
+    output = lookahead.generate(model, PROMPT, lookahead_config=DRAFTS, **options)
+    assert "__slotnames__" in vars(kind)
+    assert output[0].tolist() == expected

@@ -116,7 +116,12 @@ class Surroundings:
         return [chosen, *[tuple(map(id, hooks.values())) for hooks in _GLOBAL_HOOKS]]
 
     def _current_code(self) -> list[object]:
-        return [list(map(len, self._classes)), *[get(space) for space, get in self._spaces]]
+        sizes = [len(space.keys() - _CACHED_BY_PYTHON) for space in self._classes]
+        return [sizes, *[get(space) for space, get in self._spaces]]
+
+
+_CACHED_BY_PYTHON = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
+"""Attributes that Python adds to a class when an object of it is first copied, or its annotations are first read."""
 
 
 def _is_of_torch(kind: type) -> bool:
