@@ -1,7 +1,7 @@
 """Drafts of a step: calls of the drafters of all rows.
 
-Drafters of a group, for example of texts with a common memory, have one call. If a drafter raises, its sequence goes
-on without drafts.
+Drafters of a group, for example of texts with a common memory, have one call. If a drafter raises, its sequence continues
+without drafts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) ->
 
 
 def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> None:
-    """Add the drafts of some rows to their trees. If a drafter raises, its sequence goes on without drafts."""
+    """Add the drafts of some rows to their trees. If a drafter raises, its sequence continues without drafts."""
     groups = _grouped(sequences, rows)
     for row in groups.single:
         sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
@@ -112,7 +112,7 @@ class _Offer(NamedTuple):
 def _send(
     sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], budget: StepBudget, offers: Sequence[_Offer]
 ) -> None:
-    """Send as many of the candidates that compete for a budget as it chooses."""
+    """Send the likeliest of the candidates that compete for a budget; it chooses their number."""
     likely = np.concatenate([offer.likely for offer in offers])
     counts = np.concatenate([offer.counts for offer in offers])
     sent = budget.choose(likely, counts, roots, rows)
