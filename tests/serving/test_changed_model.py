@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,7 +204,7 @@ def test_a_waiting_request_is_checked_and_drafted_for_the_changed_model(
         long.result()
 
 
-def test_passes_and_calls_of_generate_are_no_change() -> None:
+def test_passes_and_calls_of_generate_are_no_change(tmp_path: Path) -> None:
     model = copy.deepcopy(build("llama_dynamic_rope"))
     engine = Engine(model, LookaheadConfig(step_budget=4))
     short = {"max_new_tokens": 8, "do_sample": False}  # longer texts change the frequencies
@@ -216,6 +217,7 @@ def test_passes_and_calls_of_generate_are_no_change() -> None:
         lambda: setattr(model, "generation_config", GenerationConfig.from_model_config(model.config)),
         lambda: engine.submit([5, 8, 2], do_sample=True, max_new_tokens=4),
         lambda: model.requires_grad_(False),
+        lambda: model.save_pretrained(tmp_path),
         lambda: model.generate(
             torch.tensor([PROMPT]), **short, output_hidden_states=True, return_dict_in_generate=True
         ),

@@ -43,6 +43,9 @@ IRRELEVANT = frozenset(
 )
 """Attributes of a module that no forward pass reads, or that repeat inputs of a pass."""
 
+OF_SAVING = frozenset({"architectures", "dtype"})
+"""Settings that `save_pretrained` writes in another form; the types of weights are compared themselves."""
+
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _COLLECTIONS = (list, tuple, set)
 _TENSOR = "a tensor"
@@ -320,7 +323,9 @@ def _configs(spaces: Sequence[Namespace]) -> list[tuple[int, dict[str, object]]]
     while pending:
         config = pending.pop()
         if id(config) not in values:
-            values[id(config)] = {name: _setting(value) for name, value in vars(config).items()}
+            values[id(config)] = {
+                name: _setting(value) for name, value in vars(config).items() if name not in OF_SAVING
+            }
             pending += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return list(values.items())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_int32
 from itertools import compress
 from operator import attrgetter, itemgetter
@@ -14,7 +14,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.composition import IRRELEVANT, Composition, all_modules, collects_outputs
+from lookahead.backends.transformers.composition import (
+    IRRELEVANT,
+    OF_SAVING,
+    Composition,
+    all_modules,
+    collects_outputs,
+)
 from lookahead.backends.transformers.memory_words import DictVersions, Words, has_dict_versions, reads_words
 from lookahead.backends.transformers.model_state import ModelState
 from lookahead.backends.transformers.snapshots import fingerprint, in_threads
@@ -144,12 +150,18 @@ class _Snapshot:
         try:
             return (
                 self._structure.holds()
-                and [vars(config) for config in self._configs] == self._settings
+                and self._settings_hold()
                 and self._weights.holds(compares_places)
                 and self._others.holds()
             )
         except (KeyError, TypeError, ValueError, RuntimeError):  # a deleted attribute, or a replaced tensor
             return False
+
+    def _settings_hold(self) -> bool:
+        spaces = list(map(vars, self._configs))
+        return spaces == self._settings or list(map(_read_settings, spaces)) == list(
+            map(_read_settings, self._settings)
+        )
 
     def weights_hold(self) -> bool:
         """Return whether the weights are unwritten."""
@@ -268,6 +280,10 @@ def _own_hooks(collections: Iterable[dict[int, Any]]) -> list[tuple[int, list[An
         (id(one), [hook for hook in one.values() if not collects_outputs(hook)]) for one in filter(None, collections)
     ]
     return [pair for pair in hooks if pair[1]]
+
+
+def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in OF_SAVING}
 
 
 def _config(module: torch.nn.Module) -> Any:
