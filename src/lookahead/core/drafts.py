@@ -1,7 +1,7 @@
 """Drafts of a step: calls of the drafters of all rows.
 
-Drafters of a group, for example of texts with a common memory, have one call. If a drafter raises, its sequence continues
-without drafts.
+Drafters of a group, for example of texts with a common memory, have one call. If a drafter raises, its sequence
+continues without drafts.
 """
 
 from __future__ import annotations
