@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -496,3 +497,50 @@ def test_the_first_copy_of_a_cache_is_no_change() -> None:
     output = lookahead.generate(model, PROMPT, lookahead_config=DRAFTS, **options)
     assert "__slotnames__" in vars(kind)
     assert output[0].tolist() == expected
+
+
+class Switched(torch.nn.Module):
+    """A layer that mixes positions if one of its switches is set."""
+
+    mode = "plain"
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.switches = {"mixes": False}
+        self.space = SimpleNamespace(mixes=False)
+        self.nested = [["plain"]]
+        self.names = frozenset[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in self._modules else getattr(self._modules["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        states = self.layer(*args, **kwargs)
+        mixes = self.switches["mixes"] or self.space.mixes or self.nested[0][0] == "mixes" or "mixes" in self.names
+        return states + states.mean(-2, keepdim=True) if mixes or self.mode == "mixes" else states
+
+
+def _set_in_list(layer: Switched) -> None:
+    layer.nested[0][0] = "mixes"
+
+
+SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "in a dict": lambda layer: layer.switches.update(mixes=True),
+    "another dict": lambda layer: setattr(layer, "switches", {"mixes": True}),
+    "in an object": lambda layer: setattr(layer.space, "mixes", True),
+    "in a list": _set_in_list,
+    "another set": lambda layer: setattr(layer, "names", frozenset({"mixes"})),
+    "of the class": lambda layer: setattr(type(layer), "mode", "mixes"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_in_a_container_is_seen(switch: str) -> None:
+    model = fresh()
+    layer = Switched(model.model.layers[0])
+    layer.__class__ = type("Own", (Switched,), {"mode": "plain"})  # no test changes the class of another
+    model.model.layers[0] = layer
+    assert by_generate(model)[0].tolist() == plainly(model)
+    SWITCHES[switch](layer)
+    check(outcome(lambda: by_generate(model)), model, by_generate)

@@ -49,6 +49,11 @@ OF_SAVING = frozenset({"architectures", "dtype"})
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _COLLECTIONS = (list, tuple, set)
 _TENSOR = "a tensor"
+_NESTED = "nested"
+_MOST_ITEMS = 64
+_DEEPEST = 3
+"""Items of a container, and levels of containers, whose plain values are compared."""
+
 _UNREAD = frozenset(vars(torch.nn.Module())) - {"training"}
 """Containers of every module."""
 
@@ -123,6 +128,8 @@ class Surroundings:
         return [sizes, *[get(space) for space, get in self._spaces]]
 
 
+_NAMES_OF_CLASSES = frozenset({"__doc__", "__module__", "__qualname__"})
+
 _CACHED_BY_PYTHON = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
 """Attributes that Python adds to a class when an object of it is first copied, or its annotations are first read."""
 
@@ -132,10 +139,13 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _code_names(space: Namespace) -> list[str]:
-    """Return the names of functions, methods and classes."""
-    kinds = (classmethod, property)
+    """Return the names of functions, methods and classes, and of switches of a class."""
+    kinds: tuple[type, ...] = (classmethod, property)
     unread = _OF_LOADING | (_OF_COMPILING if space.get("__module__") == torch.nn.Module.__module__ else frozenset())
-    return [n for n, value in space.items() if n not in unread and (callable(value) or isinstance(value, kinds))]
+    if "__module__" in space:
+        kinds += (bool, str)
+    names = [name for name, value in space.items() if callable(value) or isinstance(value, kinds)]
+    return [name for name in names if name not in unread and name not in _NAMES_OF_CLASSES]
 
 
 class Composition:
@@ -243,7 +253,7 @@ class Composition:
             if new.get(name) != old.get(name)
         } - self._written
         tokens = [named[index].get(name) for index, name in changed for named in (now, before)]
-        if changed and not (after_passes and all(map(_is_number, tokens))):
+        if changed and not (after_passes and all(map(_is_written, tokens))):
             return False
         self._written |= changed
         self._record(spaces)
@@ -276,14 +286,38 @@ def _token(value: object) -> object:
         return value
     if isinstance(value, torch.Tensor):
         return _TENSOR
-    if isinstance(value, _COLLECTIONS):
-        return repr(value) if all(isinstance(item, _NUMBERS) for item in value) else _UNKNOWN
-    return ("callable", id(value)) if callable(value) else _UNKNOWN
+    if isinstance(value, _COLLECTIONS) and all(isinstance(item, _NUMBERS) for item in value):
+        return repr(value)
+    if callable(value):
+        return "callable", id(value)
+    leaves = _leaves(value)
+    return _UNKNOWN if leaves is None else (_NESTED, repr(leaves))
 
 
-def _is_number(token: object) -> bool:
-    """Return whether passes may write this value: a number, `None`, or a tensor."""
-    return token is None or token is _TENSOR or (isinstance(token, int | float | complex) and type(token) is not bool)
+def _leaves(value: object, depth: int = 0) -> object:
+    """Return the plain values in a container or an object, with their names; `None` for other and for large ones."""
+    if isinstance(value, _NUMBERS):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value)) if all(isinstance(item, _NUMBERS) for item in value) else None
+    if isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif isinstance(value, dict):  # other mappings may load weights
+        items = dict(value)
+    elif isinstance(value, (torch.Tensor, PreTrainedConfig)) or callable(value):
+        return None
+    else:
+        items = dict(getattr(value, "__dict__", ()))
+    if not items or len(items) > _MOST_ITEMS or depth == _DEEPEST:
+        return None
+    return [(repr(name), _leaves(item, depth + 1)) for name, item in items.items() if isinstance(name, _NUMBERS)]
+
+
+def _is_written(token: object) -> bool:
+    """Return whether passes may write this value: a number, `None`, a tensor, or something in a container."""
+    is_nested = isinstance(token, tuple) and token[0] == _NESTED
+    is_number = isinstance(token, int | float | complex) and type(token) is not bool
+    return token is None or token is _TENSOR or is_nested or is_number
 
 
 def _hook_lists(spaces: Sequence[Namespace]) -> list[tuple[int, Mapping[int, Any]]]:
