@@ -1,6 +1,7 @@
 """Copies of an attached model, and files of it, generate with their own weights."""
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -137,3 +138,19 @@ def test_the_signature_is_that_of_transformers(attached: PreTrainedModel) -> Non
     assert inspect.signature(attached.generate) == inspect.signature(plain)
     assert attached.generate.__doc__ == plain.__doc__
     assert copy.deepcopy(attached).generate.__name__ == "generate"
+
+
+@pytest.mark.parametrize("keeps_names", [False, True])
+def test_a_function_around_an_attached_generate(attached: PreTrainedModel, keeps_names: bool) -> None:
+    """Monitoring wraps `generate`, with `functools.wraps` or without."""
+    generate: Any = attached.generate
+    calls = []
+
+    def monitored(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return generate(*args, **kwargs)
+
+    attached.generate = functools.wraps(generate)(monitored) if keeps_names else monitored
+    assert torch.equal(attached.generate(PROMPT, **GREEDY), type(attached).generate(attached, PROMPT, **GREEDY))
+    assert steps(attached) == 20
+    assert len(calls) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from operator import itemgetter
 from typing import Any
@@ -387,10 +388,20 @@ def own_method(model: PreTrainedModel) -> str | None:
 def own_generate(model: Any) -> Any:
     """Return the `generate` of this object that replaces its class's; `None` if it leads to this library.
 
-    `attach` sets one, and so do repositories that call this library.
+    `attach` sets one, and so do repositories that call this library. A function around one of these leads here as well.
     """
     method = vars(model).get("generate")
-    function = unwrap(getattr(method, "func", method)) if method is not None else None
+    return None if method is None or _leads_here(method) else method
+
+
+def _leads_here(method: Any) -> bool:
+    function = unwrap(method, stop=lambda one: isinstance(one, partial))
+    function = getattr(function, "func", function)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
-    is_ours = "lookahead" in (*names, getattr(function, "__module__", "").partition(".")[0])
-    return None if is_ours else method
+    if "lookahead" in (*names, getattr(function, "__module__", "").partition(".")[0]):
+        return True
+    try:
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    except ValueError:  # a variable without a value
+        return False
+    return any(isinstance(value, partial) and _leads_here(value) for value in held)
