@@ -646,3 +646,17 @@ def test_a_callback_that_waits_for_its_engine_ends_only_its_own_request(threaded
             failing.result()
     assert running.result()[0].tolist() == other.alone(model)
     engine.close()
+
+
+def test_the_thread_of_an_engine_has_the_autocast_mode_of_its_start() -> None:
+    model, prompt = build("llama"), torch.tensor([[5, 8, 2, 5, 8, 2, 5]])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    modes = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model.generate(prompt, **options)
+        with Engine(model, LookaheadConfig(step_budget=8)) as engine:
+            text = engine.submit(
+                prompt, on_step=lambda _: modes.append(torch.is_autocast_enabled("cpu")), **options
+            ).result()
+    assert torch.equal(text, expected)
+    assert all(modes)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import get_clock_info, perf_counter, process_time, thread_time
 from typing import Any
@@ -37,6 +37,14 @@ def step_clock(device: torch.device) -> Callable[[], float]:
     machine would hide the differences between sizes. Elsewhere it is the wall clock.
     """
     return _thread_clock if device.type == "cpu" else perf_counter
+
+
+def autocast_here(device: torch.device) -> AbstractContextManager[object]:
+    """Return the autocast mode of this thread for `device`, to be entered by another thread."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
 class PausingClock:

@@ -6,12 +6,14 @@ import atexit
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from threading import Condition, RLock, Thread, current_thread, get_ident
 from typing import Any
 
 import torch
 
+from lookahead.backends.machine import autocast_here
 from lookahead.backends.transformers.invariant import min_rows
 from lookahead.backends.transformers.noise import TextNoise
 from lookahead.backends.transformers.shared_clone import shell_of
@@ -203,7 +205,8 @@ class Engine:
             if self._closing:
                 raise InvalidArgumentError("this Engine is closed; make another one")
             if self._thread is None:
-                self._thread = Thread(target=self._serve, name="lookahead-engine", daemon=True)
+                mode = autocast_here(self._loop.model.device)
+                self._thread = Thread(target=self._serve, args=(mode,), name="lookahead-engine", daemon=True)
                 self._thread.start()
                 atexit.register(self._end)
 
@@ -300,7 +303,11 @@ class Engine:
     def _unfinished(self) -> int:
         return len(self._arrivals) + self._loop.unfinished
 
-    def _serve(self) -> None:
+    def _serve(self, mode: AbstractContextManager[object]) -> None:
+        with mode:
+            self._serve_requests()
+
+    def _serve_requests(self) -> None:
         while True:
             with self._changed:
                 while not self._unfinished:
