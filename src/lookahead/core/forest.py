@@ -108,7 +108,7 @@ class Forest(Sequence[TokenTree]):
         self.counts = np.array(counts, dtype=np.int64)
         self.roots = np.array(roots, dtype=np.int64)
         self.is_plain = bool((self.counts == self.roots + 1).all())
-        self.firsts = _firsts(self.counts)
+        self.firsts = first_nodes(self.counts)
         self.tokens = np.array(tokens, dtype=np.int64)
         self.reads = np.array(reads, dtype=np.bool_)
         self.in_window = np.zeros(len(tokens), dtype=np.bool_)
@@ -135,7 +135,7 @@ class Forest(Sequence[TokenTree]):
     def of_arrays(
         cls,
         trees: Sequence[TokenTree | None],
-        counts: Integers,
+        firsts: Integers,
         roots: Integers,
         nodes: tuple[Integers, Integers, NDArray[np.bool_], NDArray[np.bool_]],
         has_certain: bool = False,
@@ -144,16 +144,16 @@ class Forest(Sequence[TokenTree]):
 
         Args:
             trees: The trees that are objects already; `None` for the others.
-            counts, roots, has_certain: Attributes of the forest.
+            firsts, roots, has_certain: Attributes of the forest.
             nodes: Its `tokens`, `parents`, `reads` and `in_window`.
         """
         forest = cls.__new__(cls)
         forest.objects = list(trees)
         forest.rows = len(trees)
         forest.has_certain = has_certain
-        forest.counts = counts
+        forest.counts = firsts[1:] - firsts[:-1]
         forest.roots = roots
-        forest.firsts = _firsts(counts)
+        forest.firsts = firsts
         forest.tokens, parents, forest.reads, forest.in_window = nodes
         forest.is_plain = len(parents) == int(roots.sum()) + len(roots)
         if forest.is_plain:
@@ -267,7 +267,7 @@ def lay_out(tree: TokenTree) -> Layout:
     return Forest([tree]).layout(0)
 
 
-def _firsts(counts: Integers) -> Integers:
+def first_nodes(counts: Integers) -> Integers:
     """The sum of all counts before each, and behind them of all."""
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=firsts[1:])

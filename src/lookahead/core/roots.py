@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lookahead.core.forest import Forest, Integers, spread
+from lookahead.core.forest import Forest, Integers, first_nodes, spread
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
 
@@ -143,9 +143,9 @@ class Roots:
         counts = np.array([1 if tree is None else len(tree.tokens) for tree in self.trees], dtype=np.int64)
         rows, more, drafted, above = self._drafts[0] if len(self._drafts) == 1 else self._joined_drafts()
         counts[rows] += more
-        ends = counts.cumsum()
-        firsts = ends - counts
-        size = int(ends[-1])
+        bounds = first_nodes(counts)
+        firsts = bounds[:-1]
+        size = int(bounds[-1])
         tokens = np.empty(size, dtype=np.int64)
         parents = np.full(size, -1, dtype=np.int64)
         reads = np.ones(size, dtype=np.bool_)
@@ -164,4 +164,4 @@ class Roots:
                 has_certain |= tree.certain > 0
                 if tree.has_window:
                     in_window[begin:end] = [kind is NodeKind.WINDOW for kind in tree.kinds]
-        return Forest.of_arrays(self.trees, counts, roots, (tokens, parents, reads, in_window), has_certain)
+        return Forest.of_arrays(self.trees, bounds, roots, (tokens, parents, reads, in_window), has_certain)

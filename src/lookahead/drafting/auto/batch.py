@@ -244,8 +244,9 @@ class DraftBatch:
         fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
         if budget.backs_off or not fits:
             return None
-        if places.min() < 0:
-            for drafter in drafters:
+        new = [drafter for drafter in drafters if drafter.place < 0]
+        if new:
+            for drafter in new:
                 drafter.join()
             places = _places_of(drafters)
         with self.memory.lock:
@@ -310,7 +311,7 @@ class DraftBatch:
             vocabulary: Number of token ids. A draft learned from a larger one ends before an unknown token.
         """
         state = self.state
-        likely = np.empty(int(state.counts[places].sum()))
+        likely = np.empty(len(places) * nodes)
         counts = np.empty(len(places), dtype=np.int64)
         end = self._offer(places, nodes, vocabulary, state.trees, state.counts, likely, counts)
         return likely[:end], counts

@@ -118,10 +118,9 @@ class AutoDrafter:
             source.start(prompt)
 
     def join(self) -> None:
-        """Reserve a slot in the batch, unless the text has one."""
-        if self.place < 0:
-            self.place = self._batch.take_place(self)
-            self._begin()
+        """Reserve a slot in the batch."""
+        self.place = self._batch.take_place(self)
+        self._begin()
 
     def _begin(self) -> None:
         """Begin the text in its slot of the batch."""
