@@ -88,9 +88,13 @@ class JoinedOutputs:
 def _joined(parts: Sequence[NDArray[Any]], unread: int) -> NDArray[Any]:
     """Join lists of several trees, `[nodes, listed]`; idle trees list less than others."""
     widest = max([part.shape[1] for part in parts])
-    widths = [((0, 0), (0, widest - part.shape[1])) for part in parts]
-    padded = [np.pad(part, width, constant_values=unread) for part, width in zip(parts, widths, strict=True)]
-    return np.concatenate(padded)
+    joined = np.full((sum(map(len, parts)), widest), unread, dtype=parts[0].dtype)
+    end = 0
+    for part in parts:
+        begin = end
+        end = end + len(part)
+        joined[begin:end, : part.shape[1]] = part
+    return joined
 
 
 class EarlyTokens(NamedTuple):

@@ -68,6 +68,10 @@ class PaddedCache(RowsCache):
     the longest text; masks hide the padding.
     """
 
+    def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        super().__init__(rows, counts)
+        self._longest = max(text.length for text in self._texts)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,20 +92,19 @@ class PaddedCache(RowsCache):
 
     def _padded(self, new: torch.Tensor, written: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return states `[rows, heads, longest text + nodes, head_dim]`, given new ones and all of each row."""
-        longest = self.get_seq_length()
-        padded = new.new_zeros((*new.shape[:2], longest + new.shape[2], new.shape[3]))
-        padded.narrow(2, longest, new.shape[2]).copy_(new)
+        padded = new.new_zeros((*new.shape[:2], self._longest + new.shape[2], new.shape[3]))
+        padded.narrow(2, self._longest, new.shape[2]).copy_(new)
         for of_row, states, text in zip(torch.split(padded, 1), written, self._texts, strict=True):
             of_row.narrow(2, 0, text.length).copy_(states.narrow(2, 0, text.length))
         return padded
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of the longest text."""
-        return max(text.length for text in self._texts)
+        return self._longest
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys, and their first index."""
-        return self.get_seq_length() + query_length, 0
+        return self._longest + query_length, 0
 
 
 @dataclass(frozen=True)
