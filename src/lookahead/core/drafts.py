@@ -85,11 +85,11 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int
             if found is not None:
                 offers.setdefault(budget, []).append(_Offer(group, some, *found))
     for budget, of_budget in offers.items():
-        rows = [row for offer in of_budget for row in offer.rows]
+        competing = [row for offer in of_budget for row in offer.rows]
         try:
-            _send(sequences, roots, rows, budget, of_budget)
+            _send(sequences, roots, competing, budget, of_budget)
         except Exception as error:  # of all its rows
-            for row in rows:
+            for row in competing:
                 sequences[row].stop_drafting(error)
 
 

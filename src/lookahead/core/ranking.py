@@ -1,4 +1,4 @@
-"""Ranking of the candidates of all rows by probability, so that a search skips those that would not be sent."""
+"""Ranking of the candidates of all rows by probability, so that a search skips unlikely ones."""
 
 from __future__ import annotations
 

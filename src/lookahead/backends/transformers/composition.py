@@ -142,11 +142,12 @@ def _is_of_torch(kind: type) -> bool:
 def _code_names(space: Namespace) -> list[str]:
     """Return the names of functions, methods and classes, and of switches of a class."""
     kinds: tuple[type, ...] = (classmethod, property)
-    unread = _OF_LOADING | (_OF_COMPILING if space.get("__module__") == torch.nn.Module.__module__ else frozenset())
+    unread = _OF_LOADING | _NAMES_OF_CLASSES
+    if space.get("__module__") == torch.nn.Module.__module__:
+        unread |= _OF_COMPILING
     if "__module__" in space:
         kinds += (bool, str)
-    names = [name for name, value in space.items() if callable(value) or isinstance(value, kinds)]
-    return [name for name in names if name not in unread and name not in _NAMES_OF_CLASSES]
+    return [n for n, value in space.items() if n not in unread and (callable(value) or isinstance(value, kinds))]
 
 
 class Composition:
