@@ -278,7 +278,7 @@ def test_recent_tokens_are_offered_as_likely_as_they_come_true() -> None:
         drafter.observe(StepResult(tree, says[:, 0], [], [token], says, shares))
     assert budget.offers[0] == pytest.approx([0.2 / (4 + rank) for rank in range(24)])
     assert max(budget.offers[-1]) < 0.9 * budget.offers[0][0]
-    roots = Roots([None], [159], lambda: np.array([99]))
+    roots = Roots([None], [159], lambda: [99])
     roots.foresee[0] = lambda count: Noise([np.ones(200, dtype=np.float32)] * count, 1.0)
     assert drafter.together is not None
     found = drafter.together.find_rows([drafter], [0], roots)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
-from lookahead.core.drafts import propose
+from lookahead.core.drafts import grouped, propose
 from lookahead.core.pace import PLAIN_STEPS, Pace, PacedRow
 from lookahead.core.results import StepResult
 from lookahead.core.roots import Roots
@@ -132,8 +132,8 @@ def test_a_budget_shared_with_others_cuts_chains() -> None:
     texts = [
         SequenceState([token], drafter, cast(Any, None), bool) for token, drafter in zip((5, 6), drafters, strict=True)
     ]
-    roots = Roots([None, None], [5, 6], lambda: np.array([9, 9]))
-    propose(texts, roots, range(2))
+    roots = Roots([None, None], [5, 6], lambda: [9, 9])
+    propose(texts, roots, grouped(texts, range(2)))
     assert [tree.tokens for tree in roots.forest()] == [[5, 1, 2, 3], [6]]
 
 

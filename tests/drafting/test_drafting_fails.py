@@ -323,9 +323,10 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(memb
     results = StepResults(forest, pass_result(forest, torch.eye(3, 5), 0), Walks(forest))
     for row in range(3):
         results.walks.set(row, Walk([], [4], False))
-    ask = partial(observe, sequences, results, Groups({(together, pace): [0, 1, 2]}, []))
+    groups = Groups({(together, pace): [0, 1, 2]}, [])
+    ask = partial(observe, sequences, results, groups)
     if member == "find":
-        ask = partial(propose, sequences, Roots(trees), range(3))
+        ask = partial(propose, sequences, Roots(trees), groups)
     with pytest.warns(LookaheadWarning, match=f"KeyError: '{member}'"):
         ask()
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]

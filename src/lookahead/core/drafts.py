@@ -59,13 +59,14 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) ->
             levels.append(left - 1)
             if sequence.sampler.samples:
                 roots.foresee[row] = sequence.sampler.foresee
+    groups = grouped(sequences, range(len(sequences)))
     if rows:
         roots.limit(rows, levels)
-        propose(sequences, roots, rows)
+        propose(sequences, roots, groups if len(rows) == len(sequences) else grouped(sequences, rows))
         stopped = [row for row in rows if type(sequences[row].drafter) is NoDrafter]
         if stopped:
             roots.remove_drafts(stopped)
-    groups = _grouped(sequences, range(len(sequences)))
+            groups = grouped(sequences, range(len(sequences)))
     top_k = 0
     for row in groups.single:
         top_k = max(top_k, sequences[row].ask_drafter(_top_k, 0))
@@ -74,9 +75,8 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) ->
     return top_k, groups
 
 
-def propose(sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int]) -> None:
+def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) -> None:
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence continues without drafts."""
-    groups = _grouped(sequences, rows)
     for row in groups.single:
         sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
     offers = dict[StepBudget, list[_Offer]]()
@@ -113,8 +113,10 @@ def _send(
     sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], budget: StepBudget, offers: Sequence[_Offer]
 ) -> None:
     """Send the likeliest of the candidates that compete for a budget; it chooses their number."""
-    likely = np.concatenate([offer.likely for offer in offers])
-    counts = np.concatenate([offer.counts for offer in offers])
+    _, _, likely, counts = offers[0]
+    if len(offers) > 1:
+        likely = np.concatenate([offer.likely for offer in offers])
+        counts = np.concatenate([offer.counts for offer in offers])
     sent = budget.choose(likely, counts, roots, rows)
     end = 0
     for offer in offers:
@@ -148,7 +150,7 @@ def _call(
         return [done for row in rows for done in _call(sequences, [row], call)]
 
 
-def _grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
+def grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
     """Return the groups of some rows, by group and budget."""
     shared = dict[tuple[RowsDrafter, StepBudget], list[int]]()
     single = list[int]()

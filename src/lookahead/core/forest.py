@@ -164,6 +164,32 @@ class Forest(Sequence[TokenTree]):
         return forest
 
     @classmethod
+    def of_drafts(
+        cls, last: Sequence[int], rows: Integers, counts: Integers, tokens: Integers, parents: Integers
+    ) -> Forest:
+        """A forest of candidates below one pending token in each row.
+
+        Args:
+            last: The pending token of each row, which is read.
+            rows, counts, tokens, parents: The candidates of some rows, at least one; see `Roots.add`.
+        """
+        size = len(last) + len(tokens)
+        forest = cls.__new__(cls)
+        forest.objects = [None] * len(last)
+        forest.rows = len(last)
+        forest.is_plain = forest.has_certain = False
+        forest.counts, forest.roots = np.zeros((2, len(last)), dtype=np.int64)
+        forest.firsts = np.empty(len(last) + 1, dtype=np.int64)
+        forest.tokens, forest.parents = np.empty((2, size), dtype=np.int64)
+        forest.reads = np.ones(size, dtype=np.bool_)
+        forest.in_window = np.zeros(size, dtype=np.bool_)
+        drafts = np.array(last, dtype=np.int64), rows, counts, tokens, parents
+        loop = at_once(_write_drafts) if LOOPS.awaited else _planted
+        loop(*drafts, forest.counts, forest.firsts, forest.tokens, forest.parents)
+        forest._lay_out()
+        return forest
+
+    @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
         """The trees as a forest, which they may be already."""
         return trees if isinstance(trees, cls) else cls(trees)
@@ -272,6 +298,37 @@ def first_nodes(counts: Integers) -> Integers:
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=firsts[1:])
     return firsts
+
+
+@compiled
+def _write_drafts(
+    last: Integers,
+    rows: Integers,
+    drafted: Integers,
+    drafts: Integers,
+    above: Integers,
+    counts: Integers,
+    firsts: Integers,
+    tokens: Integers,
+    parents: Integers,
+) -> None:
+    """Write `counts`, `firsts`, `tokens` and `parents` of a `Forest`; see `Forest.of_drafts`."""
+    counts[:] = 1
+    for index in range(len(rows)):
+        counts[rows[index]] += drafted[index]
+    firsts[0] = 0
+    for row in range(len(last)):
+        firsts[row + 1] = firsts[row] + counts[row]
+        tokens[firsts[row]], parents[firsts[row]] = last[row], -1
+    begin = FIRST
+    for index in range(len(rows)):
+        first = firsts[rows[index]] + 1
+        for node in range(drafted[index]):
+            tokens[first + node], parents[first + node] = drafts[begin + node], above[begin + node]
+        begin += drafted[index]
+
+
+_planted = TypedLoop(_write_drafts)
 
 
 @compiled

@@ -11,6 +11,8 @@ import numpy as np
 from lookahead.core.forest import Forest, Integers, first_nodes, spread
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
+_NONE = np.empty(0, dtype=np.int64)
+
 
 class Roots:
     """The beginning of each tree of a step.
@@ -21,8 +23,8 @@ class Roots:
     Args:
         trees: The trees that are objects already; `None` for a row with one pending token that is read.
         tokens: Last decided token of each text, `[rows]`; empty if all trees are objects.
-        rooms: Returns the levels of nodes that fit below each root, `[rows]` int64, when drafts need them; `None` if
-            all trees are objects.
+        rooms: Returns the levels of nodes that fit below each root, `[rows]`, when drafts need them; `None` if all
+            trees are objects.
         vocabulary: Number of tokens that the model reads.
 
     Attributes:
@@ -36,7 +38,7 @@ class Roots:
         self,
         trees: Sequence[TokenTree | None],
         tokens: Sequence[int] = (),
-        rooms: Callable[[], Integers] | None = None,
+        rooms: Callable[[], list[int]] | None = None,
         vocabulary: int = sys.maxsize,
     ) -> None:
         self.trees = list(trees)
@@ -47,9 +49,9 @@ class Roots:
         self._drafts: list[tuple[Integers, Integers, Integers, Integers]] = []
 
     @cached_property
-    def rooms(self) -> Integers:
+    def rooms(self) -> list[int]:
         """Levels of nodes that fit below each root, `[rows]`; empty if all trees are objects."""
-        return np.empty(0, dtype=np.int64) if self._find_rooms is None else self._find_rooms()
+        return [] if self._find_rooms is None else self._find_rooms()
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -66,26 +68,24 @@ class Roots:
 
     def limit(self, rows: Sequence[int], levels: Sequence[int]) -> None:
         """Limit the trees of some rows to this many levels below the root."""
+        rooms = self.rooms
         for row, level in zip(rows, levels, strict=True):
             tree = self.trees[row]
             if tree is not None:
                 tree.limit(level)
-        if len(self.rooms):
-            self.rooms[rows] = np.minimum(self.rooms[rows], levels)
+            elif rooms[row] > level:
+                rooms[row] = level
 
-    def rooms_of(self, rows: Sequence[int]) -> Integers:
+    def rooms_of(self, rows: Sequence[int]) -> list[int]:
         """Levels of nodes that fit below the roots of some rows."""
-        trees = [self.trees[row] for row in rows]
-        if not any(trees):
-            return self.rooms[rows]
-        levels = [self.rooms[row] if tree is None else tree.room for row, tree in zip(rows, trees, strict=True)]
-        return np.array(levels, dtype=np.int64)
+        trees = self.trees
+        return [self.rooms[row] if (tree := trees[row]) is None else tree.room for row in rows]
 
     def tree(self, row: int) -> TokenTree:
         """The tree of a row as an object, which is used from now on."""
         tree = self.trees[row]
         if tree is None:
-            tree = TokenTree([self.tokens[row]], int(self.rooms[row]))
+            tree = TokenTree([self.tokens[row]], self.rooms[row])
             tree.vocabulary = self.vocabulary
             self.trees[row] = tree
         return tree
@@ -99,7 +99,7 @@ class Roots:
             tokens: Their tokens, row after row.
             parents: The parent of each: 1 is the first candidate of the row, 0 the root or its last certain token.
         """
-        if {self.trees[row] for row in rows.tolist()} != {None}:
+        if any(self.trees[row] for row in rows.tolist()):
             self._add_to_objects(rows, counts, tokens, parents)
         elif len(tokens):
             self._drafts.append((rows, counts, tokens, parents))
@@ -129,19 +129,19 @@ class Roots:
 
     def _joined_drafts(self) -> tuple[Integers, Integers, Integers, Integers]:
         """All drafts that were added as arrays."""
-        nothing = np.empty(0, dtype=np.int64)
-        drafts = [(nothing, nothing, nothing, nothing), *self._drafts]
-        rows, counts, tokens, parents = [np.concatenate(parts) for parts in zip(*drafts, strict=True)]
+        if len(self._drafts) < 2:
+            return self._drafts[0] if self._drafts else (_NONE, _NONE, _NONE, _NONE)
+        rows, counts, tokens, parents = [np.concatenate(parts) for parts in zip(*self._drafts, strict=True)]
         return rows, counts, tokens, parents
 
     def forest(self) -> Forest:
         """The trees of the step."""
         if None not in self.trees:
             return Forest([tree for tree in self.trees if tree is not None])
-        if not self._drafts and not any(self.trees):
-            return Forest.of_tokens(self.tokens)
+        rows, more, drafted, above = drafts = self._joined_drafts()
+        if not any(self.trees):
+            return Forest.of_drafts(self.tokens, *drafts) if len(drafted) else Forest.of_tokens(self.tokens)
         counts = np.array([1 if tree is None else len(tree.tokens) for tree in self.trees], dtype=np.int64)
-        rows, more, drafted, above = self._drafts[0] if len(self._drafts) == 1 else self._joined_drafts()
         counts[rows] += more
         bounds = first_nodes(counts)
         firsts = bounds[:-1]

@@ -143,7 +143,7 @@ class StepCosts:
 
     def padded(self, nodes: int) -> int:
         """Return the number of nodes after padding to a captured size."""
-        return next((size for size in self.captured if size >= nodes), nodes)
+        return next((size for size in self.captured if size >= nodes), nodes) if self.captured else nodes
 
     def observe(self, nodes: int, context: int, seconds: float, plain: bool = False) -> bool:
         """Learn from the time of a step; return whether the costs have changed.

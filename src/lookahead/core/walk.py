@@ -11,7 +11,7 @@ tokens that were sampled for all rows together. Other rows are walked one by one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -127,22 +127,27 @@ def _walk_rows(
         _take_one(texts[0], int(selected[forest.roots[0]]), walks)
         return
     kinds = dict[tuple[int, ...], int]()
-    plan = np.empty((len(rows), 3), dtype=np.int64)
-    plan[:, 0] = rows
-    plan[:, 1] = [text.most_tokens for text in texts]
-    plan[:, 1] -= [len(text.tokens) for text in texts]
-    plan[:, 2] = [kinds.setdefault(text.end_tokens or (), len(kinds)) for text in texts]
-    end_tokens = np.full((len(kinds), max(map(len, kinds))), -1, dtype=np.int64)
-    for ends, kind in kinds.items():
-        end_tokens[kind, : len(ends)] = ends
+    remaining = [text.most_tokens - len(text.tokens) for text in texts]
+    ends = [kinds.setdefault(text.end_tokens or (), len(kinds)) for text in texts]
+    plan = np.array([rows, remaining, ends], dtype=np.int64)
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
-    at_once(_walk)(plan, end_tokens, trees, selected, (walks.tokens, walks.paths), walks.counts, walks.stopped)
+    walked = walks.tokens, walks.paths
+    at_once(_walk)(plan, _padded_ends(tuple(kinds)), trees, selected, walked, walks.counts, walks.stopped)
     tokens = walks.tokens.tolist()
     firsts = forest.firsts.tolist()
     counts = walks.counts.tolist()
     for row, text in zip(rows, texts, strict=True):
         begin = firsts[row]
         text.tokens += tokens[begin : begin + counts[row]]
+
+
+@lru_cache(maxsize=64)
+def _padded_ends(kinds: tuple[tuple[int, ...], ...]) -> Integers:
+    """Return the tokens that complete texts as an array `[kinds, tokens]`, padded by -1."""
+    padded = np.full((len(kinds), max(map(len, kinds))), -1, dtype=np.int64)
+    for row, ends in enumerate(kinds):
+        padded[row, : len(ends)] = ends
+    return padded
 
 
 def _take_one(text: SequenceState, token: int, walks: Walks) -> None:
@@ -156,10 +161,10 @@ def _take_one(text: SequenceState, token: int, walks: Walks) -> None:
 def compile_walk(forest: Forest) -> None:
     """Run the compiled loop once, on arrays of the types that steps have."""
     walks = Walks(forest)
-    plan = np.zeros((len(forest), 3), dtype=np.int64)
+    plan = np.zeros((3, len(forest)), dtype=np.int64)
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     results = (walks.tokens, walks.paths), walks.counts, walks.stopped
-    _walk(plan, np.zeros((1, 0), dtype=np.int64), trees, forest.tokens, *results)
+    _walk(plan, _padded_ends(((),)), trees, forest.tokens, *results)
 
 
 @compiled
@@ -175,7 +180,7 @@ def _walk(
     """Walk some rows along selected tokens.
 
     Args:
-        plan: For each: which tree, tokens until its text is complete, row of `end_tokens`, `[rows, 3]`.
+        plan: For each: which tree, tokens until its text is complete, row of `end_tokens`, `[3, rows]`.
         end_tokens: Tokens that complete a text, padded by -1, `[kinds, tokens]`.
         trees: `firsts`, `roots`, `tokens`, `parents` and `in_window` of a `Forest`.
         tokens_after: The selected token after each node.
@@ -183,12 +188,13 @@ def _walk(
     """
     firsts, roots, tokens, parents, in_window = trees
     selected, paths = walked
-    for row in range(len(plan)):
-        begin = firsts[plan[row, 0]]
-        remaining = plan[row, 1]
-        ends = end_tokens[plan[row, 2]]
-        end = firsts[plan[row, 0] + 1] - begin
-        node = roots[plan[row, 0]]
+    for index in range(plan.shape[1]):
+        row = plan[0, index]
+        begin = firsts[row]
+        remaining = plan[1, index]
+        ends = end_tokens[plan[2, index]]
+        end = firsts[row + 1] - begin
+        node = roots[row]
         count = FIRST
         stopped = False
         while node >= 0:
@@ -206,5 +212,5 @@ def _walk(
                     node = child
                     paths[begin + count - 1] = child
                     break
-        counts[plan[row, 0]] = count
-        stops[plan[row, 0]] = stopped
+        counts[row] = count
+        stops[row] = stopped

@@ -74,8 +74,8 @@ def _draft() -> None:
     drafter.start([0, 1, 2])
     tree = TokenTree([2])
     drafter.propose(tree)
-    tree.add_candidates([0])
-    forest = Forest([tree])
+    forest = Forest.of_drafts([2], *np.array([[0], [1], [0], [0]], dtype=np.int64))
+    tree = forest[0]
     compile_walk(forest)
     masked = MaskedTrees(forest.firsts, forest.parent_slots, forest.roots, forest.depths)
     packed_masks(masked, None, None, packed_width(len(tree)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import TRANSFORMERS
@@ -110,16 +108,13 @@ class Limits:
                 limits.append(root_position)
         return min(limits) if limits else None
 
-    def rooms(self, positions: Sequence[int], shifts: Sequence[int]) -> NDArray[np.int64]:
+    def rooms(self, positions: Sequence[int], shifts: Sequence[int]) -> list[int]:
         """Levels of nodes that fit below roots at these positions, `[rows]`; see `deepest`."""
         if self._chooses_after is None and not self._changes:
-            if self.context is None:
-                return np.full(len(positions), sys.maxsize)
-            starts = np.array(positions, dtype=np.int64)
-            return np.where(starts < self.context, self.context - 1 - starts, sys.maxsize)
+            last = sys.maxsize if self.context is None else self.context - 1
+            return [last - at if at <= last else sys.maxsize for at in positions]
         deepest = map(self.deepest, positions, shifts)
-        levels = [sys.maxsize if one is None else one - at for one, at in zip(deepest, positions, strict=True)]
-        return np.array(levels, dtype=np.int64)
+        return [sys.maxsize if one is None else one - at for one, at in zip(deepest, positions, strict=True)]
 
     def allows(self, start: int, nodes: int) -> bool:
         """Return whether `nodes` nodes of a tree may follow `start` cached tokens."""

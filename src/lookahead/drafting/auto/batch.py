@@ -17,7 +17,7 @@ from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn
+from lookahead.drafting.auto.learning import FEEDBACK, OUTCOME, SETTINGS, UNTRUSTED, BatchState, Step, learn, summarize
 from lookahead.drafting.auto.search import (
     FORESEEN,
     LIMITS,
@@ -116,6 +116,7 @@ class DraftBatch:
         self._offer = TypedLoop(list_offers)
         self._take = TypedLoop(take_nodes)
         self._learn = TypedLoop(learn)
+        self._summarize = TypedLoop(summarize)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
         self._free = 0  # tokens that fit into every text before capacity must be checked
 
@@ -220,17 +221,17 @@ class DraftBatch:
         first = drafters[0]
         if first.budget.backs_off or not self._listens(first):
             return 0
-        places = _places_of(drafters)
-        return int(self.memory.top_k) if (self._is_trusted(places) & (places >= 0)).any() else 0
+        joined = [drafter for drafter in drafters if drafter.place >= 0]
+        return int(self.memory.top_k) if any(self._trusted(joined)) else 0
 
     def _listens(self, drafter: Member) -> bool:
         """Whether predictions after nodes are learned."""
         return bool(self.reads and drafter.learns)
 
-    def _is_trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether predictions often match the selected tokens of texts, or these have no slot yet, `[texts]`."""
-        trusted: NDArray[np.bool_] = (self.state.feedback["share"][places] >= UNTRUSTED) | (places < 0)
-        return trusted
+    def _trusted(self, drafters: Sequence[Member]) -> list[bool]:
+        """Whether predictions often match the selected tokens of each text, or it has no slot yet."""
+        shares = self.state.feedback["share"].tolist()
+        return [drafter.place < 0 or shares[drafter.place] >= UNTRUSTED for drafter in drafters]
 
     def find_rows(
         self, drafters: Sequence[Member], rows: Sequence[int], roots: Roots
@@ -238,9 +239,8 @@ class DraftBatch:
         """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
         first = drafters[0]  # with sources the only one
         budget = first.budget
-        places = _places_of(drafters)
-        is_trusted = self._is_trusted(places)
-        budget.begin(int(np.count_nonzero(is_trusted)) if self._listens(first) else 0)
+        trusted = self._trusted(drafters)
+        budget.begin(sum(trusted) if self._listens(first) else 0)
         fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
         if budget.backs_off or not fits:
             return None
@@ -248,16 +248,17 @@ class DraftBatch:
         if new:
             for drafter in new:
                 drafter.join()
-            places = _places_of(drafters)
+        places = _places_of(drafters)
         with self.memory.lock:
             self._catch_up(drafters)
             if first.sources:
                 self.list_paths([source.propose() for source in first.sources])
             limits = np.empty(len(places), dtype=LIMITS)
             limits["place"], limits["nodes"] = places, min(first.searched, budget.max_candidates)
-            limits["levels"] = roots.rooms_of(rows) - first.certain
+            levels = roots.rooms_of(rows)
+            limits["levels"] = levels if not first.certain else [level - first.certain for level in levels]
             limits["min_probability"] = budget.min_probability
-            noises = self._foresee(limits["levels"], roots, rows, is_trusted, first.certain)
+            noises = self._foresee(levels, roots, rows, trusted, first.certain) if roots.foresee else {}
             search = partial(self._search_rows, limits, noises, budget.ranking)
             search()
             if first.permitting:
@@ -279,16 +280,16 @@ class DraftBatch:
         roots.add(np.array(rows), counts, *self.take(places, counts))
 
     def _foresee(
-        self, levels: NDArray[np.int64], roots: Roots, rows: Sequence[int], is_trusted: NDArray[np.bool_], certain: int
+        self, levels: Sequence[int], roots: Roots, rows: Sequence[int], trusted: Sequence[bool], certain: int
     ) -> dict[int, Noise]:
         """Return the noise that the next tokens of some texts will be sampled with, if known, by index in `rows`.
 
         With it the search knows which prediction of the model is selected.
         """
         noises = dict[int, Noise]()
-        for index, row in enumerate(rows) if roots.foresee else ():
-            foresee = roots.foresee.get(row) if is_trusted[index] else None
-            noise = None if foresee is None else foresee(certain + min(FORESEEN, int(levels[index])))
+        for index, row in enumerate(rows):
+            foresee = roots.foresee.get(row) if trusted[index] else None
+            noise = None if foresee is None else foresee(min(certain + FORESEEN, levels[index]))
             if noise is not None:
                 noises[index] = padded_noise(Noise(noise.places[certain:], noise.temperature))
         return noises
@@ -345,35 +346,29 @@ class DraftBatch:
         forest, outputs, walks = step
         first = drafters[0]  # with sources the only one
         certain = forest[rows[0]].certain if first.knowing else 0
-        is_searched = not first.budget.backs_off and certain <= first.certain
+        learns = first.learns and not first.budget.backs_off and certain <= first.certain
         certain = certain if certain <= first.certain else 0  # others are not in the text of the batch yet
         ids = outputs.top_ids
-        listed = ids.shape[1]
-        places = _places_of(drafters)
-        with self.memory.lock:  # another thread may replace the array for more texts
-            sent = self.sent[places]
-            self.sent[places[places >= 0]] = 0
-        learns = (places >= 0) & (is_searched and first.learns)
-        if not (listed or self.memory.observed):
-            learns &= ~self._is_trusted(places)
-        of_rows = np.array(rows)
-        if not learns.all():
-            for index in np.flatnonzero(~learns).tolist():
-                drafters[index].late += walks.tokens_of(rows[index])[certain:]
-            drafters = [drafters[index] for index in np.flatnonzero(learns).tolist()]
-            places, sent, of_rows = places[learns], sent[learns], of_rows[learns]
-        if not drafters:
-            return
-        with self.memory.lock:
-            self._catch_up(drafters)
+        is_listed = ids.shape[1] > 0
+        with self.memory.lock:  # another thread may replace the arrays for more texts
+            fits = is_listed or self.memory.observed
+            learning = list[tuple[Member, int]]()
+            for drafter, row in zip(drafters, rows, strict=True):
+                if learns and drafter.place >= 0 and (fits or not self._trusted([drafter])[0]):
+                    learning.append((drafter, row))
+                else:
+                    drafter.late += walks.tokens_of(row)[certain:]
+                    if drafter.place >= 0:
+                        self.sent[drafter.place] = 0
+            if not learning:
+                return
+            self._catch_up([drafter for drafter, _ in learning])
+            places = np.array([(drafter.place, row) for drafter, row in learning], dtype=np.int64)
             outcomes = np.empty(len(places), dtype=OUTCOME)
-            outcomes["place"], outcomes["root"] = places, forest.roots[of_rows] + certain
-            outcomes["nodes"] = np.minimum(outcomes["root"] + 1 + sent, forest.counts[of_rows])
-            outcomes["added"] = np.maximum(walks.counts[of_rows] - certain, 0)
-            outcomes["first"] = forest.firsts[of_rows]
-            outcomes["begin"] = outcomes["first"] + certain
+            lengths = forest.roots, forest.counts, forest.firsts, walks.counts
+            self._summarize(places, certain, *lengths, self.sent, outcomes)
             # Copies, as learning overwrites them.
-            if self.reads and listed:
+            if self.reads and is_listed:
                 ids, probabilities = ids.copy(), outputs.top_probabilities.copy()
             else:
                 ids = outputs.predictions[:, None].copy() if self.reads else np.full((len(forest.tokens), 1), -1)
@@ -399,7 +394,7 @@ class DraftBatch:
 
     def _make_room(self, step: Step) -> None:
         """Grow the arrays for the tokens of a step; a text beyond the limit keeps its last tokens."""
-        added = int(step.rows["added"].sum())
+        added = sum(step.rows["added"].tolist())
         self._free -= added
         if self._free >= 0:
             return

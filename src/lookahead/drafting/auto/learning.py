@@ -132,6 +132,38 @@ class Step(NamedTuple):
 
 
 @compiled
+def summarize(
+    texts: NDArray[np.int64],
+    certain: int,
+    roots: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    added: NDArray[np.int64],
+    sent: NDArray[np.int64],
+    outcomes: NDArray[Any],
+) -> None:
+    """Write the outcome of a step for some texts.
+
+    Args:
+        texts: Slot of each text, and its row in the step, `[texts, 2]`.
+        certain: Number of certain tokens above their drafts, which the texts have already.
+        roots, counts, firsts: Root, nodes and first node of each tree, `[rows]`.
+        added: Number of selected tokens of each row, `[rows]`.
+        sent: Number of nodes that were sent of the draft in each slot, which are set to 0.
+        outcomes: `OUTCOME`s, `[texts]`, to be written.
+    """
+    for text in range(len(texts)):
+        place = texts[text, 0]
+        row = texts[text, 1]
+        outcome = outcomes[text]
+        outcome["place"], outcome["root"] = place, roots[row] + certain
+        outcome["nodes"] = min(outcome["root"] + 1 + sent[place], counts[row])
+        outcome["added"] = max(added[row] - certain, 0)
+        outcome["first"], outcome["begin"] = firsts[row], firsts[row] + certain
+        sent[place] = 0
+
+
+@compiled
 def learn(step: Step, clock: int, state: BatchState, writing: Writing, fresh: NDArray[np.int64]) -> tuple[int, int]:
     """Learn from a step, and extend the texts.
 
