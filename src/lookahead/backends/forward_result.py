@@ -164,7 +164,10 @@ class PassResult(Sequence["TreeResult"]):
     def predictions(self) -> NDArray[np.int64]:
         """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
         predictions = self._listed.predictions  # a sampled step of plain decoding may not ask
-        return _spread(argmax(self.logits), self.logit_rows, -1) if predictions is None else predictions
+        if predictions is None:
+            reads_all = len(self._forest.read_nodes) == len(self.logit_rows)
+            predictions = _spread(argmax(self.logits), self.logit_rows, -1, reads_all)
+        return predictions
 
 
 class TreeResult:
@@ -252,8 +255,9 @@ def pass_result(
     """
     downloads = Downloads()
     read = forest.read_nodes
-    if rows is None and len(read) == len(forest.tokens) and forest.is_plain:
-        logit_rows = forest.order
+    reads_all = len(read) == len(forest.tokens)
+    if rows is None and reads_all and (forest.is_plain or forest.rows == 1):
+        logit_rows = forest.order if forest.is_plain else forest.slots
     else:
         logit_rows = np.full(len(forest.tokens), -1, dtype=np.int64)
         logit_rows[read] = np.arange(len(read)) if rows is None else rows
@@ -263,27 +267,32 @@ def pass_result(
             here = here._replace(predictions=argmax(logits))
         if predictions is not None:
             here = here._replace(predictions=predictions)
-        return PassResult(forest, logits, logit_rows, partial(_of_nodes, here, logit_rows), borrowed, downloads)
+        find = partial(_of_nodes, here, logit_rows, reads_all)
+        return PassResult(forest, logits, logit_rows, find, borrowed, downloads)
     bring = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
-    return PassResult(
-        forest, logits, logit_rows, lambda: _of_nodes(unpack_likeliest(bring(), top_k), logit_rows), borrowed, downloads
-    )
+
+    def read_listed() -> Listed:
+        return _of_nodes(unpack_likeliest(bring(), top_k), logit_rows, reads_all)
+
+    return PassResult(forest, logits, logit_rows, read_listed, borrowed, downloads)
 
 
-def _of_nodes(listed: Listed, rows: NDArray[np.int64]) -> Listed:
+def _of_nodes(listed: Listed, rows: NDArray[np.int64], reads_all: bool) -> Listed:
     """The likeliest tokens after nodes, given the likeliest tokens of rows of logits and the row of each node."""
-    predictions = None if listed.predictions is None else _spread(listed.predictions, rows, -1)
-    return Listed(_spread(listed.ids, rows, -1), _spread(listed.probabilities, rows, 0), predictions)
+    if reads_all and len(rows) == len(listed.ids) == 1:
+        return listed
+    predictions = None if listed.predictions is None else _spread(listed.predictions, rows, -1, reads_all)
+    ids = _spread(listed.ids, rows, -1, reads_all)
+    return Listed(ids, _spread(listed.probabilities, rows, 0, reads_all), predictions)
 
 
-def _spread(values: NDArray[Any], rows: NDArray[np.int64], unread: int) -> NDArray[Any]:
-    """The value of the row of each node; `unread` where that is -1."""
-    if len(values) == 1 == len(rows) and not rows[0]:
-        return values
+def _spread(values: NDArray[Any], rows: NDArray[np.int64], unread: int, reads_all: bool) -> NDArray[Any]:
+    """The value of the row of each node; `unread` where that is -1, which is nowhere if all nodes are read."""
     if not len(values):
         return np.full((len(rows), *values.shape[1:]), unread, dtype=values.dtype)
     of_nodes = values.take(rows, axis=0)  # of row -1 the last one
-    of_nodes[rows < 0] = unread
+    if not reads_all:
+        of_nodes[rows < 0] = unread
     return of_nodes
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, LOOPS, TypedLoop, at_once, compiled
+from lookahead.core.compiled import FIRST, TypedLoop, compiled
 from lookahead.core.token_tree import NodeKind, TokenTree
 
 Integers = NDArray[np.int64]
@@ -183,9 +183,8 @@ class Forest(Sequence[TokenTree]):
         forest.tokens, forest.parents = np.empty((2, size), dtype=np.int64)
         forest.reads = np.ones(size, dtype=np.bool_)
         forest.in_window = np.zeros(size, dtype=np.bool_)
-        drafts = np.array(last, dtype=np.int64), rows, counts, tokens, parents
-        loop = at_once(_write_drafts) if LOOPS.awaited else _planted
-        loop(*drafts, forest.counts, forest.firsts, forest.tokens, forest.parents)
+        trees = forest.counts, forest.firsts, forest.tokens, forest.parents
+        _write_drafts(np.array(last, dtype=np.int64), (rows, counts, tokens, parents), trees)
         forest._lay_out()
         return forest
 
@@ -242,8 +241,7 @@ class Forest(Sequence[TokenTree]):
         """Order the nodes depth first."""
         trees = self.firsts, self.roots, self.tokens, self.parents, self.reads, self.in_window
         slots = np.empty((9, len(self.tokens)), dtype=np.int64)
-        loop = at_once(_write_order) if LOOPS.awaited else _depth_first
-        read = loop(*trees, slots)
+        read = _write_order(*trees, slots)
         self.order, self.slots, self.parent_slots, self.depths, self.slot_tokens, self.slot_depths = slots[:6]
         self.rows_of_slots = slots[6]
         self.read_slots, self.read_nodes = slots[7:, :read]
@@ -300,19 +298,16 @@ def first_nodes(counts: Integers) -> Integers:
     return firsts
 
 
+@TypedLoop
 @compiled
 def _write_drafts(
     last: Integers,
-    rows: Integers,
-    drafted: Integers,
-    drafts: Integers,
-    above: Integers,
-    counts: Integers,
-    firsts: Integers,
-    tokens: Integers,
-    parents: Integers,
+    drafts: tuple[Integers, Integers, Integers, Integers],
+    trees: tuple[Integers, Integers, Integers, Integers],
 ) -> None:
     """Write `counts`, `firsts`, `tokens` and `parents` of a `Forest`; see `Forest.of_drafts`."""
+    rows, drafted, candidates, above = drafts
+    counts, firsts, tokens, parents = trees
     counts[:] = 1
     for index in range(len(rows)):
         counts[rows[index]] += drafted[index]
@@ -324,13 +319,11 @@ def _write_drafts(
     for index in range(len(rows)):
         first = firsts[rows[index]] + 1
         for node in range(drafted[index]):
-            tokens[first + node], parents[first + node] = drafts[begin + node], above[begin + node]
+            tokens[first + node], parents[first + node] = candidates[begin + node], above[begin + node]
         begin += drafted[index]
 
 
-_planted = TypedLoop(_write_drafts)
-
-
+@TypedLoop
 @compiled
 def _write_order(
     firsts: Integers,
@@ -382,9 +375,6 @@ def _write_order(
                 outputs[7, read], outputs[8, read] = slot, order[slot]
                 read += 1
     return read
-
-
-_depth_first = TypedLoop(_write_order)
 
 
 def spread(firsts: Integers, counts: Integers) -> Integers:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.forest import Forest, Integers, spread
+from lookahead.core.compiled import FIRST, TypedLoop, compiled
+from lookahead.core.forest import Forest, Integers
 from lookahead.core.token_tree import TokenTree
 
 
@@ -260,16 +261,28 @@ class CommittedNodes(Sequence[Sequence[int]]):
         forest = self._forest
         if forest.is_plain:
             return _NONE, _NONE, _NONE
-        below = np.maximum(self.counts - forest.roots - 1, 0)
-        rows = np.repeat(np.arange(len(below)), below)
-        if not len(rows):
-            return _NONE, _NONE, _NONE
-        firsts = forest.firsts[rows]
-        places = spread(forest.firsts[: len(below)], below)
-        slots = forest.slots[firsts + self._paths[places]]
-        targets = forest.roots[rows] + 1 + places - firsts
-        moved = np.flatnonzero(slots != targets)
-        return rows[moved], slots[moved], targets[moved]
+        moved = np.empty((3, len(self._paths)), dtype=np.int64)
+        count = _write_misplaced(self.counts, forest.roots, forest.firsts, forest.slots, self._paths, moved)
+        rows, slots, targets = moved[:, :count]
+        return rows, slots, targets
+
+
+@TypedLoop
+@compiled
+def _write_misplaced(
+    counts: Integers, roots: Integers, firsts: Integers, slots: Integers, paths: Integers, moved: Integers
+) -> int:
+    """Write rows, slots and targets of misplaced nodes, `[3, nodes]`; return their number."""
+    count = FIRST
+    for row in range(len(counts)):
+        begin = firsts[row]
+        target = roots[row] + 1
+        for index in range(counts[row] - target):
+            slot = slots[begin + paths[begin + index]]
+            if slot != target + index:
+                moved[0, count], moved[1, count], moved[2, count] = row, slot, target + index
+                count += 1
+    return count
 
 
 class StepResult(NamedTuple):

@@ -81,14 +81,12 @@ def dense_masks(
         Masks `[nodes, keys]` of all rows, one behind another, and the index of each in them, `[rows]`. The keys of a
         row end with its last node.
     """
-    counts = np.diff(trees.firsts)
-    keys = scratch - dropped + counts
-    sizes = counts * keys
-    begins = sizes.cumsum() - sizes
+    counts = trees.firsts[1:] - trees.firsts[:-1]
     exact = np.float32 if hidden >= _LOWEST else np.float64
-    masks = np.full(int(sizes.sum()), hidden, dtype=exact)
+    masks = np.empty(counts @ (scratch - dropped + counts), dtype=exact)
+    begins = np.empty(len(counts), dtype=np.int64)
     window, chunk = reach
-    at_once(write_dense_masks)(trees, (begins, keys), (window or 0, chunk or 0, dropped), masks)
+    at_once(write_dense_masks)(trees, scratch, (window or 0, chunk or 0, dropped), hidden, masks, begins)
     return masks, begins
 
 
@@ -132,27 +130,35 @@ def write_masks(trees: MaskedTrees, window: int, chunk: int, mask: NDArray[np.in
 
 @compiled
 def write_dense_masks(
-    trees: MaskedTrees, rows: tuple[Integers, Integers], reach: tuple[int, int, int], masks: NDArray[np.floating]
+    trees: MaskedTrees,
+    scratch: Integers,
+    reach: tuple[int, int, int],
+    hidden: float,
+    masks: NDArray[np.floating],
+    begins: Integers,
 ) -> None:
-    """Write 0 for each visible key; see `dense_masks`.
+    """Write the dense masks of trees.
 
     Args:
-        trees: The trees.
-        rows: For each row the index of its mask, and its number of keys, `[rows]`.
+        trees, scratch, hidden: See `dense_masks`.
         reach: Window and chunk, 0 for none, and the number of dropped keys.
-        masks: The masks, with the number for hidden keys everywhere.
+        masks, begins: Outputs; see `dense_masks`.
     """
     firsts, parent_slots, lengths, places = trees
-    begins, keys = rows
     window, chunk, dropped = reach
+    masks[:] = hidden
+    end = 0
     limited = window > 0 or chunk > 0
     for row in range(len(firsts) - 1):
         begin = firsts[row]
         count = firsts[row + 1] - begin
+        keys = scratch[row] - dropped + count
+        begins[row] = end
+        end += count * keys
         is_path = True
         for slot in range(count):
-            at = begins[row] + slot * keys[row]
-            nodes = at + keys[row] - count
+            at = begins[row] + slot * keys
+            nodes = at + keys - count
             masks[nodes + slot] = 0
             above = parent_slots[begin + slot]
             if above < -1:
@@ -173,6 +179,6 @@ def write_dense_masks(
                     masks[nodes + above] = 0
                     above = parent_slots[begin + above]
             else:
-                parent = begins[row] + above * keys[row] + keys[row] - count
+                parent = begins[row] + above * keys + keys - count
                 for other in range(above + 1):  # ancestors of its parent lie before that
                     masks[nodes + other] = masks[parent + other]

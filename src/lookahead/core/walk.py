@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, at_once, compiled
 from lookahead.core.forest import Forest, Integers
-from lookahead.core.results import EarlyTokens, NodeOutputs, Walk, Walks
+from lookahead.core.results import CommittedNodes, EarlyTokens, NodeOutputs, Walk, Walks
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 
@@ -40,7 +40,9 @@ def walk_trees(
         early: Tokens that were selected before.
     """
     walks = Walks(forest)
-    reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
+    reads = [True] * forest.rows  # trees without objects are read
+    if any(forest.objects):
+        reads = forest.reads[forest.firsts[:-1] + forest.roots].tolist()
     roots = forest.roots.tolist()
     counts = forest.counts.tolist()
     sampled, selected = _early_rows(forest, early) if early else (_NO_ROWS, forest.tokens)
@@ -159,12 +161,13 @@ def _take_one(text: SequenceState, token: int, walks: Walks) -> None:
 
 
 def compile_walk(forest: Forest) -> None:
-    """Run the compiled loop once, on arrays of the types that steps have."""
+    """Run the compiled loops once, on arrays of the types that steps have."""
     walks = Walks(forest)
     plan = np.zeros((3, len(forest)), dtype=np.int64)
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     results = (walks.tokens, walks.paths), walks.counts, walks.stopped
     _walk(plan, _padded_ends(((),)), trees, forest.tokens, *results)
+    CommittedNodes(forest, walks.counts, walks.paths).misplaced()
 
 
 @compiled

@@ -99,7 +99,8 @@ class Padded:
         """Return the inputs of a pass; they do not depend on the cache."""
         forest = plan.forest
         rows = plan.forest.rows
-        nodes = max(int(forest.counts.max()), -(-self._min_nodes // rows))
+        nodes = len(forest.tokens) if rows == 1 else int(forest.counts.max())
+        nodes = max(nodes, -(-self._min_nodes // rows))
         if rows == 1:
             return self._upload(plan, *padded(plan, rows, nodes), forest.read_slots)
         rows_read = forest.rows_of_slots[forest.read_slots]

@@ -88,7 +88,7 @@ class MaskBuilder:
             A mask `[rows, 1, nodes, keys]`, or a dict of one for each kind of layer; nodes follow the longest text.
         """
         rows = len(trees.lengths)
-        scratch = np.full(rows, trees.lengths.max())
+        scratch = trees.lengths if rows == 1 else np.full(rows, trees.lengths.max())
         lowest = torch.finfo(dtype).min
         masks = []
         for kind in self.kinds:

@@ -129,12 +129,12 @@ class TransformersRunner(Runner):
         """Plan a pass over the trees of some rows; an idle row has position 0."""
         rows = [self.rows[place] for place in places]
         starts = lengths = np.array(self.lengths_of(rows), dtype=np.int64)
-        shifts = np.array([row.shift for row in rows], dtype=np.int64)
+        shifts = [row.shift for row in rows]
         if self._idle in forest.objects:
             idle = [tree is self._idle for tree in forest]
             starts = np.where(idle, 0, lengths)
-            shifts = np.where(idle, 0, shifts)
-        return PassPlan(forest, lengths, starts, shifts if shifts.any() else None)
+            shifts = [0 if rests else shift for rests, shift in zip(idle, shifts, strict=True)]
+        return PassPlan(forest, lengths, starts, np.array(shifts, dtype=np.int64) if any(shifts) else None)
 
     def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
         """Return the logits of a pass, `[rows, nodes, vocabulary]`, or of only the nodes to read, and its inputs."""
