@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import lookahead
@@ -133,6 +134,39 @@ def function_of_the_file_replaced(model: PreTrainedModel) -> Any:
     return lambda: setattr(modeling_llama.LlamaMLP, "forward", plain)
 
 
+def body_of_a_method_replaced(model: PreTrainedModel) -> Any:
+    """IPython's autoreload edits methods in this way."""
+    method, body = modeling_llama.LlamaMLP.forward, modeling_llama.LlamaMLP.forward.__code__
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + x.mean(1, keepdim=True)
+        return mixed
+
+    method.__code__ = forward.__code__
+    return lambda: setattr(method, "__code__", body)
+
+
+def body_of_attention_replaced(model: PreTrainedModel) -> Any:
+    function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    body = function.__code__
+
+    def mean(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return value.mean(2, keepdim=True).repeat(1, query.shape[1] // value.shape[1], query.shape[2], 1), None
+
+    function.__code__ = mean.__code__
+    return lambda: setattr(function, "__code__", body)
+
+
+def attributes_replaced(model: PreTrainedModel) -> Any:
+    layer = model.model.layers[0].mlp
+    layer.__dict__ = {**vars(layer), "forward": Mixing(copy.copy(layer)).forward}
+
+
+def prompt_without_a_causal_mask(model: PreTrainedModel) -> Any:
+    """This setting has an effect in passes without a mask, over several tokens."""
+    model.model.layers[0].self_attn.is_causal = False
+
+
 def training_with_dropout(model: PreTrainedModel) -> Any:
     model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, torch.nn.Dropout(0.5))
     model.train()
@@ -155,12 +189,16 @@ CHANGES: dict[str, Change] = {
     "module": module_swapped,
     "class": class_assigned,
     "code of a class": function_of_the_file_replaced,
+    "body of a method": body_of_a_method_replaced,
+    "body of attention": body_of_attention_replaced,
+    "all attributes of a module": attributes_replaced,
+    "prompt without a causal mask": prompt_without_a_causal_mask,
     "dropout": training_with_dropout,
     "gradient checkpointing": checkpointed,
 }
 
 
-UNDONE = [name for name in CHANGES if "hook" in name or name == "code of a class"]
+UNDONE = [name for name in CHANGES if "hook" in name or name.startswith(("code", "body"))]
 """Changes that `changed` undoes at its end."""
 
 
@@ -208,6 +246,21 @@ def by_rows(model: PreTrainedModel) -> torch.Tensor:
     return text
 
 
+def served(engine: Engine) -> torch.Tensor:
+    handle = engine.submit(PROMPT, **GREEDY)
+    try:
+        engine.run()
+    except LookaheadError:
+        handle.result()  # raises the same error
+        raise
+    text: torch.Tensor = handle.result()
+    return text
+
+
+def by_engine(model: PreTrainedModel) -> torch.Tensor:
+    return served(Engine(model, DRAFTS))
+
+
 DOORS = {"generate": by_generate, "attach": by_attachment, "custom_generate": by_hook_of_transformers, "rows": by_rows}
 
 
@@ -250,20 +303,9 @@ def test_a_hook_that_changes_inside_is_tried_anew_after_forget() -> None:
 def test_a_live_engine_tries_a_changed_model_anew(name: str) -> None:
     model = fresh()
     engine = Engine(model, DRAFTS)
-
-    def serve(engine: Engine) -> torch.Tensor:
-        handle = engine.submit(PROMPT, **GREEDY)
-        try:
-            engine.run()
-        except LookaheadError:
-            handle.result()  # raises the same error
-            raise
-        text: torch.Tensor = handle.result()
-        return text
-
-    assert outcome(lambda: serve(engine)) == plainly(model)
+    assert outcome(lambda: served(engine)) == plainly(model)
     with changed(model, name):
-        check(outcome(lambda: serve(engine)), model, lambda twin: serve(Engine(twin, DRAFTS)))
+        check(outcome(lambda: served(engine)), model, by_engine)
 
 
 @pytest.mark.parametrize("name", ["hook on single tokens", "global hook", "class", "dropout"])
@@ -541,6 +583,13 @@ def test_a_switch_in_a_container_is_seen(switch: str) -> None:
     layer = Switched(model.model.layers[0])
     layer.__class__ = type("Own", (Switched,), {"mode": "plain"})  # no test changes the class of another
     model.model.layers[0] = layer
-    assert by_generate(model)[0].tolist() == plainly(model)
+    idle, running = Engine(model, DRAFTS), Engine(model, LookaheadConfig(step_budget=4))
+    assert by_generate(model)[0].tolist() == served(idle)[0].tolist() == plainly(model)
+    begun = running.submit(PROMPT, **GREEDY)
+    running.step()
     SWITCHES[switch](layer)
     check(outcome(lambda: by_generate(model)), model, by_generate)
+    check(outcome(lambda: served(idle)), model, by_engine)
+    with pytest.raises(LookaheadError):
+        begun.result()
+    assert begun.finish_reason == "error"

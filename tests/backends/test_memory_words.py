@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from lookahead.backends.transformers.composition import Surroundings
 from lookahead.backends.transformers.memory_words import DictVersions, has_dict_versions
+from lookahead.backends.transformers.surroundings import Surroundings
 from model_zoo import build
 
 pytestmark = pytest.mark.skipif(not has_dict_versions(), reason="this Python keeps no versions of dictionaries")

@@ -83,10 +83,13 @@ def agree(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> b
 
 
 def reads_trees(model: PreTrainedModel, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits `[tokens, vocabulary]` along text `number`: from trees with wrong branches, and token by token."""
+    """Return logits `[tokens, vocabulary]` along text `number`: from trees with wrong branches, and token by token.
+
+    One tree is in the pass of the prompt, which plain decoding sends without a mask, and one follows cached tokens.
+    """
     text = _in_vocabulary(model, [token + number for token in _TEXT[:7]])
     drafts = among_decoys(4, 2, _vocabulary(model)), nothing
-    drafted, plain = (follow(ModelRunner(model, 1), [text], 4, draft)[0] for draft in drafts)
+    drafted, plain = (follow(ModelRunner(model, 1), [text], 2, draft)[0] for draft in drafts)
     return drafted, plain
 
 

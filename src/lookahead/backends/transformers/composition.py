@@ -6,35 +6,17 @@ which needs its own trial.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from lookahead.backends.transformers.memory_words import DictVersions, dictionary_of, has_dict_versions
-
-_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-"""Global hooks, for all modules of the process."""
-
-_MODEL_FILES = ("transformers.models.", "transformers_modules.")
-"""Packages of model code. Modules of other packages may contain variables of the caller."""
-
-_OF_COMPILING = frozenset({"__init__", "__setstate__"})
-"""Methods of torch's `Module` that torch replaces when it first compiles; passes do not call them."""
-
-_OF_LOADING = frozenset({"init_weights", "tie_weights"})
-"""Methods that transformers replaces while it loads another model."""
-
-_CACHES = (cache_utils.Cache, cache_utils.DynamicCache, cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+from lookahead.backends.transformers.surroundings import GLOBAL_HOOKS, Namespace, Surroundings, identity
 
 IRRELEVANT = frozenset(
     {
@@ -58,7 +40,6 @@ _DEEPEST = 3
 _UNREAD = frozenset(vars(torch.nn.Module())) - {"training"}
 """Containers of every module."""
 
-Namespace = Mapping[str, Any]
 Place = tuple[int, str]
 """Index of a module among all modules, and the name of an attribute."""
 
@@ -73,81 +54,6 @@ def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
                 ids.add(id(child))
                 modules.append(child)
     return modules
-
-
-class Surroundings:
-    """Code outside of a model's modules: classes, files of models, torch, caches and registries; and global hooks.
-
-    Args:
-        model: Any model.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        kinds = dict.fromkeys(map(type, model.modules()))
-        bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1])
-        written = [base for base in bases if base is not PreTrainedModel and not _is_of_torch(base)]
-        self._classes = [*map(vars, (*written, *_CACHES))]
-        files = dict.fromkeys(base.__module__ for base in bases if base.__module__.startswith(_MODEL_FILES))
-        loaded = [vars(sys.modules[file]) for file in files if file in sys.modules]
-        spaces = [*map(vars, (*bases, *_CACHES)), *loaded, vars(torch.nn.functional)]
-        self._spaces = [(space, itemgetter(*names)) for space in spaces if (names := _code_names(space))]
-        self._attention = model.config._attn_implementation
-        self._versions: DictVersions | None = None
-        self._registered = self._currently_registered()
-        self._code = self._current_code()
-
-    def hold(self) -> bool:
-        """Return whether the code is unchanged."""
-        try:
-            return self._currently_registered() == self._registered and self._current_code() == self._code
-        except KeyError:  # a method was deleted
-            return False
-
-    def still_hold(self) -> bool:
-        """Return whether the code is unchanged, in microseconds if little was written since the last call."""
-        if not has_dict_versions():
-            return self.hold()
-        if self._versions is None:
-            self._versions = DictVersions(
-                [*map(dictionary_of, (*self._classes, *[space for space, _ in self._spaces]))]
-            )
-        elif self._versions.hold():
-            return self._currently_registered() == self._registered
-        words = self._versions.read()  # before the comparison, as other threads may write meanwhile
-        if not self.hold():
-            return False
-        self._versions.note(words)
-        return True
-
-    def _currently_registered(self) -> list[object]:
-        """Return the functions of attention and the global hooks."""
-        chosen = ALL_ATTENTION_FUNCTIONS.get(self._attention), ALL_MASK_ATTENTION_FUNCTIONS.get(self._attention)
-        return [chosen, *[tuple(map(id, hooks.values())) for hooks in _GLOBAL_HOOKS]]
-
-    def _current_code(self) -> list[object]:
-        sizes = [len(space.keys() - _CACHED_BY_PYTHON) for space in self._classes]
-        return [sizes, *[get(space) for space, get in self._spaces]]
-
-
-_NAMES_OF_CLASSES = frozenset({"__doc__", "__module__", "__qualname__"})
-
-_CACHED_BY_PYTHON = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
-"""Attributes that Python adds to a class when an object of it is first copied, or its annotations are first read."""
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.startswith("torch.")
-
-
-def _code_names(space: Namespace) -> list[str]:
-    """Return the names of functions, methods and classes, and of switches of a class."""
-    kinds: tuple[type, ...] = (classmethod, property)
-    unread = _OF_LOADING | _NAMES_OF_CLASSES
-    if space.get("__module__") == torch.nn.Module.__module__:
-        unread |= _OF_COMPILING
-    if "__module__" in space:
-        kinds += (bool, str)
-    return [n for n, value in space.items() if n not in unread and (callable(value) or isinstance(value, kinds))]
 
 
 class Composition:
@@ -291,7 +197,7 @@ def _token(value: object) -> object:
     if isinstance(value, _COLLECTIONS) and all(isinstance(item, _NUMBERS) for item in value):
         return repr(value)
     if callable(value):
-        return "callable", id(value)
+        return "callable", identity(value)
     leaves = _leaves(value)
     return _UNKNOWN if leaves is None else (_NESTED, repr(leaves))
 
@@ -302,17 +208,35 @@ def _leaves(value: object, depth: int = 0) -> object:
         return value
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value)) if all(isinstance(item, _NUMBERS) for item in value) else None
-    if isinstance(value, (list, tuple)):
-        items = dict(enumerate(value))
-    elif isinstance(value, dict):  # other mappings may load weights
-        items = dict(value)
-    elif isinstance(value, (torch.Tensor, PreTrainedConfig)) or callable(value):
-        return None
-    else:
-        items = dict(getattr(value, "__dict__", ()))
-    if not items or len(items) > _MOST_ITEMS or depth == _DEEPEST:
+    items = _items(value)
+    if not items or depth == _DEEPEST:
         return None
     return [(repr(name), _leaves(item, depth + 1)) for name, item in items.items() if isinstance(name, _NUMBERS)]
+
+
+def _items(value: object) -> dict[object, object]:
+    """Return the items of a container or the attributes of an object; none of other and of large ones."""
+    if isinstance(value, (list, tuple)):
+        items = dict[object, object](enumerate(value))
+    elif isinstance(value, dict):  # other mappings may load weights
+        items = dict(value)
+    elif isinstance(value, (*_NUMBERS, torch.Tensor, PreTrainedConfig)) or callable(value):
+        return {}
+    else:
+        items = dict(getattr(value, "__dict__", ()))
+    return items if len(items) <= _MOST_ITEMS else {}
+
+
+def containers_of(value: object, depth: int = 0) -> Iterator[Any]:
+    """Yield the changeable containers in an attribute, itself included, and the attributes of objects in it."""
+    if isinstance(value, (dict, list, set)):
+        yield value
+    if depth == _DEEPEST or not (items := _items(value)):
+        return
+    if not isinstance(value, (dict, list, tuple)):
+        yield vars(value)
+    for item in items.values():
+        yield from containers_of(item, depth + 1)
 
 
 def _is_written(token: object) -> bool:
@@ -326,7 +250,7 @@ def _hook_lists(spaces: Sequence[Namespace]) -> list[tuple[int, Mapping[int, Any
     """Return non-empty collections of hooks with the index of their module; -1 for global hooks."""
     after = [(index, hooks) for index, space in enumerate(spaces) if (hooks := space.get("_forward_hooks"))]
     before = [(index, hooks) for index, space in enumerate(spaces) if (hooks := space.get("_forward_pre_hooks"))]
-    return [*after, *before, *((-1, hooks) for hooks in _GLOBAL_HOOKS if hooks)]
+    return [*after, *before, *((-1, hooks) for hooks in GLOBAL_HOOKS if hooks)]
 
 
 def _hooks(spaces: Sequence[Namespace]) -> list[object]:
@@ -335,7 +259,7 @@ def _hooks(spaces: Sequence[Namespace]) -> list[object]:
     for index, hooks in _hook_lists(spaces):
         space = spaces[index] if index >= 0 else {}
         with_kwargs = {**space.get("_forward_hooks_with_kwargs", {}), **space.get("_forward_pre_hooks_with_kwargs", {})}
-        own = [(id(hook), key in with_kwargs) for key, hook in hooks.items() if not collects_outputs(hook)]
+        own = [(identity(hook), key in with_kwargs) for key, hook in hooks.items() if not collects_outputs(hook)]
         result += [(index, own)] if own else []
     return result
 

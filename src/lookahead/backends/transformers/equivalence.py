@@ -22,12 +22,12 @@ from lookahead.backends.transformers.attention import PACKED_ROWS
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
-from lookahead.backends.transformers.composition import Surroundings
 from lookahead.backends.transformers.limits import Limits, shortest
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet, usual_tokens
 from lookahead.backends.transformers.model_state import of_config
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
+from lookahead.backends.transformers.surroundings import Surroundings
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.backends.trials import Draft, chains, difference, follow
 from lookahead.core.token_tree import TokenTree

@@ -20,6 +20,7 @@ from lookahead.backends.transformers.composition import (
     Composition,
     all_modules,
     collects_outputs,
+    containers_of,
 )
 from lookahead.backends.transformers.memory_words import DictVersions, Words, has_dict_versions, reads_words
 from lookahead.backends.transformers.model_state import ModelState
@@ -78,12 +79,15 @@ class ModelWatch:
         """Return whether the model has changed.
 
         Args:
-            thorough: Whether to compare all bits of the weights, which takes about as long as a plain step.
+            thorough: Whether to compare the whole composition, and all bits of the weights, which takes about as long
+                as a plain step.
             compares_places: Whether to compare the addresses of weights.
         """
         if not (self._composition.has_same_code_around() and self._whole.holds(compares_places)):
             # A pass may have written the other values: check after later ones.
             self._state.passes_write |= self._whole.weights_hold() and self._composition.holds(self._model)
+            return True
+        if thorough and not self._composition.holds(self._model):
             return True
         if not thorough or self._bits is None:
             return False
@@ -177,12 +181,8 @@ class _Structure:
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
-        containers = [
-            value
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, (dict, list, set)) and name not in _UNREAD
-        ]
+        attributes = (value for module in modules for name, value in vars(module).items() if name not in _UNREAD)
+        containers = list({id(one): one for value in attributes for one in containers_of(value)}.values())
         dictionaries = [container for container in containers if isinstance(container, dict)]
         self._versions = DictVersions([*map(vars, modules), *dictionaries], modules) if has_dict_versions() else None
         # Lists have no versions, and an `OrderedDict` keeps its version when its order changes.
