@@ -68,7 +68,7 @@ class GenerateCall:
         runner = call.runner
         predicted = predicted_texts(prediction, config, prompts.rows, model)
         pace: Pace | SharedPace | None = None
-        if config.chooses_nodes and call.rows_leave:
+        if config.chooses_nodes and call.rows is not None:
             pace = SharedPace(partial(draft_pace, runner.model, config))
         elif config.chooses_nodes:
             pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains, runner.pass_sizes)
@@ -81,9 +81,9 @@ class GenerateCall:
         self._fills = requests[0].rule.has_eos  # whether rows that end before others get padding
         token = arguments.config._pad_token_tensor
         self._pad_token = int(token) if token is not None and self._fills else None
-        self._steps = steps = Steps(runner, call.clock, pace, rows_leave=call.rows_leave)
+        self._steps = steps = Steps(runner, call.clock, pace, is_padded=call.rows is None)
+        self._leave = call.rows is not None and not together
         if together:
-            steps.rows_leave = False
             steps.backend = LockStep(runner, arguments, self._sequences, self._pad_token)
         if call.rows is not None:
             for request, row in zip(requests, call.rows, strict=True):
@@ -162,7 +162,7 @@ class GenerateCall:
 
     def _run_steps(self) -> None:
         while left := [request for request in self._requests if not request.sequence.finished]:
-            self._step(left if self._steps.rows_leave else self._requests)
+            self._step(left if self._leave else self._requests)
 
     def _step(self, requests: Sequence[Request]) -> None:
         self._steps.run(requests, self._statistics)

@@ -275,8 +275,7 @@ class Call:
     Attributes:
         runner: Runs the trees.
         clock: Clock of the steps in seconds.
-        rows: Rows of the call, an argument of each step; `None` if the runner holds them.
-        rows_leave: Whether a row with a complete text takes part in no further step, as in an `Engine`.
+        rows: Rows of the call, which complete texts leave, as in an `Engine`; `None` if the runner holds them.
         keeps_cache: Whether the cache of the call can be returned.
         invariant_rows: See `Statistics.invariant_rows`.
         model_holds: Whether the model is composed as at the beginning of the call.
@@ -285,7 +284,7 @@ class Call:
     runner: Runner
     clock: Callable[[], float]
     rows: Sequence[Any] | None = None
-    rows_leave = keeps_cache = False
+    keeps_cache = False
     invariant_rows = 0
     model_holds: Callable[[], bool] = staticmethod(lambda: True)
 

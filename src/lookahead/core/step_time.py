@@ -46,13 +46,13 @@ class StepTimer:
     Args:
         clock: Clock for the pace, in seconds.
         wall: Clock for the time of each part of a step, in seconds.
-        packed: Whether the backend packs the trees one after another, instead of padding them to the same size.
+        is_padded: Whether the backend pads the trees to the same size, instead of packing them one after another.
     """
 
-    def __init__(self, clock: Callable[[], float], wall: Callable[[], float], packed: bool = False) -> None:
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float], is_padded: bool = True) -> None:
         self._clock = clock
         self._wall = wall
-        self._packed = packed
+        self._is_padded = is_padded
         self._seconds = Seconds()
         self._start = self._since = 0.0
         self._context = 0
@@ -84,11 +84,11 @@ class StepTimer:
         walks = results.walks
         going = int(np.count_nonzero(walks.counts))
         prompts = bool(forest.roots.any()) and any(
-            root > 0 and (self._packed or sequence.steps <= 1)
+            root > 0 and (sequence.steps <= 1 or not self._is_padded)
             for sequence, root in zip(batch.sequences, forest.roots, strict=True)
         )
         return StepTime(
-            nodes=len(forest.tokens) if self._packed else int(forest.counts.max()) * len(forest),
+            nodes=int(forest.counts.max()) * len(forest) if self._is_padded else len(forest.tokens),
             context=self._context,
             seconds=self._clock() - self._start,
             tokens=int(walks.counts.sum()),

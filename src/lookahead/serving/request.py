@@ -220,7 +220,7 @@ class Steps:
         backend: Runs the trees.
         clock: Clock of the steps in seconds.
         pace: Chooses the number of nodes, of each row or of all together; `None` for no choice by time.
-        rows_leave: Whether rows leave before the call ends; see `Call`.
+        is_padded: Whether the backend pads the trees of a step to the same size.
         launched: Called after the launch of a pass, while the device computes.
         notices: Notifies handles of each step, before all listeners; `None` for requests without handles.
 
@@ -233,16 +233,15 @@ class Steps:
         backend: Any,
         clock: Callable[[], float],
         pace: StepPace | None = None,
-        rows_leave: bool = True,
+        is_padded: bool = False,
         launched: Callable[[], None] | None = None,
         notices: Notices | None = None,
     ) -> None:
         self.backend = backend
-        self.rows_leave = rows_leave
         self._pace = pace
         self._notices = notices
         # Without a pace the cheaper clock is enough: CPU time needs a system call.
-        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=rows_leave)
+        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, is_padded)
         self.batch = Batch((), launched=launched)
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:

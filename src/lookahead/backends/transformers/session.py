@@ -124,13 +124,13 @@ class TreeCall(Call):
         pooled = _pooled_runner(engine, config, prompts, generation_config, ends)
         if config.invariant:
             self.invariant_rows = min_rows(engine) if pooled is None else FIXED_ROWS
-        self.rows_leave = pooled is None and prompts.rows > 1
+        has_rows = pooled is None and prompts.rows > 1
         eager = _packed_runner(model, prompts, config)
         if eager is None:
-            held = 0 if self.rows_leave else prompts.rows
+            held = 0 if has_rows else prompts.rows
             eager = ModelRunner(engine, held, prompts.input_ids.device, config.max_nodes, ends)
         self.runner = runner = pooled or eager
-        self.rows = [eager.new_row() for _ in range(prompts.rows)] if self.rows_leave else None
+        self.rows = [eager.new_row() for _ in range(prompts.rows)] if has_rows else None
         if texts is not None:
             with nullcontext() if self.rows is None else runner.serving(self.rows):
                 runner.begin(texts)
