@@ -99,7 +99,7 @@ class Roots:
             tokens: Their tokens, row after row.
             parents: The parent of each: 1 is the first candidate of the row, 0 the root or its last certain token.
         """
-        if any(self.trees[row] for row in rows.tolist()):
+        if any(map(self.trees.__getitem__, rows.tolist())):
             self._add_to_objects(rows, counts, tokens, parents)
         elif len(tokens):
             self._drafts.append((rows, counts, tokens, parents))

@@ -219,14 +219,10 @@ class DraftBatch:
         It is 0 before the first draft, while drafting backs off, and while selected tokens rarely match predictions.
         """
         first = drafters[0]
-        if first.budget.backs_off or not self._listens(first):
+        if first.budget.backs_off or not (self.reads and first.learns):
             return 0
         joined = [drafter for drafter in drafters if drafter.place >= 0]
         return int(self.memory.top_k) if any(self._trusted(joined)) else 0
-
-    def _listens(self, drafter: Member) -> bool:
-        """Whether predictions after nodes are learned."""
-        return bool(self.reads and drafter.learns)
 
     def _trusted(self, drafters: Sequence[Member]) -> list[bool]:
         """Whether predictions often match the selected tokens of each text, or it has no slot yet."""
@@ -240,7 +236,7 @@ class DraftBatch:
         first = drafters[0]  # with sources the only one
         budget = first.budget
         trusted = self._trusted(drafters)
-        budget.begin(sum(trusted) if self._listens(first) else 0)
+        budget.begin(sum(trusted) if self.reads and first.learns else 0)
         fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
         if budget.backs_off or not fits:
             return None
