@@ -138,7 +138,7 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
 
 
 def _paced_step(backend: NotingBackend, batch: Batch, pace: Pace | SharedPace) -> None:
-    timer = StepTimer(lambda: backend.now, lambda: backend.now, packed=pace.is_shared)
+    timer = StepTimer(lambda: backend.now, lambda: backend.now, is_padded=not pace.is_shared)
     timer.begin(batch)
     done = step(backend, batch)
     pace.book(timer.end(batch, done, pace.searches))
