@@ -90,7 +90,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
     with files_end_at(100), pytest.raises(OSError, match=str(path)):
         fill()
     assert read_lines(path) == [{"id": 1}]  # without the partial line
-    with files_end_at(2), pytest.raises(OSError, match=str(path)):
+    with files_end_at(2), pytest.raises(InvalidArgumentError, match=str(path)):
         open_rows(path, [{"id": 1}])
     assert read_lines(path) == [{"id": 1}]
 

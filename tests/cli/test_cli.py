@@ -272,6 +272,38 @@ def test_an_option_that_cannot_work_is_named(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["batch"], "lookahead batch --help"),
+        (["nope"], "lookahead --help"),
+        (["bench", "nope"], "lookahead bench --help"),
+        (["generate", "--nope"], "lookahead generate --help"),
+        (["generate", PROMPT, "more"], "lookahead generate --help"),
+        (["generate", "--model"], "--help"),
+        (["generate", "--file", "none"], "give the path of a readable file"),
+        (["chat", "--template", "none"], "give the path of a readable file"),
+        (["serve", "--api-key-file", "none"], "give the path of a readable file"),
+        (["batch", "none", "-o", "out.jsonl"], "give the path of a readable file"),
+        (["batch", "latin-1", "-o", "out.jsonl"], "convert them to UTF-8"),
+        (["batch", "prompts", "-o", "prompts/out.jsonl"], "choose another --output"),
+        (["bench", "run", "none", "-o", "out.jsonl"], "give the path of a readable file"),
+        (["bench", "law", "none"], "give the path of a readable file"),
+    ],
+)
+def test_errors_in_the_command_line_name_the_remedy(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    remedy: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts").write_text('{"id": "1", "prompt": "x"}')
+    Path("latin-1").write_bytes(b'{"id": "1", "prompt": "\xe9"}')
+    assert remedy in refused(capsys, *arguments)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device cuda is not available here; choose cpu" in refused(capsys, "generate", PROMPT, "--device", "cuda")

@@ -67,6 +67,27 @@ print(json.dumps(drafted))
 """Begin steps until one has a draft, with an optional program as the compiler; print whether each step had one."""
 
 
+DIRECTLY = """
+import sys
+import numpy as np
+from lookahead import LookaheadConfig
+from lookahead.core.results import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import AutoDrafter, DraftMemory, compile_loops
+from lookahead.drafting.background import BACKGROUND
+
+BACKGROUND.begin(LookaheadConfig())
+if sys.argv[1] == "compile":
+    compile_loops()
+drafter = AutoDrafter(DraftMemory.of_texts(), 8)
+drafter.start([3, 4, 5, 3, 4, 5, 3])
+drafter.propose(tree := TokenTree([4]))
+drafter.observe(StepResult(tree, np.full(len(tree), 5), [], [0]))
+print("[1]")
+"""
+"""Compile the loops, or use a drafter at once, while another process compiles."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of compiled loops without one module, the fastest to compile."""
@@ -116,6 +137,12 @@ def test_processes_that_begin_at_once_share_them(folder: Path) -> None:
         (drafted,) = lines(process)
         assert drafted == [False] * 5 + [True]
     assert is_complete(folder)
+
+
+@pytest.mark.slow_by_nature("processes of their own compile")
+@pytest.mark.parametrize("way", ["compile", "draft"])
+def test_loops_can_be_used_while_another_process_compiles(folder: Path, way: str) -> None:
+    assert lines(begin(folder, DIRECTLY, way)) == [[1]]
 
 
 @pytest.mark.parametrize("program", ["python", "no python", "another program"])

@@ -66,8 +66,13 @@ class RowsFile:
         self._key = key
         self._rows: dict[Hashable, list[Row]] = {}
         self._add(rows)
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._rewrite()
+        try:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._rewrite()
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"cannot write to {path}: {error.strerror}; make room, or choose another --output"
+            ) from error
 
     def __enter__(self) -> RowsFile:
         return self
@@ -192,7 +197,10 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise InvalidArgumentError(f"cannot read the results {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgumentError(
+            f"cannot read the results {path}: {reason}; give the path of a readable file"
+        ) from error
 
 
 def _object(line: bytes) -> Row | None:
@@ -277,9 +285,14 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
     """
     try:
         lines = task.data.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidArgumentError(f"cannot read the prompts {task.data}: {reason}") from error
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot read the prompts {task.data}: {error.strerror}; give the path of a readable file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"the prompts {task.data} are not valid UTF-8 (byte {error.start}); convert them to UTF-8 first"
+        ) from error
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():

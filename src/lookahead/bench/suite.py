@@ -186,7 +186,9 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidArgumentError(f"cannot read the benchmark {path}: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"cannot read the benchmark {path}: {error.strerror}; give the path of a readable file"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} is not a TOML file: {error}") from error
     folder = path.resolve().parent

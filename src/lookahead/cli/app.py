@@ -46,7 +46,7 @@ from lookahead.version import __version__
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's errors about a command line; typer has no public name for it."""
 
-_DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_UNWRITTEN = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 _CACHED = {"loops-*": "compiled loops", "findings": "trials", "cost": "curves of step times"}
 """Content of the cache, by patterns of folder names."""
@@ -83,7 +83,7 @@ def run(argv: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except _UsageError as error:
-        return _error(error.format_message())
+        return _error(_about_usage(error))
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exception(error)
@@ -96,12 +96,21 @@ def _error(message: str) -> int:
     return ERROR
 
 
+def _about_usage(error: Any) -> str:
+    """Message of an error in the command line, with the command that explains it."""
+    message: str = error.format_message()
+    if message.startswith("Invalid value"):  # says which values are valid
+        return message
+    return f"{message.rstrip('.')}; {getattr(error.ctx, 'command_path', 'lookahead')} --help shows the arguments"
+
+
 def _in_words(error: Exception) -> str:
     """Message of an error, with the type of an error that is not from this library."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:  # the file's name, if it has one
-        return f"cannot write to {error.filename or 'standard output'}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _UNWRITTEN:  # the file's name, if it has one
+        name = error.filename or "standard output"
+        return f"cannot write to {name}: {error.strerror}; make room, or choose another file"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

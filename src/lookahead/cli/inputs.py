@@ -52,7 +52,9 @@ def read_text(path: Path, what: str, option: str) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(f"cannot read {what} from {option} {path}: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"cannot read {what} from {option} {path}: {error.strerror}; give the path of a readable file"
+        ) from error
     return decoded(content, f"{what} from {option} {path}")
 
 

@@ -97,7 +97,8 @@ class TypedLoop:
     """Compiled loop for the argument types of its first call, without checking types afterwards.
 
     With dozens of arrays the check takes longer than many a loop. Arguments of other types are misread, so use one
-    object for arrays that are allocated in one place. While compilation is awaited it is plain Python.
+    object for arrays that are allocated in one place. It is compiled here if needed, also while another process
+    compiles: plain Python cannot call the `inner` functions of a loop.
 
     Args:
         loop: Loop returned by `compiled`.
@@ -113,8 +114,6 @@ class TypedLoop:
         """Run the loop."""
         if self._entry is not None:
             return self._entry(*arguments)
-        if LOOPS.awaited:
-            return at_once(self._loop)(*arguments)
         key = self._loop, _kinds(arguments)
         self._entry = self._entries.get(key)
         if self._entry is not None:

@@ -53,8 +53,9 @@ _PROGRAM = (
 def compile_loops() -> None:
     """Run each compiled loop of `preset="auto"` once, on arrays of the types used in decoding.
 
-    Takes seconds if numba's cache is empty. Later calls return at once.
+    Takes seconds if numba's cache is empty. Later calls return at once. Drafts then wait for no other process.
     """
+    LOOPS.awaited = False  # first, because some loops are not called while they are awaited
     room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
     listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
     # numba makes many objects, and each garbage collection visits all of torch's objects: a fifth of the time.
@@ -115,7 +116,7 @@ class BackgroundCompilation:
             if LOOPS.awaited:
                 if self._other is not None:
                     self._other.wait()
-                self._take_up()
+                compile_loops()
 
     def are_there(self) -> bool:
         """Return whether the loops are usable, at the start of a step; reads them once they are complete."""
@@ -130,14 +131,10 @@ class BackgroundCompilation:
                 self._left -= 1
                 if self._left > 0:
                     return False
-            self._take_up()
+            compile_loops()
         finally:
             self._lock.release()
         return True
-
-    def _take_up(self) -> None:
-        LOOPS.awaited = False  # first, because some loops are not called while they are awaited
-        compile_loops()
 
 
 BACKGROUND = BackgroundCompilation()
