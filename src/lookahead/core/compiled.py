@@ -97,23 +97,26 @@ class TypedLoop:
     """Compiled loop for the argument types of its first call, without checking types afterwards.
 
     With dozens of arrays the check takes longer than many a loop. Arguments of other types are misread, so use one
-    object for arrays that are allocated in one place. It is compiled here if needed, also while another process
-    compiles: plain Python cannot call the `inner` functions of a loop.
+    object for arrays that are allocated in one place.
 
     Args:
         loop: Loop returned by `compiled`.
+        runs_plain: Whether it is plain Python while compilation is awaited, which cannot call `inner` functions.
     """
 
     _entries: ClassVar[dict[Any, Callable[..., Any]]] = {}  # numba takes milliseconds to find the types of records
 
-    def __init__(self, loop: Callable[..., Any]) -> None:
+    def __init__(self, loop: Callable[..., Any], runs_plain: bool = False) -> None:
         self._loop = loop
+        self._runs_plain = runs_plain
         self._entry: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the loop."""
         if self._entry is not None:
             return self._entry(*arguments)
+        if self._runs_plain and LOOPS.awaited:
+            return at_once(self._loop)(*arguments)
         key = self._loop, _kinds(arguments)
         self._entry = self._entries.get(key)
         if self._entry is not None:
@@ -126,6 +129,11 @@ class TypedLoop:
             self._entry = self._loop
         self._entries[key] = cast(Callable[..., Any], self._entry)
         return result
+
+
+def typed(function: Callable[..., Any]) -> TypedLoop:
+    """Compile a loop over few numbers, with arguments of fixed types and without `inner` functions."""
+    return TypedLoop(compiled(function), runs_plain=True)
 
 
 def _kinds(argument: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, TypedLoop, compiled
+from lookahead.core.compiled import FIRST, typed
 from lookahead.core.token_tree import NodeKind, TokenTree
 
 Integers = NDArray[np.int64]
@@ -298,8 +298,7 @@ def first_nodes(counts: Integers) -> Integers:
     return firsts
 
 
-@TypedLoop
-@compiled
+@typed
 def _write_drafts(
     last: Integers,
     drafts: tuple[Integers, Integers, Integers, Integers],
@@ -323,8 +322,7 @@ def _write_drafts(
         begin += drafted[index]
 
 
-@TypedLoop
-@compiled
+@typed
 def _write_order(
     firsts: Integers,
     roots: Integers,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, TypedLoop, compiled
+from lookahead.core.compiled import FIRST, typed
 from lookahead.core.forest import Forest, Integers
 from lookahead.core.token_tree import TokenTree
 
@@ -267,8 +267,7 @@ class CommittedNodes(Sequence[Sequence[int]]):
         return rows, slots, targets
 
 
-@TypedLoop
-@compiled
+@typed
 def _write_misplaced(
     counts: Integers, roots: Integers, firsts: Integers, slots: Integers, paths: Integers, moved: Integers
 ) -> int:
