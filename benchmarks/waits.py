@@ -13,12 +13,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import lookahead
 from cases import Case, encoder_of, read_cases
@@ -59,6 +60,12 @@ class Options:
     prompt: int = option(96, "tokens of a prompt")
 
 
+@cache
+def model_there() -> PreTrainedModel:
+    """Return the model on the simulated device, which all units share, so that it is tried once."""
+    return on_cuda(load_model("demo", ends=False))
+
+
 def counted(steps: Sequence[Sequence[Any]]) -> Row:
     """Return the mean number of actions of each kind in a step, and the places of waits beyond the first one."""
     counts, places = Counter[str](), Counter[str]()
@@ -75,8 +82,7 @@ def engine_row(cases: Sequence[Case], drafts: str, selection: str) -> Iterator[R
     """Yield the counts of an engine's steps after all requests have joined."""
     rows = len(cases)
     with simulated_cuda() as device:
-        model = on_cuda(load_model("demo", ends=False))
-        engine = Engine(model, DRAFTS[drafts], max_rows=rows, prompt_tokens=4096, kv_bytes=MEMORY)
+        engine = Engine(model_there(), DRAFTS[drafts], max_rows=rows, prompt_tokens=4096, kv_bytes=MEMORY)
         how = {"max_new_tokens": 16 * STEPS, "do_sample": False, **SELECTIONS[selection]}
         handles = [engine.submit(case.prompt, seed=row, **how) for row, case in enumerate(cases)]
         for _ in range(4):
@@ -100,7 +106,7 @@ def call_row(case: Case, drafts: str, selection: str) -> Iterator[Row]:
     nodes: list[int] = []
     how = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0, **SELECTIONS[selection]}
     with simulated_cuda() as device:
-        model, ids = on_cuda(load_model("demo", ends=False)), torch.tensor([case.prompt], device="cuda")
+        model, ids = model_there(), torch.tensor([case.prompt], device="cuda")
 
         def note(record: Any) -> None:
             steps.append(device.take())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from cases import Case, Counts, generate
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedArgumentError
 from models import load_model
+from preloaded import run_program
 from scripted import scripted, scripted_model
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
@@ -243,9 +243,9 @@ def test_a_scripted_model_writes_its_texts_by_every_method() -> None:
 def test_greedy_steps_wait_once_and_copy_once(tmp_path: Path) -> None:
     texts, output = tmp_path / "texts.jsonl", tmp_path / "rows.jsonl"
     texts.write_text(json.dumps({"id": "a", "prompt": "def first(x):\n    return x\n" * 4}) + "\n")
-    program = Path(probe.__file__).parent
-    options = ["--texts", texts, "--rows", "2", "--selections", "greedy", "--output", output]
-    run = subprocess.run([sys.executable, program, "waits", *options], check=False, capture_output=True, text=True)
+    program = str(Path(probe.__file__).parent / "__main__.py")
+    options = ["--texts", str(texts), "--rows", "2", "--selections", "greedy", "--output", str(output)]
+    run = run_program(program, "waits", *options)
     assert run.returncode == 0, run.stderr
     rows = rows_in(tmp_path)
     assert [row["kind"] for row in rows] == ["header", "generate", "engine", "generate", "engine"]

@@ -18,6 +18,7 @@ import lookahead
 from lookahead.core.compiled import loops_folder
 from lookahead.core.files import OWN_FOLDER
 from lookahead.demo import DEMO_PROMPT
+from preloaded import Command
 
 HEAVY = ["torch", "transformers", "numba", "numpy"]
 
@@ -203,19 +204,20 @@ def test_interrupted_after_a_while(seconds: float) -> None:
 def test_a_signal_writes_the_trace_so_far(tmp_path: Path, command: str, number: int) -> None:
     page = tmp_path / "page.html"
     options = ["--raw", "--trace", str(page)] if command == "chat" else [DEMO_PROMPT, "-n", "700", "-o", str(page)]
-    command_line = [sys.executable, "-m", "lookahead", command, *options, "--device", "cpu"]
-    with subprocess.Popen(
-        command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    arguments = [command, *options, "--device", "cpu"]
+    (stdin, typed), (shown, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
+    process = Command(arguments, {0: stdin, 1: stdout, 2: stderr})
+    for theirs in (stdin, stdout, stderr):
+        os.close(theirs)
+    with open(typed, "wb", buffering=0) as to_it, open(shown, "rb") as out, open(errors, "rb") as err_of:
         if command == "chat":
-            process.stdin.write(b"def add(a, b):\n")
-            process.stdin.flush()
-        assert process.stdout.read(1)
+            to_it.write(b"def add(a, b):\n")
+        assert out.read(1)
         process.send_signal(number)
-        _, err = process.communicate(timeout=600)
-    assert process.returncode == 128 + number, err
+        to_it.close()
+        out.read()
+        err = err_of.read()
+    assert process.wait(600) == 128 + number, err
     assert b"page.html: " in err
     assert b"Traceback" not in err
     assert 'id="data"' in page.read_text(encoding="utf-8")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
-
-from lookahead.cli import main
 
 _MODULES = [
     *("transformers.models.llama.modeling_llama", "lookahead.api.generation", "lookahead.parallel"),
@@ -29,17 +31,23 @@ def preloaded() -> ForkServerContext:
     return context
 
 
-class Command:
-    """A command of the library in a forked process, with the interface of `subprocess.Popen`.
+class Program:
+    """A Python program in a forked process, with the interface of `subprocess.Popen`.
+
+    Modules that are imported already do not read the environment again.
 
     Args:
-        arguments: Name and arguments of the command.
+        arguments: Arguments of the interpreter: the path of a script or `-m` and a module, and the program's arguments.
         streams: File descriptors for its standard input, output and error (0, 1 and 2); the caller closes its own.
+        environment: Variables to set.
     """
 
-    def __init__(self, arguments: list[str], streams: Mapping[int, int]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], streams: Mapping[int, int], environment: Mapping[str, str] | None = None
+    ) -> None:
         ours = [(number, _Descriptor(there)) for number, there in streams.items()]
-        self._process = preloaded().Process(target=_run, args=(arguments, ours), daemon=True)
+        how = arguments, ours, dict(environment or {}), os.getcwd()
+        self._process = preloaded().Process(target=_run, args=how, daemon=True)
         self._process.start()
 
     @property
@@ -72,6 +80,36 @@ class Command:
         self._process.kill()
 
 
+class Command(Program):
+    """A command of the library.
+
+    Args:
+        arguments: Name and arguments of the command.
+        streams: See `Program`.
+    """
+
+    def __init__(self, arguments: Sequence[str], streams: Mapping[int, int]) -> None:
+        super().__init__(["-m", "lookahead", *arguments], streams)
+
+
+def run_program(*arguments: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a `Program` to its end.
+
+    Args:
+        *arguments: See `Program`.
+        given: Its standard input.
+        **environment: Variables to set.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
+        files[0].write(given)
+        files[0].seek(0)
+        code = Program(arguments, {number: file.fileno() for number, file in enumerate(files)}, environment).wait()
+        for file in files[1:]:
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, files[1].read(), files[2].read())
+
+
 class _Descriptor:
     """An open file that a new process inherits."""
 
@@ -86,11 +124,19 @@ def _detached(descriptor: Any) -> int:
     return int(descriptor.detach())
 
 
-def _run(arguments: list[str], streams: list[tuple[int, int]]) -> None:
+def _run(arguments: Sequence[str], streams: list[tuple[int, int]], environment: Mapping[str, str], folder: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server may ignore the signal
     for number, opened in streams:
         os.dup2(opened, number)
         os.close(opened)
         name, mode = [("stdin", "r"), ("stdout", "w"), ("stderr", "w")][number]
         setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-    sys.exit(main(arguments))
+    os.environ.update(environment)
+    os.chdir(folder)
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*arguments]
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")

@@ -25,6 +25,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 from threading import get_ident
+from types import CodeType
 from typing import Any, NamedTuple, cast
 from unittest import mock
 from weakref import WeakSet
@@ -81,8 +82,9 @@ class Graph:
             if other is not self and other.pool == self.pool:
                 other.spoil()
         self.spoiled = False
-        for launch in self.launches:
-            launch()
+        with without_simulation():  # all tensors are the host's
+            for launch in self.launches:
+                launch()
         _device.log(REPLAY, f"{len(self.launches)} launches")
 
     def spoil(self) -> None:
@@ -213,20 +215,21 @@ class Simulation:
 _device = Simulation()
 
 
+@cache
+def _file_of(code: CodeType) -> tuple[str | None, bool]:
+    """Return the file of code of this library, below its folder, and whether it is code of models."""
+    name = code.co_filename
+    return name[len(_OURS) + 1 :] if name.startswith(_OURS) else None, "/transformers/models/" in name
+
+
 def _origin() -> tuple[str, bool]:
     """Return the current line of this library, and whether it is inside a model's call or calls the model."""
     frame, place, in_model = sys._getframe(2), "elsewhere", False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if place == "elsewhere" and name.startswith(_OURS):
-            place = f"{name[len(_OURS) + 1 :]}:{frame.f_lineno}"
-        if "/transformers/models/" in name:
-            in_model = True
-            break
-        frame = cast(Any, frame.f_back)
-    while place == "elsewhere" and frame is not None:
-        if frame.f_code.co_filename.startswith(_OURS):
-            place = f"{frame.f_code.co_filename[len(_OURS) + 1 :]}:{frame.f_lineno}"
+    while frame is not None and not (in_model and place != "elsewhere"):
+        ours, is_model = _file_of(frame.f_code)
+        if ours and place == "elsewhere":
+            place = f"{ours}:{frame.f_lineno}"
+        in_model = in_model or is_model
         frame = cast(Any, frame.f_back)
     return place, in_model
 
@@ -283,7 +286,7 @@ def _kernel(name: str, work: Callable[..., Any], args: Sequence[Any], kwargs: di
     host_args, host_kwargs = _mapped(_to_host, (tuple(args), kwargs))
 
     def on_host() -> Any:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
             return work(*host_args, **host_kwargs)
 
     result = _device.launch(name, on_host)
@@ -301,13 +304,13 @@ def _leaves(value: Any) -> list[Any]:
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Return the same tuples, lists and dicts with `change` applied to each leaf."""
+    if not isinstance(value, (tuple, list, dict)):
+        return change(value)
     if isinstance(value, tuple):
         return tuple(_mapped(change, part) for part in value)
     if isinstance(value, list):
         return [_mapped(change, part) for part in value]
-    if isinstance(value, dict):
-        return {name: _mapped(change, part) for name, part in value.items()}
-    return change(value)
+    return {name: _mapped(change, part) for name, part in value.items()}
 
 
 def _to_host(value: Any) -> Any:
@@ -438,12 +441,21 @@ def _note_waits(operation: Any, args: Any) -> None:
     if operation in _BY_INDEX:
         waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     else:
-        waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operation.tags))
+        waits = _values_decide(operation)
     if waits:
         _device.wait(str(operation))
 
 
+@cache
+def _values_decide(operation: Any) -> bool:
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operation.tags))
+
+
 class _Dispatch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper costs as much as an operation
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not types and not kwargs and operation is not aten.is_pinned.default:  # only host tensors
             return operation(*args)
@@ -454,15 +466,17 @@ class _Functions(TorchFunctionMode):
     """Pin results of `torch.tensor`, which is no operation, and read `cuda` as `cuda:0`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if function is torch.tensor:
             args = _mapped(lambda part: part.tolist() if isinstance(part, CudaTensor) else part, tuple(args))
+            kwargs = dict(kwargs or {})
             if kwargs.pop("pin_memory", False):
                 return _device.pin(function(*args, **kwargs))
         if function is torch.Tensor.to:
             args = tuple(_indexed(part) if isinstance(part, str) and part == "cuda" else part for part in args)
+        if not kwargs:
+            return function(*args)
         if kwargs.get("device") is not None:
-            kwargs["device"] = _indexed(kwargs["device"])
+            kwargs = {**kwargs, "device": _indexed(kwargs["device"])}
         return function(*args, **kwargs)
 
 
@@ -490,28 +504,48 @@ class _Stream:
         pass
 
 
+_last_masks: tuple[int, list[torch.Tensor], Any] = 0, [], None
+"""Size of pages and copies of the tensors of the last call, and its masks: layers of a pass share them."""
+
+
+def _masks_of_texts(packed_mask: Any, table: Any, starts: Any, size: int) -> list[tuple[int, int, Any, Any]]:
+    """Return for each text of a pass its first node and its end, and the places of its keys and which it sees."""
+    global _last_masks
+    given = packed_mask, table, starts
+    last_size, last, masks = _last_masks
+    if size == last_size and all(torch.equal(one, before) for one, before in zip(given, last, strict=True)):
+        return cast("list[tuple[int, int, Any, Any]]", masks)
+    masks = []
+    for text, (start, end) in enumerate(pairwise(starts.tolist())):
+        if end > start:
+            mask = packed_mask[:, :, start:end]
+            column = torch.arange(int(mask[0, 0, 0, SCRATCH]) + end - start)
+            place = table[text, column // size].long() * size + column % size
+            masks.append((start, end, place, unpack(mask, len(place))))
+    _last_masks = size, [tensor.clone() for tensor in given], masks
+    return masks
+
+
 def _tree_attention(
     query: Any, key: Any, value: Any, packed_mask: Any, scaling: float | None = None, pages: Pages | None = None
 ) -> Any:
     """Replacement for the two Triton kernels of tree attention."""
 
-    def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
-        visible = unpack(packed_mask, key.shape[2])
+    def attend(query: Any, key: Any, value: Any, visible: torch.Tensor) -> torch.Tensor:
         value = value.masked_fill(~visible.any(dim=2)[..., None], 0.0)  # garbage, and 0 * NaN is NaN
         states = [states.float() for states in (query, key, value)]
         output = scaled_dot_product_attention(*states, visible, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous().to(query.dtype)
 
+    def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
+        return attend(query, key, value, unpack(packed_mask, key.shape[2]))
+
     def by_text(query: Any, key: Any, value: Any, packed_mask: Any, table: Any, starts: Any) -> torch.Tensor:
         assert pages is not None
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-        for text, (start, end) in enumerate(pairwise(starts.tolist())):
-            if end > start:
-                mask = packed_mask[:, :, start:end]
-                column = torch.arange(int(mask[0, 0, 0, SCRATCH]) + end - start)
-                place = table[text, column // pages.size].long() * pages.size + column % pages.size
-                part = query[:, :, start:end], key[:, :, place], value[:, :, place], mask
-                output[:, start:end] = by_definition(*part)
+        for start, end, place, visible in _masks_of_texts(packed_mask, table, starts, pages.size):
+            part = query[:, :, start:end], key[:, :, place], value[:, :, place], visible
+            output[:, start:end] = attend(*part)
         return output
 
     if pages is None:

@@ -85,9 +85,13 @@ def test_steps_wait_as_often_as_they_must(
     name, rows = kind
     prompts = [demo_prompt[:, : 200 - 7 * row] for row in range(rows)]
     config = LookaheadConfig(memory="process", step_budget=8 * rows, engine=name)
-    engine = Engine(shared_on_cuda(demo_model), config, max_rows=rows)
     options = {**OPTIONS, "max_new_tokens": 32, **GREEDY}
+    if kind == ("auto", 4):
+        engine, options["lookahead_config"] = engine_of_eight(demo_model), config
+    else:
+        engine = Engine(shared_on_cuda(demo_model), config, max_rows=rows)
     handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
+    options.pop("lookahead_config", None)
     totals, steps = [0], []
     while engine.step() == rows:
         totals.append(engine.statistics.nodes)
@@ -108,8 +112,9 @@ def test_steps_wait_as_often_as_they_must(
 
 
 @cache
-def engine_of_eight(model: PreTrainedModel, config: LookaheadConfig) -> Engine:
+def engine_of_eight(model: PreTrainedModel) -> Engine:
     """Return the engine of eight rows that tests share: it captures passes of up to 1,024 nodes once."""
+    config = LookaheadConfig(memory="process", step_budget=32)
     return Engine(shared_on_cuda(model), config, max_rows=8, prefix_cache=False)
 
 
@@ -117,9 +122,11 @@ def events_of_four_steps(
     device: Simulation, model: PreTrainedModel, prompt: torch.Tensor, config: LookaheadConfig, options: dict[str, Any]
 ) -> list[Event]:
     """Return the events of four steps of eight requests that wait once a step; their texts equal the CPU's."""
-    engine = engine_of_eight(model, config)
+    engine = engine_of_eight(model)
     prompts = [prompt[:, : 90 - row] for row in range(8)]
-    handles = [engine.submit(ids.to("cuda"), seed=row, **options) for row, ids in enumerate(prompts)]
+    handles = [
+        engine.submit(ids.to("cuda"), seed=row, lookahead_config=config, **options) for row, ids in enumerate(prompts)
+    ]
     for _ in range(4):
         engine.step()
     device.take()
@@ -353,20 +360,19 @@ def test_handles_are_notified_during_the_next_pass(device: Simulation) -> None:
         assert handle.tokens == new_tokens(model, PROMPT[:, row:], **options)
 
 
-def test_texts_reuse_prefixes_of_others(
-    device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
-) -> None:
+def test_texts_reuse_prefixes_of_others(device: Simulation) -> None:
     """Finished and running texts provide prefixes; a long prompt is read in parts, larger than captured passes."""
-    engine = Engine(there, EIGHT, max_rows=2, prompt_tokens=300)
-    long = torch.cat([demo_prompt, demo_prompt[:, :250]], dim=1)
-    texts = [long, long[:, :-5], torch.cat([long[:, :-5], demo_prompt[:, :40]], dim=1)]
+    model = build("llama")
+    engine = Engine(shared_on_cuda(model), EIGHT, max_rows=2, prompt_tokens=300)
+    long = torch.randint(3, 60, (1, 450), generator=torch.Generator().manual_seed(0))
+    texts = [long, long[:, :-5], torch.cat([long[:, :-5], PROMPT], dim=1)]
     options = {**OPTIONS, **GREEDY}
     handles = [engine.submit(texts[0].to("cuda"), **options)]
     engine.run()
     handles += [engine.submit(text.to("cuda"), **options) for text in texts[1:]]
     engine.run()
     for text, handle in zip(texts, handles, strict=True):
-        assert handle.tokens == new_tokens(demo_model, text, **options)
+        assert handle.tokens == new_tokens(model, text, **options)
     assert all(handle.statistics.reused_tokens >= long.shape[1] - 6 for handle in handles[1:])
 
 
@@ -506,10 +512,10 @@ def test_log_probabilities_take_no_further_wait(
 ) -> None:
     prompts = [demo_prompt[:, : 100 - row] for row in range(2)]
     options = {**OPTIONS, **how}
-    engine = Engine(shared_on_cuda(demo_model), LookaheadConfig(memory="request", step_budget=16), max_rows=2)
+    engine, config = engine_of_eight(demo_model), LookaheadConfig(memory="request", step_budget=16)
     counts = (3, 12)
     handles = [
-        engine.submit(ids.to("cuda"), seed=row, logprobs=count, **options)
+        engine.submit(ids.to("cuda"), seed=row, logprobs=count, lookahead_config=config, **options)
         for row, (ids, count) in enumerate(zip(prompts, counts, strict=True))
     ]
     engine.step()
