@@ -294,6 +294,16 @@ def test_main_returns_to_whoever_called_it() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("--nonsense", 2)])
+def test_notes_that_cannot_be_written_cost_nothing_else(argument: str, code: int) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "lookahead", argument]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
+    assert result.returncode == code
+    assert result.stdout.startswith("lookahead ") == (code == 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "lookahead", "--version"]

@@ -36,7 +36,7 @@ from lookahead.cli.settings import (
     TuneSettings,
     WarmUpSettings,
 )
-from lookahead.cli.signals import BROKEN_PIPE, ERROR, INTERRUPTED, OK, raise_on_interrupt
+from lookahead.cli.signals import BROKEN_PIPE, DISK_FULL, ERROR, INTERRUPTED, OK, raise_on_interrupt
 from lookahead.core.files import OWN_FOLDER, user_cache
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -46,7 +46,6 @@ from lookahead.version import __version__
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's errors about a command line; typer has no public name for it."""
 
-_UNWRITTEN = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 _CACHED = {"loops-*": "compiled loops", "findings": "trials", "cost": "curves of step times"}
 """Content of the cache, by patterns of folder names."""
@@ -108,7 +107,7 @@ def _in_words(error: Exception) -> str:
     """Message of an error, with the type of an error that is not from this library."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _UNWRITTEN:  # the file's name, if it has one
+    if isinstance(error, OSError) and error.errno in (*DISK_FULL, errno.EROFS):  # the file's name, if it has one
         name = error.filename or "standard output"
         return f"cannot write to {name}: {error.strerror}; make room, or choose another file"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -18,6 +20,9 @@ INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 BROKEN_PIPE = 141
 """128 + SIGPIPE: the reader of the output has closed it."""
+
+DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""Error numbers of a full disk, and of limits for files."""
 
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -108,3 +113,31 @@ def open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    errors = sys.__stderr__
+    if errors is not None and errors is sys.stderr and not os.isatty(2):
+        file = open(2, "wb", closefd=False)  # noqa: SIM115
+        sys.stderr = Notes(file, encoding=errors.encoding, errors="backslashreplace", line_buffering=True)
+
+
+class Notes(io.TextIOWrapper):
+    """Standard error that ignores a full disk, as results matter more than notes about them."""
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        with _no_full_disk():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with _no_full_disk():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _no_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
