@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import lookahead
 from cases import Case
 from command import main
+from preloaded import run_program
 from stubbed import PROBABILITIES, Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,15 +36,10 @@ def test_recorded_texts_are_served_and_their_steps_timed_by_part(tmp_path: Path)
     rows = [{"id": str(first), "prompt": "def f(x):\n", "output": "".join(lines[first:])} for first in range(3)]
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     requests = [{"open": "no drafts, temperature", "rows": 2}, {"turn": 0}, {"open": "auto", "rows": 0}, {"turn": 0}]
-    program = [sys.executable, str(ROOT / "benchmarks/host_worker.py"), "--src", str(source), "--texts", str(texts)]
-    process = subprocess.run(
-        [*program, "--prompt", "16", "--new-tokens", "32"],
-        input="".join(json.dumps(request) + "\n" for request in requests),
-        env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    worker = [str(ROOT / "benchmarks/host_worker.py"), "--src", str(source), "--texts", str(texts)]
+    given = "".join(json.dumps(request) + "\n" for request in requests)
+    process = run_program(*worker, "--prompt", "16", "--new-tokens", "32", given=given, OMP_NUM_THREADS="1")
+    assert process.returncode == 0, process.stderr
     ready, _, engine, _, call = (json.loads(line) for line in process.stdout.splitlines())
     assert ready
     parts = {"launched", "verify", "commit", "watch", "learn", "notify", "draft", "stage"}

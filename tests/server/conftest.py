@@ -53,7 +53,7 @@ def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     # Longer than clients keep idle connections (5 s), or the server could close one just as a request arrives.
     limits = ["--max-rows", "8", "--queue", "56", "--max-body-bytes", "300000", "--read-timeout", "8"]
     options = ["--dtype", "float32", "--step-budget", "16", *limits]
-    with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options, from_scratch=True) as process:
+    with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options) as process:
         yield process
         _end_in_the_middle(process)
 
