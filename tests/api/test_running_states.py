@@ -221,6 +221,20 @@ def test_attached_models_and_chunked_prompts() -> None:
     assert torch.equal(chunked, expected)
 
 
+def test_prompts_in_parts_stay_visible_to_layers_that_keep_them() -> None:
+    """Each row of a batch, and each text of an Engine, has its own prompt."""
+    model, options = tiny("unlimited_ocr/multimodal"), {"max_new_tokens": 20, "do_sample": False}
+    texts = [prompt(seed=seed) for seed in range(2)]
+    expected = [model.generate(text, **options) for text in texts]
+    for size in (1, 5, 27):
+        rows = lookahead.generate(model, torch.cat(texts), prefill_chunk_size=size, **options)
+        assert torch.equal(rows, torch.cat(expected))
+    engine = lookahead.Engine(model, prompt_tokens=10, max_rows=1)
+    handles = [engine.submit(texts[0], **options), engine.submit(texts[1], priority=1, **options)]
+    engine.run()
+    assert [handle.result().tolist() for handle in handles] == [text.tolist() for text in expected]
+
+
 def test_ranks_are_refused() -> None:
     """Ranks split trees; the refusal comes before anything is sent."""
     monitor = SimpleNamespace(rank=0)

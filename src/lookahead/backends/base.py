@@ -39,12 +39,13 @@ class TextRow:
     Attributes:
         most_pending: Maximum number of pending tokens in the next step; any number if `None`.
         before: Number of cached tokens before the decoded text.
+        prompt: Number of tokens of the prompt, for layers that keep all of it; 0 if it is processed in one pass.
         shift: Position id minus index in the text; not 0 after an image, for example.
         length: Number of cached tokens.
     """
 
     most_pending: int | None = None
-    before = shift = 0
+    before = prompt = shift = 0
     length: int
 
     @property

@@ -82,17 +82,14 @@ class KVMemory:
         """Limit in bytes including finished texts."""
         return self.capacity * self.token_bytes + self._bytes_apart
 
-    def new_row(self) -> TextRow:
-        """Return an empty row."""
-        return self.runner.new_row(self.block)
-
     def lengths(self, requests: Sequence[Request]) -> list[int]:
         """Number of cached tokens of each request."""
         return self.runner.lengths_of([request.row for request in requests])
 
     def drop(self, request: Request) -> None:
-        """Drop the keys and values of a request, to be computed again later."""
-        request.row = self.new_row()
+        """Drop the keys and values of a request, if it has any: they are computed (again) later."""
+        request.row = self.runner.new_row(self.block)
+        request.row.prompt = len(request.arguments.prompts.tokens[0])
         self._expected.pop(request, None)
 
     def reserved(self, tokens: int) -> int:

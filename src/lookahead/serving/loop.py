@@ -140,7 +140,7 @@ class EngineLoop:
     def _update(self, arrivals: Iterable[Request]) -> None:
         """Queue new requests, remove cancelled ones, and reopen the model if it has changed."""
         for request in arrivals:
-            request.row = self.memory.new_row()  # of the current runner
+            self.memory.drop(request)  # gets a row of the current runner
             self.scheduler.add(request)
         for request in self.scheduler.requests:
             if request.handle.cancelled:

@@ -200,6 +200,10 @@ class ChainRow(TextRow):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a pass: cache and source."""
+        if not self.length and self.prompt:  # these layers take the first pass for the whole prompt
+            for layer in getattr(self.content, "layers", ()):
+                if hasattr(layer, "set_prefill_length"):
+                    layer.set_prefill_length(self.prompt)
         return {**self._source} if self.content is None else {**self._source, self.name: self.content}
 
     def input(self, tokens: torch.Tensor) -> torch.Tensor:
