@@ -13,7 +13,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 import lookahead
-from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead import (
+    Engine,
+    InvalidArgumentError,
+    LookaheadConfig,
+    ModelChangedError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from lookahead.server.errors import as_api_error
 from model_zoo import build
 from quick import diagonal, quickly
@@ -202,6 +209,51 @@ def test_a_waiting_request_is_checked_and_drafted_for_the_changed_model(
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     with pytest.raises(UnsupportedArgumentError, match="may reach 41 tokens: beyond 32"):
         long.result()
+
+
+class _Tenant:
+    """A tenant whose first hash calls a function, in the middle of `submit`."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._calls = [call]
+
+    def __hash__(self) -> int:
+        while self._calls:
+            self._calls.pop()()
+        return 0
+
+
+def test_a_request_can_be_submitted_while_a_changed_model_is_opened(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, LookaheadConfig(step_budget=12))
+    engine.submit(PROMPT[:9], **OPTIONS)
+    update = DynamicLayer.update
+
+    def change() -> None:  # permits only drafts of one path
+        monkeypatch.setattr(
+            DynamicLayer, "update", lambda self, keys, *rest, **named: update(self, 2 * keys, *rest, **named)
+        )
+        engine.step()
+
+    handle = engine.submit(PROMPT, tenant=_Tenant(change), **OPTIONS)
+    assert handle.result()[0].tolist() == plain(model)
+
+
+def test_an_idle_engine_takes_the_lengths_of_the_changed_model() -> None:
+    model = copy.deepcopy(build("gpt2"))
+    engine = Engine(model, LookaheadConfig(step_budget=4))
+    long, longer = {**OPTIONS, "max_new_tokens": 90}, torch.tensor([6 * PROMPT])
+    with pytest.warns(UserWarning, match="no position"):
+        assert len(engine.submit(PROMPT, **long).result()[0]) == 97
+    with pytest.raises(InvalidArgumentError, match="context has 96"):
+        engine.submit(longer, **OPTIONS)
+    for positions, options in ((150, OPTIONS), (300, long)):
+        model.config.max_position_embeddings = positions
+        model.transformer.wpe = torch.nn.Embedding(positions, model.config.hidden_size)
+        for block in model.transformer.h:
+            block.attn.bias = torch.tril(torch.ones(1, 1, positions, positions, dtype=torch.bool))
+        assert torch.equal(engine.submit(longer, **options).result(), model.generate(longer, **options))
 
 
 def test_passes_and_calls_of_generate_are_no_change(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lookahead.backends.transformers.noise import TextNoise
 from lookahead.backends.transformers.shared_clone import shell_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving.arguments import prepare_request
 from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.handle import EngineLoad, RequestHandle
@@ -143,6 +143,7 @@ class Engine:
         seed = None if seed is None else whole_number("seed", seed, *_SEEDS)
         if on_step is not None:
             check_callable("on_step", on_step, 1, ON_STEP)
+        opening = self._loop.openings
         model, runner = self._loop.model, self._loop.runner
         config = self._loop.config
         if lookahead_config is not None:
@@ -150,7 +151,12 @@ class Engine:
         ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
         arguments = prepare_request(shell, ids.to(model.device), kwargs)
-        self._loop.check(arguments, config)
+        try:
+            self._loop.check(arguments, config)
+        except LookaheadError:
+            if not self._refreshed():
+                raise
+            self._loop.check(arguments, config)
         drafting = self._loop.drafting(config, tenant)
         predicted = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
@@ -160,7 +166,7 @@ class Engine:
         handle.statistics.prompt_tokens = request.length
         handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = min_rows(runner.model) if runner.is_invariant else 0
-        request.group, request.tenant = group, tenant
+        request.group, request.tenant, request.opening = group, tenant, opening
         request.serve(handle, (self.statistics.steps - PATIENCE * priority, next(self._numbers)), on_step)
         with self._changed:
             self._arrivals.append(request)
@@ -298,6 +304,13 @@ class Engine:
         """Wake the thread after a change."""
         with self._changed:
             self._changed.notify_all()
+
+    def _refreshed(self) -> bool:
+        """Reopen the model of an idle engine if it has changed; return whether it has."""
+        if self._inside == get_ident():
+            return False
+        with self._stepping, torch.no_grad():
+            return self._loop.refresh()
 
     @property
     def _unfinished(self) -> int:

@@ -52,7 +52,10 @@ class EngineLoop:
         memory: Memory for keys and values.
         scheduler: Waiting and running requests.
         statistics: Counts so far.
+        openings: Number of times that a changed model was opened again.
     """
+
+    openings = 0
 
     def __init__(
         self,
@@ -142,6 +145,8 @@ class EngineLoop:
         for request in arrivals:
             self.memory.drop(request)  # gets a row of the current runner
             self.scheduler.add(request)
+            if request.opening != self.openings:  # the model was opened again while the request was checked
+                self._adapt(request)
         for request in self.scheduler.requests:
             if request.handle.cancelled:
                 self._leave(request)
@@ -220,21 +225,38 @@ class EngineLoop:
         self.memory.forget()
         try:
             self.runner = self.memory.runner = self._steps.backend = self._session.open_rows(*self._rows)[0]
+            self.openings += 1
             self._begin()
         except LookaheadError as error:
             self._leave_all(self.scheduler.requests, error)
             raise
         for request in self.scheduler.requests:
             self.memory.drop(request)
-            try:
-                if (largest := max(request.sequence.tokens)) >= self.runner.vocabulary:
-                    raise unknown_token(largest, self.runner.vocabulary)
-                request.arguments = replace(request.arguments, model=shell_of(self.model))
-                self.check(request.arguments, request.drafting.config)
-            except LookaheadError as error:
-                self._leave(request, error)
-            else:
-                request.draft_by(self.drafting(request.drafting.config, request.tenant))
+            self._adapt(request)
+
+    def _adapt(self, request: Request) -> None:
+        """Check a request again, and prepare it for the changed model."""
+        try:
+            if (largest := max(request.sequence.tokens)) >= self.runner.vocabulary:
+                raise unknown_token(largest, self.runner.vocabulary)
+            request.arguments = replace(request.arguments, model=shell_of(self.model))
+            self.check(request.arguments, request.drafting.config)
+        except LookaheadError as error:
+            self._leave(request, error)
+        else:
+            request.limit(self.runner.last_length)
+            request.draft_by(self.drafting(request.drafting.config, request.tenant))
+
+    def refresh(self) -> bool:
+        """Reopen the model if it has changed and no request needs it; return whether it has.
+
+        Raises:
+            LookaheadError: The model is not supported any more.
+        """
+        if self._watch is None or self.scheduler.requests or not self._watch.has_changed(thorough=True):
+            return False
+        self._reopen()
+        return True
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

@@ -49,8 +49,10 @@ class Request:
         temperature: Temperature of sampling; 0 for greedy decoding.
         group, tenant: Group and tenant of the request; see `Engine.submit`.
         urgency: Fixed order of requests, smallest first: the step of arrival minus the priority's steps, and a number.
+        opening: Number of the opening of the model, in an engine, before the request was checked.
     """
 
+    opening = 0
     row: Any = None
     group: object = None
     tenant: object = None
@@ -99,13 +101,10 @@ class Request:
             drafting.drafter(predicted),
             sampler,
             rule,
-            last_lengths(last_length, prompts, rule.has_eos)[index],
             index=index,
             most_tokens=rule.max_tokens(prompts.width, len(tokens)),
         )
-        last = self.sequence.last_length
-        if last is None or self.sequence.length + self.sequence.most_tokens - len(tokens) <= last:
-            self.sequence.end_tokens = rule.end_tokens
+        self.limit(last_length)
         if prompts.source_tokens and (source := prompts.source_tokens[index]):  # outputs often copy the input
             self.sequence.ask_drafter(lambda drafter: drafter.start([*source, *tokens]), None)
         if (trace := drafting.config.trace) is not None:
@@ -138,6 +137,13 @@ class Request:
             self._feeder = StreamFeeder(self.arguments.streamer, self.arguments.prompts.input_ids, None)
             listeners.append(self._feeder.add)
         self.sequence.listeners = listeners
+
+    def limit(self, last_length: int | None) -> None:
+        """Set the largest number of tokens for the model's positions, before the first token."""
+        sequence, rule = self.sequence, self.rule
+        sequence.last_length = last = last_lengths(last_length, self.arguments.prompts, rule.has_eos)[sequence.index]
+        fits = last is None or sequence.length + sequence.most_tokens - len(sequence.tokens) <= last
+        sequence.end_tokens = rule.end_tokens if fits else None
 
     def draft_by(self, drafting: Drafting) -> None:
         """Begin with new drafts, since the model has changed before the first token."""
