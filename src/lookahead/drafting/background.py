@@ -25,6 +25,7 @@ from lookahead.core.compiled import LOOPS, are_kept, loops_folder, note_all_kept
 from lookahead.core.forest import Forest
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 from lookahead.core.pace import Pace
+from lookahead.core.page_inputs import write_inputs
 from lookahead.core.protocols import StepBudget
 from lookahead.core.ranking import UNRANKED
 from lookahead.core.results import StepResult
@@ -78,6 +79,10 @@ def _draft() -> None:
     forest = Forest.of_drafts([2], *np.array([[0], [1], [0], [0]], dtype=np.int64))
     tree = forest[0]
     compile_walk(forest)
+    texts = np.zeros(1, dtype=np.int64)
+    tokens, positions, columns, starts, table = np.zeros((5, 1, 4), dtype=np.int32)
+    buffers = tokens[0], positions[0], columns[0], starts[0], table
+    write_inputs(0, forest, forest.depths, (texts, texts), (table, 64, False), buffers)
     masked = MaskedTrees(forest.firsts, forest.parent_slots, forest.roots, forest.depths)
     packed_masks(masked, None, None, packed_width(len(tree)))
     dense_masks(masked, forest.roots, (None, None), -1.0)

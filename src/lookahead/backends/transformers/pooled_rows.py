@@ -22,6 +22,7 @@ from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest
+from lookahead.core.page_inputs import write_inputs
 from lookahead.core.results import CommittedNodes
 from lookahead.core.tree_masks import BITS, WORD, MaskedTrees, packed_masks, packed_width, write_masks
 
@@ -70,7 +71,7 @@ class PooledInputs:
         self.nodes = nodes
         self.columns = self._staged.there[2]
         self.packed = self._staged.there[6:]
-        self._padding = slots = np.arange(nodes) % pool.block  # its columns
+        slots = np.arange(nodes) % pool.block  # of padding
         self._alone = np.zeros(mask, dtype=np.int32)  # its masks
         self._alone[np.arange(nodes), BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
 
@@ -92,29 +93,18 @@ class PooledInputs:
         tokens, positions, columns, read, starts, table, *packed = self._staged.here
         forest = plan.forest
         begin = part * self.nodes
-        span = slice(begin, min(begin + self.nodes, len(plan.places)))
-        used = span.stop - begin
-        is_whole = used == len(plan.places)
-        tokens[0, :used], tokens[0, used:] = forest.slot_tokens[span], 0
-        positions[0, :used], positions[0, used:] = plan.positions[span], 0
-        rows = forest.rows_of_slots[span]
-        slots = np.arange(begin, span.stop) - forest.firsts[rows]
-        columns[:used] = pool.columns_of(numbers[rows], plan.lengths[rows] + slots)
-        columns[used:] = self._padding[: self.nodes - used]
+        pages = pool.page_table, pool.block, pool.is_slice
+        buffers = tokens[0], positions[0], columns, starts, table
+        used = write_inputs(begin, forest, plan.positions, (numbers, plan.lengths), pages, buffers)
         if len(read):
             read[: len(forest.read_slots)] = forest.read_slots
-        if not pool.is_slice:
-            starts[:-1], starts[-1] = used, self.nodes
-            starts[: len(numbers)] = forest.firsts[:-1] if is_whole else np.clip(forest.firsts[:-1] - begin, 0, used)
-            width = min(len(table[0]), pool.page_table.shape[1])
-            table[: len(numbers), :width] = pool.page_table[numbers, :width]
         trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, plan.places)
         for kind, buffer in zip(self._masks.kinds, packed, strict=True):
             window, chunk = self._masks.reach(kind)
-            if is_whole:
+            if used == len(plan.places):
                 at_once(write_masks)(trees, window or 0, chunk or 0, buffer)
             else:
-                buffer[:used] = packed_masks(trees, window, chunk, len(buffer[0]))[span]
+                buffer[:used] = packed_masks(trees, window, chunk, len(buffer[0]))[begin : begin + used]
             buffer[used:] = self._alone[: self.nodes - used]
         self._staged.send()
 
