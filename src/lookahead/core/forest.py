@@ -132,61 +132,52 @@ class Forest(Sequence[TokenTree]):
         return forest
 
     @classmethod
-    def of_arrays(
+    def of_rows(
         cls,
         trees: Sequence[TokenTree | None],
-        firsts: Integers,
-        roots: Integers,
-        nodes: tuple[Integers, Integers, NDArray[np.bool_], NDArray[np.bool_]],
-        has_certain: bool = False,
+        last: Sequence[int],
+        drafts: tuple[Integers, Integers, Integers, Integers],
     ) -> Forest:
-        """A forest given its arrays.
+        """The forest of trees that are objects already, and of rows with one pending token and candidates below it.
 
         Args:
-            trees: The trees that are objects already; `None` for the others.
-            firsts, roots, has_certain: Attributes of the forest.
-            nodes: Its `tokens`, `parents`, `reads` and `in_window`.
+            trees: The trees; `None` for the other rows.
+            last: The pending token of each of these, which is read; any token for trees, `[rows]`.
+            drafts: Rows with candidates, their numbers, tokens and parents; see `Roots.add`.
         """
         forest = cls.__new__(cls)
         forest.objects = list(trees)
         forest.rows = len(trees)
-        forest.has_certain = has_certain
-        forest.counts = firsts[1:] - firsts[:-1]
-        forest.roots = roots
-        forest.firsts = firsts
-        forest.tokens, parents, forest.reads, forest.in_window = nodes
-        forest.is_plain = len(parents) == int(roots.sum()) + len(roots)
-        if forest.is_plain:
-            forest._lay_out_plain()
-        else:
-            forest.parents = parents
-            forest._lay_out()
-        return forest
-
-    @classmethod
-    def of_drafts(
-        cls, last: Sequence[int], rows: Integers, counts: Integers, tokens: Integers, parents: Integers
-    ) -> Forest:
-        """A forest of candidates below one pending token in each row.
-
-        Args:
-            last: The pending token of each row, which is read.
-            rows, counts, tokens, parents: The candidates of some rows, at least one; see `Roots.add`.
-        """
-        size = len(last) + len(tokens)
-        forest = cls.__new__(cls)
-        forest.objects = [None] * len(last)
-        forest.rows = len(last)
-        forest.is_plain = forest.has_certain = False
-        forest.counts, forest.roots = np.zeros((2, len(last)), dtype=np.int64)
-        forest.firsts = np.empty(len(last) + 1, dtype=np.int64)
+        sizes = [1 if tree is None else len(tree.tokens) for tree in trees]
+        size = sum(sizes) + len(drafts[2])
+        forest.counts, forest.roots = np.array([sizes, [0] * len(sizes)], dtype=np.int64)
+        forest.firsts = np.empty(len(sizes) + 1, dtype=np.int64)
         forest.tokens, forest.parents = np.empty((2, size), dtype=np.int64)
         forest.reads = np.ones(size, dtype=np.bool_)
         forest.in_window = np.zeros(size, dtype=np.bool_)
-        trees = forest.counts, forest.firsts, forest.tokens, forest.parents
-        _write_drafts(np.array(last, dtype=np.int64), (rows, counts, tokens, parents), trees)
-        forest._lay_out()
+        arrays = forest.counts, forest.firsts, forest.tokens, forest.parents
+        _write_drafts(np.array(last, dtype=np.int64), drafts, arrays)
+        forest.is_plain = forest.has_certain = False
+        if any(trees):
+            forest._write_objects()
+            forest.is_plain = size == int(forest.roots.sum()) + len(sizes)
+        if forest.is_plain:
+            forest._lay_out_plain()
+        else:
+            forest._lay_out()
         return forest
+
+    def _write_objects(self) -> None:
+        """Write the trees that are objects to the arrays."""
+        for row, tree in enumerate(self.objects):
+            if tree is not None:
+                begin = self.firsts[row]
+                end = begin + len(tree)
+                self.tokens[begin:end], self.parents[begin:end] = tree.tokens, tree.parents
+                self.reads[begin:end], self.roots[row] = tree.needs_logits, tree.root
+                self.has_certain |= tree.certain > 0
+                if tree.has_window:
+                    self.in_window[begin:end] = [kind is NodeKind.WINDOW for kind in tree.kinds]
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
@@ -304,10 +295,9 @@ def _write_drafts(
     drafts: tuple[Integers, Integers, Integers, Integers],
     trees: tuple[Integers, Integers, Integers, Integers],
 ) -> None:
-    """Write `counts`, `firsts`, `tokens` and `parents` of a `Forest`; see `Forest.of_drafts`."""
+    """Add drafts to `counts` of a `Forest`, and write its `firsts`, `tokens` and `parents`; see `Forest.of_rows`."""
     rows, drafted, candidates, above = drafts
     counts, firsts, tokens, parents = trees
-    counts[:] = 1
     for index in range(len(rows)):
         counts[rows[index]] += drafted[index]
     firsts[0] = 0

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lookahead.core.forest import Forest, Integers, first_nodes, spread
-from lookahead.core.token_tree import NodeKind, Noise, TokenTree
+from lookahead.core.forest import Forest, Integers
+from lookahead.core.token_tree import Noise, TokenTree
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -138,30 +138,7 @@ class Roots:
         """The trees of the step."""
         if None not in self.trees:
             return Forest([tree for tree in self.trees if tree is not None])
-        rows, more, drafted, above = drafts = self._joined_drafts()
-        if not any(self.trees):
-            return Forest.of_drafts(self.tokens, *drafts) if len(drafted) else Forest.of_tokens(self.tokens)
-        counts = np.array([1 if tree is None else len(tree.tokens) for tree in self.trees], dtype=np.int64)
-        counts[rows] += more
-        bounds = first_nodes(counts)
-        firsts = bounds[:-1]
-        size = int(bounds[-1])
-        tokens = np.empty(size, dtype=np.int64)
-        parents = np.full(size, -1, dtype=np.int64)
-        reads = np.ones(size, dtype=np.bool_)
-        in_window = np.zeros(size, dtype=np.bool_)
-        roots = np.zeros(len(counts), dtype=np.int64)
-        tokens[firsts] = self.tokens
-        index = spread(firsts[rows] + 1, more)
-        tokens[index], parents[index] = drafted, above
-        has_certain = False
-        for row, tree in enumerate(self.trees):
-            if tree is not None:
-                begin = firsts[row]
-                end = firsts[row] + len(tree)
-                tokens[begin:end], parents[begin:end] = tree.tokens, tree.parents
-                reads[begin:end], roots[row] = tree.needs_logits, tree.root
-                has_certain |= tree.certain > 0
-                if tree.has_window:
-                    in_window[begin:end] = [kind is NodeKind.WINDOW for kind in tree.kinds]
-        return Forest.of_arrays(self.trees, bounds, roots, (tokens, parents, reads, in_window), has_certain)
+        drafts = self._joined_drafts()
+        if not len(drafts[2]) and not any(self.trees):
+            return Forest.of_tokens(self.tokens)
+        return Forest.of_rows(self.trees, self.tokens, drafts)

@@ -76,13 +76,13 @@ def _draft() -> None:
     drafter.start([0, 1, 2])
     tree = TokenTree([2])
     drafter.propose(tree)
-    forest = Forest.of_drafts([2], *np.array([[0], [1], [0], [0]], dtype=np.int64))
+    one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    forest = Forest.of_rows([None], [2], (zero, one, zero, zero))
     tree = forest[0]
     compile_walk(forest)
-    texts = np.zeros(1, dtype=np.int64)
     tokens, positions, columns, starts, table = np.zeros((5, 1, 4), dtype=np.int32)
     buffers = tokens[0], positions[0], columns[0], starts[0], table
-    write_inputs(0, forest, forest.depths, (texts, texts), (table, 64, False), buffers)
+    write_inputs(0, forest, forest.depths, (zero, zero), (table, 64, False), buffers)
     masked = MaskedTrees(forest.firsts, forest.parent_slots, forest.roots, forest.depths)
     packed_masks(masked, None, None, packed_width(len(tree)))
     dense_masks(masked, forest.roots, (None, None), -1.0)
