@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from threading import Thread
 from time import perf_counter
@@ -22,9 +23,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from compared.settings import Recorder
-from lookahead import LookaheadConfig
+from lookahead import Engine, LookaheadConfig
+from model_zoo import build
 from quick import diagonal
 
+PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5, 8, 1]
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 
 
@@ -293,3 +296,39 @@ def test_an_error_in_mid_generation_leaves_the_model_usable(llama: PreTrainedMod
         through_function(llama, prompt, max_new_tokens=20, do_sample=False, streamer=Fails())
     assert torch.equal(through_function(llama, prompt, max_new_tokens=20, do_sample=False), expected)
     assert torch.equal(llama.generate(prompt, max_new_tokens=20, do_sample=False), expected)
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Change torch's default number type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.slow_by_nature("all trials of a model run in torch's mode for default devices")
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
+def test_defaults_of_torch_change_nothing(default: torch.device | torch.dtype) -> None:
+    """A program may have a GPU as default device; `meta` stands for it, and holds no values."""
+    model = copy.deepcopy(build("llama"))
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 5}
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    torch.manual_seed(1)
+    alone = model.generate(rows[:1], **options)[0].tolist()
+    torch.manual_seed(1)
+    together = model.generate(rows, pad_token_id=0, **options)
+    greedy = model.generate(rows[:1], max_new_tokens=16, do_sample=False)
+    config = LookaheadConfig(step_budget=12)
+    with default if isinstance(default, torch.device) else default_type(default):
+        assert Engine(model, config).submit(PROMPT, seed=1, logprobs=1, **options).result()[0].tolist() == alone
+        torch.manual_seed(1)
+        output = lookahead.generate(
+            model, rows, lookahead_config=config, return_dict_in_generate=True, pad_token_id=0, **options
+        )
+        config = LookaheadConfig(invariant=True)
+        text = lookahead.generate(model, rows[:1], lookahead_config=config, max_new_tokens=16, do_sample=False)
+    assert torch.equal(output.sequences, together)
+    assert torch.equal(text, greedy)

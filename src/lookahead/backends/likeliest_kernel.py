@@ -116,7 +116,7 @@ def lists_alike(dtype: torch.dtype, device: torch.device) -> bool:
     The trial has random, equal, infinite and invalid logits, and zeros of both signs.
     """
     random = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(6, 2 * PART + 5, generator=random)
+    logits = 4 * torch.randn(6, 2 * PART + 5, generator=random, device="cpu")
     logits[1] = logits[1].round()  # equal values
     logits[2, 7:] = -torch.inf
     logits[3, 9] = torch.nan

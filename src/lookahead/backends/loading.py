@@ -289,7 +289,7 @@ def _gain(weight: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def _seconds(weight: torch.Tensor) -> float:
-    rows = torch.ones(_ROWS, weight.shape[1], dtype=weight.dtype)
+    rows = weight.new_ones(_ROWS, weight.shape[1])
     times = []
     for _ in range(_REPEATS + 1):  # the first one prepares the kernel
         begin = perf_counter()

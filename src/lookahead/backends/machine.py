@@ -130,7 +130,7 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(device) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     ends = np.cumsum(sizes).tolist()
-    staged = torch.empty(max(ends[-1], 1), dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(max(ends[-1], 1), dtype=torch.uint8, device="cpu", pin_memory=True)
     on_host = staged.numpy()
     for array, end, size in zip(arrays, ends, sizes, strict=True):
         on_host[end - size : end - size + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -156,7 +156,7 @@ class Staged:
         sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False):
-            self._host = torch.zeros(sum(sizes), dtype=torch.int32)
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
             self._device = self._host if device.type == "cpu" else torch.empty_like(self._host, device=device)
             parts = zip(torch.split(self._device, sizes), shapes, strict=True)
             self.there = [part[: int(np.prod(shape))].view(shape) for part, shape in parts]

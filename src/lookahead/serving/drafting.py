@@ -189,9 +189,9 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
         InvalidArgumentError: It has other values.
     """
     try:
-        ids = torch.as_tensor(tokens)
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens, device="cpu")
     except Exception:  # user objects may raise any error
-        ids = torch.empty(1)
+        ids = torch.empty(1, device="cpu")
     check_values("prediction", ids)
     is_whole = are_whole_numbers(ids) or (ids.layout is torch.strided and not ids.numel())
     ids = ids.long() if is_whole else ids

@@ -159,7 +159,7 @@ class Engine:
             self._loop.check(arguments, config)
         drafting = self._loop.drafting(config, tenant)
         predicted = predicted_texts(prediction, config, 1, model)[0]
-        seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        seed = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
         noise = TextNoise(torch.Generator(model.device).manual_seed(seed))
         request = Request(arguments, drafting, noise, runner.last_length, predicted=predicted, logprobs=logprobs)
         handle = RequestHandle(self)

@@ -128,7 +128,7 @@ class StreamFeeder:
             tokens or finished for tokens, finished in zip(self._waiting, self._finished, strict=True)
         ):
             column = [tokens.popleft() if tokens else self._pad_token for tokens in self._waiting]
-            self._streamer.put(torch.tensor(column))
+            self._streamer.put(torch.tensor(column, device="cpu"))
 
     def end(self) -> None:
         """End the stream."""

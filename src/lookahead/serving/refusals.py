@@ -107,7 +107,9 @@ def read_prompt(input_ids: object) -> torch.Tensor:
     try:
         has_numbers = isinstance(input_ids, list) and bool(input_ids) and type(input_ids[0]) is int
         # numpy reads numbers in a quarter of torch's time, but no tensors of other devices
-        ids = torch.as_tensor(np.array(input_ids) if has_numbers else input_ids)
+        if not isinstance(input_ids, torch.Tensor):  # torch's default device may be any
+            input_ids = torch.as_tensor(np.array(input_ids) if has_numbers else input_ids, device="cpu")
+        ids = input_ids
     except Exception as error:  # user objects may raise any error
         raise InvalidArgumentError(
             f"input_ids={display(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "

@@ -137,7 +137,7 @@ def invariant_attention(
     _, shared, keys, width = value.shape
     group = heads // shared
     rows = query.reshape(batch, shared, group, nodes, size).transpose(2, 3)
-    output = torch.empty(batch, shared, nodes, group, width)
+    output = torch.empty(batch, shared, nodes, group, width, dtype=torch.float32, device=query.device)
     arrays = tuple(states.float().contiguous().view(-1).numpy() for states in (rows, key, value, output))
     sizes = (shared, group, nodes, keys, size, width)
     numbers = (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0))

@@ -89,7 +89,7 @@ def trial_source(model: PreTrainedModel, rows: int = 1) -> Source:
     """Return a random encoder output, equal for each row, for trials of the decoder."""
     config = getattr(model.get_encoder(), "config", model.config).get_text_config()
     draws = torch.Generator().manual_seed(0)
-    states = torch.randn(1, _TRIAL_LENGTH, config.hidden_size, generator=draws).repeat(rows, 1, 1)
+    states = torch.randn(1, _TRIAL_LENGTH, config.hidden_size, generator=draws, device="cpu").repeat(rows, 1, 1)
     return {"encoder_outputs": _Encoded(last_hidden_state=states.to(model.device, model.dtype))}
 
 

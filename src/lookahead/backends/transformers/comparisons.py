@@ -179,7 +179,7 @@ def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) ->
     make = partial(ModelRunner, model) if fixed is None else fixed
     vocabulary = _vocabulary(model)
     draws = torch.Generator().manual_seed(1)
-    text, other = torch.randint(len(vocabulary), (2, _BITS_TEXT + 1), generator=draws).tolist()
+    text, other = torch.randint(len(vocabulary), (2, _BITS_TEXT + 1), generator=draws, device="cpu").tolist()
 
     def logits_along(texts: Sequence[list[int]], size: int, decoys: int, prompt: int = 1) -> torch.Tensor:
         """Return the logits along `text` in passes of `size` tokens, with decoys."""

@@ -272,7 +272,7 @@ class Equivalence:
     def _answer(self, question: Question) -> bool:
         comparisons = self._comparisons  # another thread may drop them
         keeps_state = has_running_state(self._class, self._config)
-        with quiet(), torch.inference_mode(False), torch.no_grad():
+        with quiet(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
             for seed in range(question.seeds):
                 try:
                     if seed not in comparisons:

@@ -62,7 +62,7 @@ def _manner_of(module: torch.nn.Module) -> tuple[bool, float] | None:
     if not is_norm or weight is None or weight.is_meta or weight.dim() != 1 or weight.dtype.itemsize != 2:
         return None
     random = torch.Generator().manual_seed(0)
-    sample, other = (torch.randn(rows, len(weight), generator=random).to(weight) for rows in (4, 1))
+    sample, other = (torch.randn(rows, len(weight), generator=random, device="cpu").to(weight) for rows in (4, 1))
     probe = module.__class__.__new__(module.__class__)  # with random weights: initial ones hide differences
     vars(probe).update(vars(module), _parameters={"weight": torch.nn.Parameter(other[0])})
     expected = probe.forward(sample)  # without hooks
@@ -144,7 +144,8 @@ def joined_kind(module: torch.nn.Module, kind: Any) -> Any:
         fused[name] = own.__new__(_fused_norm(own, *manner))
         vars(fused[name]).update(vars(child))
     weight: Any = next(iter(fused.values())).weight
-    sample = torch.randn(1, 3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    random = torch.Generator().manual_seed(0)
+    sample = torch.randn(1, 3, len(weight), generator=random, device="cpu").to(weight)
     expected, actual = (_without_products(module, fused, one) for one in (kind, _joined_layer(kind)))
     try:
         return type(actual) if torch.equal(actual.forward(sample).total(), expected.forward(sample)) else kind
@@ -330,9 +331,10 @@ def _gates_alike(activation: Any, weight: Any) -> bool:
     """Return whether `gate` has the bits of an activation and a product for every number of a 16-bit type."""
     if not isinstance(activation, torch.nn.Module) or activation._forward_hooks or activation._forward_pre_hooks:
         return False
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(weight.dtype)
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(weight.dtype)
     numbers = numbers[numbers.isfinite()].to(weight.device)
-    others = torch.randn(len(numbers), generator=torch.Generator().manual_seed(0)).to(weight)
+    random = torch.Generator().manual_seed(0)
+    others = torch.randn(len(numbers), generator=random, device="cpu").to(weight)
     try:
         return torch.equal(fused_kernels.gate(numbers, others), activation(numbers) * others)
     except Exception:  # it is no function of single numbers

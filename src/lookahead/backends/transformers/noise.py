@@ -249,6 +249,7 @@ def draws_row_by_row(device: torch.device, dtype: torch.dtype, vocabulary: int) 
         return False
     together = torch.Generator().manual_seed(0)
     in_turn = torch.Generator().manual_seed(0)
-    both = torch.empty((2, vocabulary), dtype=dtype).exponential_(generator=together)
-    rows = [torch.empty((1, vocabulary), dtype=dtype).exponential_(generator=in_turn) for _ in range(2)]
+    both = torch.empty((2, vocabulary), dtype=dtype, device=device).exponential_(generator=together)
+    row = torch.empty((1, vocabulary), dtype=dtype, device=device)
+    rows = [torch.empty_like(row).exponential_(generator=in_turn) for _ in range(2)]
     return torch.equal(both, torch.cat(rows)) and torch.equal(together.get_state(), in_turn.get_state())

@@ -171,7 +171,7 @@ def product_seconds(layers: Layers) -> dict[int, tuple[float, float]]:
             if finished >= _MIN_ROUNDS and process_clock() - begin > _LONG_ENOUGH:
                 break
             for place, kind in np.ndindex(seconds.shape):
-                inputs = torch.ones(1, _TIMED_ROWS[place], weights[0].shape[1], dtype=weights[0].dtype)
+                inputs = weights[0].new_ones(1, _TIMED_ROWS[place], weights[0].shape[1])
                 start = process_clock()
                 for weight in used[kind]:
                     multiply[kind](inputs, weight)

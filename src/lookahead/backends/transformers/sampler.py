@@ -206,7 +206,8 @@ class TextSampler:
         """Return whether distributions of several rows have the bits of single rows; tried once for each setting."""
         key = self.alike, vocabulary
         if key not in _TRIED:
-            logits = 4 * torch.randn((5, vocabulary), generator=torch.Generator().manual_seed(0))
+            random = torch.Generator().manual_seed(0)
+            logits = 4 * torch.randn((5, vocabulary), generator=random, dtype=torch.float32, device="cpu")
             parts = (logits, *(logits[row : row + 1] for row in range(len(logits))))
             together, *single = (torch.nn.functional.softmax(self.process(None, rows), dim=-1) for rows in parts)
             while len(_TRIED) >= _MAX_TRIED:

@@ -438,7 +438,8 @@ def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Ca
 def _columns(length: int, counted: torch.Tensor) -> torch.Tensor:
     """Return the columns of a text of `length` tokens, by the mask `counted` `[columns]` of the first columns."""
     columns = counted.nonzero()[:, 0]
-    columns = torch.cat([columns, torch.arange(len(counted), len(counted) + max(length - len(columns), 0))])
+    end = len(counted) + max(length - len(columns), 0)
+    columns = torch.cat([columns, torch.arange(len(counted), end, device=counted.device)])
     return columns[:length]
 
 

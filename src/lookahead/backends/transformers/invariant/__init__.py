@@ -87,10 +87,11 @@ def rows_are_equal(product: Product, inputs: int, dtype: torch.dtype, size: int)
 
 def _sample(product: Product, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """Return random rows, a multiple of `MAX_ROWS`, and the number of rows to compare."""
-    outputs = product(torch.zeros(MAX_ROWS, inputs, dtype=dtype)).shape[1]
+    outputs = product(torch.zeros(MAX_ROWS, inputs, dtype=dtype, device="cpu")).shape[1]
     compared = min(max(_RESULTS // outputs, _MIN_SAMPLE), _MAX_SAMPLE)
     random = torch.Generator().manual_seed(0)
-    return torch.randn(-(-compared // MAX_ROWS) * MAX_ROWS, inputs, generator=random).to(dtype), compared
+    rows = -(-compared // MAX_ROWS) * MAX_ROWS
+    return torch.randn(rows, inputs, generator=random, device="cpu").to(dtype), compared
 
 
 def _is_equal(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:
@@ -233,7 +234,7 @@ def _ignores_vectors(function: Product, dtype: torch.dtype) -> bool:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
     inside = function(numbers)
     alone = torch.cat([function(part) for part in torch.split(numbers, _NO_VECTOR)])
     return bool(((inside == alone) | inside.isnan()).all())
