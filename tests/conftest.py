@@ -16,6 +16,7 @@ import torchvision_operators  # noqa: F401
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from lookahead.backends.transformers.model_state import STATES
 from model_zoo import build
@@ -53,6 +54,14 @@ def _nothing_learned() -> None:
     """Tests share models, but not the memories of earlier calls, which change steps."""
     for state in list(STATES.values()):
         state.memories.clear()
+
+
+@pytest.fixture(autouse=True)
+def _same_verbosity() -> Iterator[None]:
+    """Commands silence transformers' log for the whole process, which later tests read."""
+    before = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(before)
 
 
 @pytest.fixture

@@ -32,13 +32,11 @@ Measure = Callable[..., int]
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
-    """Restore threads, random numbers and the verbosity of transformers, which the command sets."""
+    """Restore threads and random numbers, which the command sets."""
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
-    verbosity = command.transformers.utils.logging.get_verbosity()
     yield
     torch.set_num_threads(threads)
     torch.random.set_rng_state(state)
-    command.transformers.utils.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture
