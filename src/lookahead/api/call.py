@@ -82,7 +82,7 @@ class GenerateCall:
         token = arguments.config._pad_token_tensor
         self._pad_token = int(token) if token is not None and self._fills else None
         self._steps = steps = Steps(runner, call.clock, pace, is_padded=call.rows is None)
-        self._leave = call.rows is not None and not together
+        self._leave = call.rows is not None and not together and parallel is None
         if together:
             steps.backend = LockStep(runner, arguments, self._sequences, self._pad_token)
         if call.rows is not None:
