@@ -168,7 +168,7 @@ def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.
         row = int((~mask[:, -1]).nonzero()[0])
         raise InvalidArgumentError(
             f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
-            "least one token"
+            "least one token. Without an attention_mask, transformers hides tokens that equal pad_token_id"
         )
     return [row[visible].tolist() for row, visible in zip(input_ids, mask, strict=True)]
 

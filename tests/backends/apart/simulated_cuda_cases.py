@@ -306,6 +306,18 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
 # Texts.
 
 
+def test_texts_with_this_default_device_equal_the_cpus(device: Simulation) -> None:
+    model, inputs = build("qwen2"), {"input_ids": PROMPT}
+    there = shared_on_cuda(model)
+    texts = [expected(model, inputs, max_new_tokens=24, **options) for options in (GREEDY, SAMPLED)]
+    with torch.device("cuda:0"):
+        for config in (EAGER, GRAPHS):
+            for options, text in zip((GREEDY, SAMPLED), texts, strict=True):
+                assert torch.equal(generated(there, inputs, config, max_new_tokens=24, **options), text)
+        handle = Engine(there, AUTO).submit(PROMPT[0].tolist(), max_new_tokens=24, **GREEDY)
+        assert torch.equal(to_host(handle.result()), texts[0])
+
+
 @pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["gemma3"]))
 def test_texts_of_all_families_equal_the_cpus(name: str, device: Simulation) -> None:
     model, inputs = build(name, attention=ARCHITECTURES[name].attention[0]), {"input_ids": PROMPT}
