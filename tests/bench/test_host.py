@@ -28,7 +28,7 @@ def test_equal_tokens_of_several_texts_are_kept_apart() -> None:
     assert len({tuple(case.answer) for case in cases}) == 4
 
 
-@pytest.mark.slow_by_nature("a process of its own imports torch and compiles")
+@pytest.mark.slow_by_nature("decodes texts by parts, in a process of its own")
 @pytest.mark.usefixtures("compiled_loops")
 def test_recorded_texts_are_served_and_their_steps_timed_by_part(tmp_path: Path) -> None:
     texts, source = tmp_path / "texts.jsonl", Path(lookahead.__file__).parents[1]

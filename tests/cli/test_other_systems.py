@@ -42,6 +42,7 @@ def run(system: dict[str, str], *arguments: str) -> Any:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=system)
 
 
+@pytest.mark.slow_by_nature("starts Python anew")
 @pytest.mark.parametrize("system", ["windows"], indirect=True)
 def test_text_is_generated(system: dict[str, str], demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     ended = run(system, "generate", PROMPT, "-n", str(NEW_TOKENS), "--dtype", "float32", "--json")
@@ -49,6 +50,7 @@ def test_text_is_generated(system: dict[str, str], demo: tuple[PreTrainedModel, 
     assert json.loads(ended.stdout)["text"] == expected(demo)
 
 
+@pytest.mark.slow_by_nature("starts Python anew")
 def test_requests_are_answered(system: dict[str, str], demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     request = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
     server = ServerProcess("--dtype", "float32", from_scratch=True, environment=system)
