@@ -276,27 +276,3 @@ def test_scores_of_any_type_stop_no_draft(dtype: torch.dtype, recwarn: pytest.Wa
     engine.run()
     assert all(torch.equal(handle.result(), expected) for handle in handles)
     assert not [warning for warning in recwarn if "drafting stopped" in str(warning.message)]
-
-
-class InPlace(LogitsProcessor):
-    """Writes into the scores that it gets, which transformers returns as logits then."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for row, last in enumerate(input_ids[:, -1].tolist()):
-            scores[row, last % 40 :: 40] += 3
-        return scores
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_have_what_processors_write_into_them(rows: int, do_sample: bool) -> None:
-    model = build("llama", seed=0)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": do_sample, "return_dict_in_generate": True}
-    options |= {"output_logits": True, "output_scores": True, "attention_mask": MASK[:rows]}
-    torch.manual_seed(0)
-    expected = model.generate(IDS[:rows], logits_processor=[InPlace()], **options)
-    torch.manual_seed(0)
-    output = lookahead.generate(model, IDS[:rows], logits_processor=[InPlace()], lookahead_config=DRAFTS, **options)
-    assert torch.equal(output.sequences, expected.sequences)
-    for name in ("logits", "scores"):
-        torch.testing.assert_close(getattr(output, name), getattr(expected, name), atol=1e-3, rtol=1e-3)

@@ -136,8 +136,7 @@ class LockStep(Backend):
     def _select(self, logits: torch.Tensor) -> list[int]:
         """Select the next token of each row as transformers' `_sample` does, from logits `[rows, vocabulary]`."""
         arguments = self._arguments
-        logits = logits.clone()  # kept with the writes of processors, as by transformers
-        scores = arguments.processors(self._ids, logits)
+        scores = arguments.processors(self._ids, logits.clone())
         if self._scores is not None:
             self._scores = (*self._scores, scores)
         for row, sequence in enumerate(self._sequences):

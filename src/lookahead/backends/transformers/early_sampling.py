@@ -86,7 +86,7 @@ def _after_roots(texts: Sequence[tuple[Any, int]], forest: Forest, outputs: Any,
     chosen = []
     for sequence, row in texts:
         sampler = sequence.sampler
-        scores = sampler.process(sequence.ids, outputs[row].logits_after(int(forest.roots[row])).clone())
+        scores = sampler.process(sequence.ids, outputs[row].logits_after(int(forest.roots[row])))
         probabilities = torch.nn.functional.softmax(scores, dim=-1) if sampler.samples else scores
         noise = sampler.look_ahead(1, probabilities)
         if noise or not sampler.samples:  # else there is no memory for it

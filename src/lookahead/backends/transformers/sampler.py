@@ -246,22 +246,22 @@ class TextSampler:
 
         `text` may be `None` if all processors ignore it.
         """
-        read = logits if self.ignores_text else logits.clone()  # other processors may write into it
-        scores = self.process(text, read)
-        self.keep(read, scores)
+        scores = self.process(text, logits)
+        self.keep(logits, scores)
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
     def keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """Collect the logits and scores of a token, if requested; logits with the writes of processors."""
+        """Collect the logits and scores of a token, if requested."""
         for collected, values in ((self.logits, logits), (self.scores, scores)):
             if collected is not None:
                 collected.append(values.clone())
 
     def process(self, text: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-        """Return the scores: the output of the processors, which may write into `logits`."""
+        """Return the scores: the output of the processors; `logits` stay unchanged."""
+        scores = logits if self.ignores_text else logits.clone()  # other processors may write into it
         for one in self._processors:  # transformers' list inspects each signature
-            logits = one(text, logits)
-        return logits
+            scores = one(text, scores)
+        return scores
 
     def _sample(self, scores: torch.Tensor, noise: SamplingNoise) -> int:
         """Select a token from the softmax of `scores` as `torch.multinomial` does, by the noise of this index."""
