@@ -129,6 +129,7 @@ def test_merged_and_unmerged_adapters() -> None:
 def test_each_adapter_has_its_own_memory() -> None:
     model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
     model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
     config = LookaheadConfig(step_budget=16, memory="process")
 
@@ -144,7 +145,7 @@ def test_each_adapter_has_its_own_memory() -> None:
     with model.disable_adapter():
         assert steps() > again
     model.set_adapter("default")
-    assert steps() <= again
+    assert steps() < first
 
 
 def test_the_active_one_of_two_adapters_writes_the_text() -> None:
