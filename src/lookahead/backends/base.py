@@ -39,13 +39,12 @@ class TextRow:
     Attributes:
         most_pending: Maximum number of pending tokens in the next step; any number if `None`.
         before: Number of cached tokens before the decoded text.
-        prompt: Number of tokens of the prompt, for layers that keep all of it; 0 if it is processed in one pass.
         shift: Position id minus index in the text; not 0 after an image, for example.
         length: Number of cached tokens.
     """
 
     most_pending: int | None = None
-    before = prompt = shift = 0
+    before = shift = 0
     length: int
 
     @property
@@ -60,6 +59,9 @@ class TextRow:
     def crop(self, tokens: int) -> None:
         """Keep only the first `tokens` tokens. Running states cannot."""
         raise NotImplementedError
+
+    def declare_prompt(self, tokens: int) -> None:
+        """Declare the length of the prompt before its first part, for layers that keep all of it."""
 
     def set_apart(self) -> None:
         """Store a finished text where it costs running texts no time."""

@@ -108,7 +108,7 @@ class Forest(Sequence[TokenTree]):
         self.counts = np.array(counts, dtype=np.int64)
         self.roots = np.array(roots, dtype=np.int64)
         self.is_plain = bool((self.counts == self.roots + 1).all())
-        self.firsts = first_nodes(self.counts)
+        self.firsts = _firsts(self.counts)
         self.tokens = np.array(tokens, dtype=np.int64)
         self.reads = np.array(reads, dtype=np.bool_)
         self.in_window = np.zeros(len(tokens), dtype=np.bool_)
@@ -282,7 +282,7 @@ def lay_out(tree: TokenTree) -> Layout:
     return Forest([tree]).layout(0)
 
 
-def first_nodes(counts: Integers) -> Integers:
+def _firsts(counts: Integers) -> Integers:
     """The sum of all counts before each, and behind them of all."""
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=firsts[1:])

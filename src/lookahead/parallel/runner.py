@@ -308,8 +308,10 @@ class ParallelRunner(Backend):
         if mine:
             message[:] = take_token(sequence, result, node)
         token, stopped = self._exchange.gather(message.view(np.uint8))[owner].view(np.int32).tolist()
-        empty = torch.zeros(1, result.logits.shape[-1], device="cpu")
-        logits = result.logits_after(node).cpu() if mine and sampler.records else empty
+        if mine and sampler.records:
+            logits = result.logits_after(node).cpu()
+        else:
+            logits = torch.zeros(1, result.logits.shape[-1], device="cpu")
         if sampler.records:
             self._exchange.broadcast(logits, owner)
         if not mine:

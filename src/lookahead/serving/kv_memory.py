@@ -89,7 +89,7 @@ class KVMemory:
     def drop(self, request: Request) -> None:
         """Drop the keys and values of a request, if it has any: they are computed (again) later."""
         request.row = self.runner.new_row(self.block)
-        request.row.prompt = len(request.arguments.prompts.tokens[0])
+        request.row.declare_prompt(len(request.arguments.prompts.tokens[0]))
         self._expected.pop(request, None)
 
     def reserved(self, tokens: int) -> int:

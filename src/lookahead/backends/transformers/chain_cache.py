@@ -198,12 +198,14 @@ class ChainRow(TextRow):
         """Bytes of states, keys and values."""
         return SavedState(self.content).total_bytes
 
+    def declare_prompt(self, tokens: int) -> None:
+        """See `TextRow`. These layers would take the first part for the whole prompt."""
+        for layer in getattr(self.content, "layers", ()) if not self.length else ():
+            if hasattr(layer, "set_prefill_length"):
+                layer.set_prefill_length(tokens)
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a pass: cache and source."""
-        if not self.length and self.prompt:  # these layers take the first pass for the whole prompt
-            for layer in getattr(self.content, "layers", ()):
-                if hasattr(layer, "set_prefill_length"):
-                    layer.set_prefill_length(self.prompt)
         return {**self._source} if self.content is None else {**self._source, self.name: self.content}
 
     def input(self, tokens: torch.Tensor) -> torch.Tensor:

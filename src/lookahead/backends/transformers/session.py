@@ -217,9 +217,9 @@ class ChainCall(Call):
         sources = [source_of_row(prompts.source, row, prompts.rows) for row in range(prompts.rows)]
         rows = zip(prompts.before, sources, strict=True)
         self._rows = [ChainRow(model, prompts.cache, before, source) for before, source in rows]
-        for row, tokens in zip(self._rows, prompts.tokens, strict=True):
-            row.prompt = len(tokens)
         self._before = None if prompts.cache is None else SavedState(prompts.cache)
+        for row, tokens in zip(self._rows, prompts.tokens, strict=True):
+            row.declare_prompt(len(tokens))
         ends = equivalence(model).holds("positions_end")
         self.runner = runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)

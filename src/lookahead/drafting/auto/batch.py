@@ -347,10 +347,11 @@ class DraftBatch:
         ids = outputs.top_ids
         is_listed = ids.shape[1] > 0
         with self.memory.lock:  # another thread may replace the arrays for more texts
-            fits = is_listed or self.memory.observed
+            is_unread = learns and not (is_listed or self.memory.observed)
+            trusted = self._trusted(drafters) if is_unread else [False] * len(drafters)
             learning = list[tuple[Member, int]]()
-            for drafter, row in zip(drafters, rows, strict=True):
-                if learns and drafter.place >= 0 and (fits or not self._trusted([drafter])[0]):
+            for drafter, row, trusts in zip(drafters, rows, trusted, strict=True):
+                if learns and drafter.place >= 0 and not trusts:
                     learning.append((drafter, row))
                 else:
                     drafter.late += walks.tokens_of(row)[certain:]
