@@ -6,16 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import typed
-from lookahead.core.forest import Forest, Integers
+from lookahead.core.forest import Integers
 
 Buffers = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 """Outputs: tokens, positions and columns, `[nodes]`; first node of each text, `[texts + 2]`; `[texts + 1, pages]`."""
 
 
+@typed
 def write_inputs(
     begin: int,
-    forest: Forest,
-    positions: Integers,
+    trees: tuple[Integers, Integers, Integers, Integers],
     texts: tuple[Integers, Integers],
     pages: tuple[NDArray[np.int32], int, bool],
     buffers: Buffers,
@@ -26,26 +26,12 @@ def write_inputs(
 
     Args:
         begin: Slot of the first node of the part.
-        forest: The trees.
-        positions: Position id of the node in each slot, `[nodes]`.
+        trees: `firsts`, `rows_of_slots` and `slot_tokens` of a `Forest`, and the position id in each slot, `[nodes]`.
         texts: Number in the memory and cached tokens of each text, `[rows]`.
         pages: Pages of each text in the memory, `[texts, pages]`, their size in tokens, and whether the only text is
             in consecutive pages from page 1 on.
         buffers: Outputs.
     """
-    trees = forest.firsts, forest.rows_of_slots, forest.slot_tokens, positions
-    used: int = _write(begin, trees, texts, pages, buffers)
-    return used
-
-
-@typed
-def _write(
-    begin: int,
-    trees: tuple[Integers, Integers, Integers, Integers],
-    texts: tuple[Integers, Integers],
-    pages: tuple[NDArray[np.int32], int, bool],
-    buffers: Buffers,
-) -> int:
     firsts, rows_of_slots, tokens, positions = trees
     numbers, lengths = texts
     page_table, block, is_slice = pages

@@ -82,7 +82,8 @@ def _draft() -> None:
     compile_walk(forest)
     tokens, positions, columns, starts, table = np.zeros((5, 1, 4), dtype=np.int32)
     buffers = tokens[0], positions[0], columns[0], starts[0], table
-    write_inputs(0, forest, forest.depths, (zero, zero), (table, 64, False), buffers)
+    trees = forest.firsts, forest.rows_of_slots, forest.slot_tokens, forest.depths
+    write_inputs(0, trees, (zero, zero), (table, 64, False), buffers)
     masked = MaskedTrees(forest.firsts, forest.parent_slots, forest.roots, forest.depths)
     packed_masks(masked, None, None, packed_width(len(tree)))
     dense_masks(masked, forest.roots, (None, None), -1.0)

@@ -95,16 +95,17 @@ class PooledInputs:
         begin = part * self.nodes
         pages = pool.page_table, pool.block, pool.is_slice
         buffers = tokens[0], positions[0], columns, starts, table
-        used = write_inputs(begin, forest, plan.positions, (numbers, plan.lengths), pages, buffers)
+        trees = forest.firsts, forest.rows_of_slots, forest.slot_tokens, plan.positions
+        used = write_inputs(begin, trees, (numbers, plan.lengths), pages, buffers)
         if len(read):
             read[: len(forest.read_slots)] = forest.read_slots
-        trees = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, plan.places)
+        masked = MaskedTrees(forest.firsts, forest.parent_slots, plan.lengths, plan.places)
         for kind, buffer in zip(self._masks.kinds, packed, strict=True):
             window, chunk = self._masks.reach(kind)
             if used == len(plan.places):
-                at_once(write_masks)(trees, window or 0, chunk or 0, buffer)
+                at_once(write_masks)(masked, window or 0, chunk or 0, buffer)
             else:
-                buffer[:used] = packed_masks(trees, window, chunk, len(buffer[0]))[begin : begin + used]
+                buffer[:used] = packed_masks(masked, window, chunk, len(buffer[0]))[begin : begin + used]
             buffer[used:] = self._alone[: self.nodes - used]
         self._staged.send()
 
