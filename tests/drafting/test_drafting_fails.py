@@ -14,7 +14,7 @@ import torch
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
 from lookahead.backends.forward_result import pass_result
-from lookahead.core.drafts import Groups, observe, propose
+from lookahead.core.drafts import grouped, observe, propose
 from lookahead.core.forest import Forest
 from lookahead.core.pace import Pace
 from lookahead.core.protocols import FixedBudget, NoDrafter
@@ -323,7 +323,7 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(memb
     results = StepResults(forest, pass_result(forest, torch.eye(3, 5), 0), Walks(forest))
     for row in range(3):
         results.walks.set(row, Walk([], [4], False))
-    groups = Groups({(together, pace): [0, 1, 2]}, [])
+    groups = grouped(sequences, range(3))
     ask = partial(observe, sequences, results, groups)
     if member == "find":
         ask = partial(propose, sequences, Roots(trees), groups)

@@ -22,23 +22,44 @@ from lookahead.core.token_tree import TokenTree
 T = TypeVar("T")
 
 
+class Members(NamedTuple):
+    """Rows of a group.
+
+    Attributes:
+        drafters: Their drafters, one for each row.
+        rows: The rows, ascending.
+    """
+
+    drafters: list[Any]
+    rows: list[int]
+
+
 class Groups(NamedTuple):
     """Rows with a drafter.
 
     Attributes:
-        shared: Rows of each group and budget, ascending.
+        shared: Members of each group and budget.
         single: Rows of drafters without a group, ascending.
     """
 
-    shared: dict[tuple[RowsDrafter, StepBudget], list[int]]
+    shared: dict[tuple[RowsDrafter, StepBudget], Members]
     single: list[int]
 
-    def among(self, going: NDArray[np.bool_]) -> Groups:
-        """Return the groups with only the rows of a mask `[rows]`."""
-        if not (self.shared or self.single) or going.all():
-            return self
-        shared = {key: [row for row in rows if going[row]] for key, rows in self.shared.items()}
-        return Groups({key: rows for key, rows in shared.items() if rows}, [row for row in self.single if going[row]])
+
+def grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
+    """Return the groups of some rows, by group and budget."""
+    shared = dict[tuple[RowsDrafter, StepBudget], Members]()
+    single = list[int]()
+    for row in rows:
+        drafter: Any = sequences[row].drafter
+        together = getattr(drafter, "together", None)
+        if together is not None:
+            members = shared.setdefault((together, drafter.budget), Members([], []))
+            members.drafters.append(drafter)
+            members.rows.append(row)
+        elif type(drafter) is not NoDrafter:
+            single.append(row)
+    return Groups(shared, single)
 
 
 def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) -> tuple[int, Groups]:
@@ -71,7 +92,7 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) ->
     for row in groups.single:
         top_k = max(top_k, sequences[row].ask_drafter(_top_k, 0))
     for (group, _), members in groups.shared.items():
-        top_k = max(top_k, group.top_k_of([sequences[row].drafter for row in members]))
+        top_k = max(top_k, group.top_k_of(members.drafters))
     return top_k, groups
 
 
@@ -85,9 +106,9 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) ->
             if found is not None:
                 offers.setdefault(budget, []).append(_Offer(group, some, *found))
     for budget, of_budget in offers.items():
-        competing = [row for offer in of_budget for row in offer.rows]
+        competing = [row for offer in of_budget for row in offer.members.rows]
         try:
-            _send(sequences, roots, competing, budget, of_budget)
+            _send(roots, competing, budget, of_budget)
         except Exception as error:  # of all its rows
             for row in competing:
                 sequences[row].stop_drafting(error)
@@ -98,20 +119,18 @@ class _Offer(NamedTuple):
 
     Attributes:
         group: The group.
-        rows: Their rows.
+        members: Its rows with candidates.
         likely: Probability that each candidate is accepted, row after row, `[candidates]`.
         counts: Candidates of each row, `[rows]`.
     """
 
     group: RowsDrafter
-    rows: Sequence[int]
+    members: Members
     likely: NDArray[np.float64]
     counts: NDArray[np.int64]
 
 
-def _send(
-    sequences: Sequence[SequenceState], roots: Roots, rows: Sequence[int], budget: StepBudget, offers: Sequence[_Offer]
-) -> None:
+def _send(roots: Roots, rows: Sequence[int], budget: StepBudget, offers: Sequence[_Offer]) -> None:
     """Send the likeliest of the candidates that compete for a budget; it chooses their number."""
     _, _, likely, counts = offers[0]
     if len(offers) > 1:
@@ -122,7 +141,7 @@ def _send(
     for offer in offers:
         begin = end
         end = end + len(offer.counts)
-        offer.group.send_rows([sequences[row].drafter for row in offer.rows], offer.rows, roots, sent[begin:end])
+        offer.group.send_rows(*offer.members, roots, sent[begin:end])
 
 
 def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Groups) -> None:
@@ -134,34 +153,21 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
 
 
 def _call(
-    sequences: Sequence[SequenceState], rows: Sequence[int], call: Callable[[Sequence[Any], Sequence[int]], T]
-) -> list[tuple[Sequence[int], T]]:
+    sequences: Sequence[SequenceState], members: Members, call: Callable[[Sequence[Any], Sequence[int]], T]
+) -> list[tuple[Members, T]]:
     """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row.
 
     Returns:
         The rows of each call that raised nothing, and its result.
     """
     try:
-        return [(rows, call([sequences[row].drafter for row in rows], rows))]
+        return [(members, call(*members))]
     except Exception as error:
-        if len(rows) == 1:
-            sequences[rows[0]].stop_drafting(error)
+        if len(members.rows) == 1:
+            sequences[members.rows[0]].stop_drafting(error)
             return []
-        return [done for row in rows for done in _call(sequences, [row], call)]
-
-
-def grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
-    """Return the groups of some rows, by group and budget."""
-    shared = dict[tuple[RowsDrafter, StepBudget], list[int]]()
-    single = list[int]()
-    for row in rows:
-        drafter: Any = sequences[row].drafter
-        together = getattr(drafter, "together", None)
-        if together is not None:
-            shared.setdefault((together, drafter.budget), []).append(row)
-        elif type(drafter) is not NoDrafter:
-            single.append(row)
-    return Groups(shared, single)
+        pairs = zip(*members, strict=True)
+        return [done for drafter, row in pairs for done in _call(sequences, Members([drafter], [row]), call)]
 
 
 def _top_k(drafter: Drafter) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from lookahead.core.drafts import draft, observe
+from lookahead.core.drafts import draft, grouped, observe
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend, Sampler
 from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
@@ -86,7 +86,7 @@ def step(backend: Backend, batch: Batch) -> StepResults:
         sequences[row].steps += 1
     for row in walks.stopped.nonzero()[0].tolist():
         sequences[row].finished = True
-    observe(sequences, results, groups.among(walks.counts > 0))
+    observe(sequences, results, groups if len(rows) == len(sequences) else grouped(sequences, rows))
     mark("learn")
 
     batch.statistics.record(results.nodes[going].tolist(), walks.counts[going].tolist())

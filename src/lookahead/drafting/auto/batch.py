@@ -221,13 +221,13 @@ class DraftBatch:
         first = drafters[0]
         if first.budget.backs_off or not (self.reads and first.learns):
             return 0
-        joined = [drafter for drafter in drafters if drafter.place >= 0]
-        return int(self.memory.top_k) if any(self._trusted(joined)) else 0
+        places = _places_of(drafters)
+        return int(self.memory.top_k) if (self._trusted(places) & (places >= 0)).any() else 0
 
-    def _trusted(self, drafters: Sequence[Member]) -> list[bool]:
-        """Whether predictions often match the selected tokens of each text, or it has no slot yet."""
-        shares = self.state.feedback["share"].tolist()
-        return [drafter.place < 0 or shares[drafter.place] >= UNTRUSTED for drafter in drafters]
+    def _trusted(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether predictions often match the selected tokens of each text, or it has no slot yet, `[rows]`."""
+        trusted: NDArray[np.bool_] = self.state.feedback["share"][places] >= UNTRUSTED
+        return trusted | (places < 0)
 
     def find_rows(
         self, drafters: Sequence[Member], rows: Sequence[int], roots: Roots
@@ -235,16 +235,17 @@ class DraftBatch:
         """Draft for several texts with a common budget (`RowsDrafter.find_rows`)."""
         first = drafters[0]  # with sources the only one
         budget = first.budget
-        trusted = self._trusted(drafters)
-        budget.begin(sum(trusted) if self.reads and first.learns else 0)
+        places = _places_of(drafters)
+        trusted = self._trusted(places)
+        budget.begin(int(trusted.sum()) if self.reads and first.learns else 0)
         fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
         if budget.backs_off or not fits:
             return None
-        new = [drafter for drafter in drafters if drafter.place < 0]
+        new = (places < 0).nonzero()[0].tolist()
         if new:
-            for drafter in new:
-                drafter.join()
-        places = _places_of(drafters)
+            for index in new:
+                drafters[index].join()
+            places = _places_of(drafters)
         with self.memory.lock:
             self._catch_up(drafters)
             if first.sources:
@@ -276,7 +277,7 @@ class DraftBatch:
         roots.add(np.array(rows), counts, *self.take(places, counts))
 
     def _foresee(
-        self, levels: Sequence[int], roots: Roots, rows: Sequence[int], trusted: Sequence[bool], certain: int
+        self, levels: Sequence[int], roots: Roots, rows: Sequence[int], trusted: NDArray[np.bool_], certain: int
     ) -> dict[int, Noise]:
         """Return the noise that the next tokens of some texts will be sampled with, if known, by index in `rows`.
 
@@ -347,23 +348,24 @@ class DraftBatch:
         ids = outputs.top_ids
         is_listed = ids.shape[1] > 0
         with self.memory.lock:  # another thread may replace the arrays for more texts
-            is_unread = learns and not (is_listed or self.memory.observed)
-            trusted = self._trusted(drafters) if is_unread else [False] * len(drafters)
-            learning = list[tuple[Member, int]]()
-            for drafter, row, trusts in zip(drafters, rows, trusted, strict=True):
-                if learns and drafter.place >= 0 and not trusts:
-                    learning.append((drafter, row))
-                else:
-                    drafter.late += walks.tokens_of(row)[certain:]
-                    if drafter.place >= 0:
-                        self.sent[drafter.place] = 0
-            if not learning:
-                return
-            self._catch_up([drafter for drafter, _ in learning])
-            places = np.array([(drafter.place, row) for drafter, row in learning], dtype=np.int64)
+            places = _places_of(drafters)
+            learning = (places >= 0) & learns
+            if learns and not (is_listed or self.memory.observed):
+                learning &= ~self._trusted(places)
+            if not learning.all():
+                for index in (~learning).nonzero()[0].tolist():
+                    drafters[index].late += walks.tokens_of(rows[index])[certain:]
+                self.sent[places[~learning & (places >= 0)]] = 0
+                kept = learning.nonzero()[0].tolist()
+                if not kept:
+                    return
+                drafters = [drafters[index] for index in kept]
+                rows = [rows[index] for index in kept]
+                places = places[learning]
+            self._catch_up(drafters)
             outcomes = np.empty(len(places), dtype=OUTCOME)
             lengths = forest.roots, forest.counts, forest.firsts, walks.counts
-            self._summarize(places, certain, *lengths, self.sent, outcomes)
+            self._summarize(places, np.array(rows), certain, *lengths, self.sent, outcomes)
             # Copies, as learning overwrites them.
             if self.reads and is_listed:
                 ids, probabilities = ids.copy(), outputs.top_probabilities.copy()

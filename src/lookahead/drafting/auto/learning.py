@@ -133,7 +133,8 @@ class Step(NamedTuple):
 
 @compiled
 def summarize(
-    texts: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
     certain: int,
     roots: NDArray[np.int64],
     counts: NDArray[np.int64],
@@ -145,16 +146,16 @@ def summarize(
     """Write the outcome of a step for some texts.
 
     Args:
-        texts: Slot of each text, and its row in the step, `[texts, 2]`.
+        places, rows: Slot of each text, and its row in the step, `[texts]`.
         certain: Number of certain tokens above their drafts, which the texts have already.
         roots, counts, firsts: Root, nodes and first node of each tree, `[rows]`.
         added: Number of selected tokens of each row, `[rows]`.
         sent: Number of nodes that were sent of the draft in each slot, which are set to 0.
         outcomes: `OUTCOME`s, `[texts]`, to be written.
     """
-    for text in range(len(texts)):
-        place = texts[text, 0]
-        row = texts[text, 1]
+    for text in range(len(places)):
+        place = places[text]
+        row = rows[text]
         outcome = outcomes[text]
         outcome["place"], outcome["root"] = place, roots[row] + certain
         outcome["nodes"] = min(outcome["root"] + 1 + sent[place], counts[row])
