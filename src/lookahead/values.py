@@ -1,4 +1,4 @@
-"""Checks of argument values. Errors name the argument, its value and the requirement."""
+"""Checks of argument values, and of files named by them. Errors name the argument, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from operator import index
+from pathlib import Path
 from typing import Any, cast
 
 from lookahead.errors import InvalidArgumentError
@@ -121,3 +122,32 @@ def check_path(name: str, value: object, requirement: str) -> None:
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     require(isinstance(path, str) and path != "", name, value, requirement)
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a text file; errors name its purpose `what` and its path.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot read {what} {path}: {error.strerror}; give the path of a readable file"
+        ) from error
+    return decoded(content, f"{what} {path}")
+
+
+def decoded(content: bytes, what: str) -> str:
+    """Decode UTF-8 bytes, without a byte order mark; errors name their source `what`.
+
+    Raises:
+        InvalidArgumentError: They are not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
+        ) from error

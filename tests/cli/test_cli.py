@@ -285,7 +285,7 @@ def test_an_option_that_cannot_work_is_named(
         (["chat", "--template", "none"], "give the path of a readable file"),
         (["serve", "--api-key-file", "none"], "give the path of a readable file"),
         (["batch", "none", "-o", "out.jsonl"], "give the path of a readable file"),
-        (["batch", "latin-1", "-o", "out.jsonl"], "convert them to UTF-8"),
+        (["batch", "latin-1", "-o", "out.jsonl"], "convert it to UTF-8"),
         (["batch", "prompts", "-o", "prompts/out.jsonl"], "choose another --output"),
         (["bench", "run", "none", "-o", "out.jsonl"], "give the path of a readable file"),
         (["bench", "law", "none"], "give the path of a readable file"),

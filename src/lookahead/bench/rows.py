@@ -21,6 +21,7 @@ from lookahead.backends.transformers.findings import device_name
 from lookahead.bench.suite import TaskSpec
 from lookahead.core.files import TEXT, replaced
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import read_text
 from lookahead.version import __version__
 
 
@@ -283,16 +284,7 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
     Raises:
         InvalidArgumentError: The file cannot be read, or a line is malformed; the message names the line.
     """
-    try:
-        lines = task.data.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot read the prompts {task.data}: {error.strerror}; give the path of a readable file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(
-            f"the prompts {task.data} are not valid UTF-8 (byte {error.start}); convert them to UTF-8 first"
-        ) from error
+    lines = read_text(task.data, "the file of prompts").split("\n")
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():

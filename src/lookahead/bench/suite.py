@@ -10,6 +10,7 @@ from typing import Any
 
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -184,12 +185,8 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
         InvalidArgumentError: The file cannot be read, or a value is invalid; the message names the key.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot read the benchmark {path}: {error.strerror}; give the path of a readable file"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(read_text(path, "the benchmark"))
+    except tomllib.TOMLDecodeError as error:
         raise InvalidArgumentError(f"{path} is not a TOML file: {error}") from error
     folder = path.resolve().parent
     root = _arguments(Suite, {"models": [], "tasks": [], "methods": [], **values}, "")

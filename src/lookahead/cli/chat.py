@@ -28,7 +28,7 @@ from lookahead.cli.generate import (
     text_options,
     traced,
 )
-from lookahead.cli.inputs import checked, decoded, read_text, stdin_is
+from lookahead.cli.inputs import checked, stdin_is
 from lookahead.cli.loading import load_for_decoding
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import ChatSettings
@@ -37,6 +37,7 @@ from lookahead.core.sequence import common_start
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.text import conversation_text
+from lookahead.values import decoded, read_text
 
 MARKER = "> "
 
@@ -380,7 +381,7 @@ def read_template(settings: ChatSettings) -> str | None:
         raise InvalidArgumentError(
             f"--raw uses no template, but --template {settings.template} names one; choose one of the two"
         )
-    return read_text(settings.template, "the template", "--template")
+    return read_text(settings.template, "the template from --template")
 
 
 def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedModel, notes: Console) -> TurnFormat:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lookahead.errors import InvalidArgumentError
+from lookahead.values import decoded, read_text
 
 
 def read_prompt(prompt: str | None, file: Path | None, default: str = "") -> str:
@@ -25,7 +26,7 @@ def read_prompt(prompt: str | None, file: Path | None, default: str = "") -> str
     if "-" in (prompt, str(file)):
         text = _read_stdin()
     elif file is not None:
-        text, source = read_text(file, "the prompt", "--file"), f"--file {file}"
+        text, source = read_text(file, "the prompt from --file"), f"--file {file}"
     elif prompt is not None:
         text, source = checked(prompt, "the prompt argument"), "the argument"
     elif stdin_is(typed=False):
@@ -45,27 +46,6 @@ def read_prompt(prompt: str | None, file: Path | None, default: str = "") -> str
 def stdin_is(*, typed: bool) -> bool:
     """Whether standard input is open, and is a terminal (`typed`) or not."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty() == typed
-
-
-def read_text(path: Path, what: str, option: str) -> str:
-    """Read a UTF-8 file; errors name its purpose `what` and its `option`."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot read {what} from {option} {path}: {error.strerror}; give the path of a readable file"
-        ) from error
-    return decoded(content, f"{what} from {option} {path}")
-
-
-def decoded(content: bytes, what: str) -> str:
-    """Decode UTF-8 bytes; errors name their source `what`."""
-    try:
-        return content.decode("utf-8-sig")  # without the byte order mark, which is not part of the text
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(
-            f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
-        ) from error
 
 
 def checked(text: str, what: str) -> str:
@@ -112,7 +92,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """
     if path is None:
         return ()
-    lines = [line.strip() for line in read_text(path, "the keys", "--api-key-file").splitlines()]
+    lines = [line.strip() for line in read_text(path, "the keys from --api-key-file").splitlines()]
     for number, line in enumerate(lines, 1):
         if line[:1] != "#" and not (line.isascii() and line.isprintable()):
             raise InvalidArgumentError(
