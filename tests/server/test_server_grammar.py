@@ -18,9 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import GrammarProcessor, grammar_of, grammar_tokenizer
 from lookahead.server.guard import ServerSettings
-from lookahead.server.messages import Message
 from lookahead.server.plan import make_plan
-from lookahead.server.requests import ChatRequest
+from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import EncodedPrompt
 from lookahead.server.tools import FORMATS, HARMONY, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from lookahead.text import TextBuilder

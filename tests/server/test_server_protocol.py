@@ -17,8 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead.config import PRESETS
 from lookahead.server.errors import validation_error
 from lookahead.server.fields import ANY, UNUSED
-from lookahead.server.messages import Message
-from lookahead.server.requests import ChatRequest, CompletionRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest, Message
 from lookahead.server.responses_request import ResponsesRequest
 from lookahead.version import __version__
 

@@ -8,13 +8,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lookahead.server import messages as chats
 from lookahead.server.answers import ChatForm
 from lookahead.server.errors import ApiError
 from lookahead.server.fields import MESSAGE, MESSAGES, PART, TOOL, Fields, Many
 from lookahead.server.generation import Answer, Generation
 from lookahead.server.outbox import Piece
-from lookahead.server.requests import ChatRequest, Count, JsonSchema, JsonSchemaFormat, StopStrings, TextRequest
+from lookahead.server.requests import (
+    ChatRequest,
+    ContentPart,
+    Count,
+    Function,
+    FunctionCall,
+    FunctionName,
+    FunctionTool,
+    ImagePart,
+    ImageUrl,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    StopStrings,
+    TextPart,
+    TextRequest,
+    ToolCall,
+    joined,
+)
 from lookahead.server.tools import Part
 
 
@@ -121,16 +139,15 @@ class MessagesRequest(TextRequest, place=MESSAGES):
     def as_chat(self) -> ChatRequest:
         """Convert to a chat request."""
         system = self.system if isinstance(self.system, str) else "".join(block.text for block in self.system)
-        messages = [chats.Message(role="system", content=system)] if system else []
+        messages = [Message(role="system", content=system)] if system else []
         for turn in self.messages:
             messages += _messages(turn)
         continues = messages[-1].role == "assistant"
         choice, form = self.tool_choice or ToolChoice(type="auto"), self.output_config.format
-        tool_choice = chats.NamedTool(type="function", function=chats.FunctionName(name=choice.name))
+        tool_choice = NamedTool(type="function", function=FunctionName(name=choice.name))
         choices: dict[str, Any] = {"any": "required", "tool": tool_choice}
         tools = [
-            chats.Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
-            for tool in self.tools
+            Function(name=tool.name, description=tool.description, parameters=tool.input_schema) for tool in self.tools
         ]
         shared = self.model_fields_set.intersection(TextRequest.model_fields)
         fields = {name: getattr(self, name) for name in shared} | {"stop": [*self.stop, *self.stop_sequences]}
@@ -138,7 +155,7 @@ class MessagesRequest(TextRequest, place=MESSAGES):
         return ChatRequest(
             messages=messages,
             max_tokens=self.max_tokens,
-            tools=[chats.FunctionTool(type="function", function=tool) for tool in tools],
+            tools=[FunctionTool(type="function", function=tool) for tool in tools],
             tool_choice=choices.get(choice.type, choice.type),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=None if schema is None else JsonSchemaFormat(type="json_schema", json_schema=schema),
@@ -156,39 +173,37 @@ class CountRequest(MessagesRequest, place=MESSAGES):
     max_tokens: Count = 1
 
 
-def _messages(turn: Turn) -> list[chats.Message]:
+def _messages(turn: Turn) -> list[Message]:
     """Convert a turn to chat messages; each result of a function is a message."""
     if isinstance(turn.content, str):
-        return [chats.Message(role=turn.role, content=turn.content)]
+        return [Message(role=turn.role, content=turn.content)]
     messages, contents, thoughts, calls = [], [], [], []
     for block in turn.content:
         if isinstance(block, ResultBlock):
-            messages.append(chats.Message(role="tool", tool_call_id=block.tool_use_id, content=_parts(block.content)))
+            messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=_parts(block.content)))
         elif isinstance(block, CallBlock):
-            function = chats.FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-            calls.append(chats.ToolCall(id=block.id, function=function))
+            function = FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
+            calls.append(ToolCall(id=block.id, function=function))
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         else:
             contents.append(block)
     if contents or calls or thoughts or not messages:
-        content = _parts(contents) if turn.role == "user" else chats.joined(_parts(contents))
+        content = _parts(contents) if turn.role == "user" else joined(_parts(contents))
         thought = "".join(thoughts) or None
-        messages.append(
-            chats.Message(role=turn.role, content=content, reasoning_content=thought, tool_calls=calls or None)
-        )
+        messages.append(Message(role=turn.role, content=content, reasoning_content=thought, tool_calls=calls or None))
     return messages
 
 
-def _parts(blocks: Any) -> list[chats.ContentPart]:
-    parts: list[chats.ContentPart] = []
+def _parts(blocks: Any) -> list[ContentPart]:
+    parts: list[ContentPart] = []
     for block in [TextBlock(type="text", text=blocks)] if isinstance(blocks, str) else blocks:
         if isinstance(block, TextBlock):
-            parts.append(chats.TextPart(type="text", text=block.text))
+            parts.append(TextPart(type="text", text=block.text))
         else:
             source = block.source
             url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
-            parts.append(chats.ImagePart(type="image_url", image_url=chats.ImageUrl(url=url)))
+            parts.append(ImagePart(type="image_url", image_url=ImageUrl(url=url)))
     return parts
 
 

@@ -25,8 +25,16 @@ from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import refused
 from lookahead.server.grammar_trial import LIMITS, error_message, tokenizer_from
-from lookahead.server.messages import FunctionTool, NamedTool, SomeTools
-from lookahead.server.requests import ChatRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs, TextRequest
+from lookahead.server.requests import (
+    ChatRequest,
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedTool,
+    SomeTools,
+    StructuredOutputs,
+    TextRequest,
+)
 from lookahead.server.tools import JSON_LAYOUT, TAGS, ReasoningFormat, Thinking, ToolFormat, call_rules, literal, up_to
 
 _FORCED = 0.99

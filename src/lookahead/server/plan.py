@@ -15,8 +15,14 @@ from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
 from lookahead.server.grammar import GrammarProcessor, GrammarSource, callable_tools, compile_grammar, grammar_of
 from lookahead.server.guard import ServerSettings
-from lookahead.server.messages import joined
-from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, LookaheadOptions, TextRequest
+from lookahead.server.requests import (
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    LookaheadOptions,
+    TextRequest,
+    joined,
+)
 from lookahead.server.served_model import EncodedPrompt, ServedModel, remaining_tokens
 from lookahead.server.tools import TAGS, Thinking
 

@@ -9,26 +9,24 @@ from pydantic import ConfigDict, Field
 
 from lookahead.server.errors import refused
 from lookahead.server.fields import FORMAT, MESSAGE, RESPONSES, TOOL, Fields, Many
-from lookahead.server.messages import (
+from lookahead.server.requests import (
     AllowedTools,
+    ChatRequest,
     ContentPart,
+    Count,
     Function,
     FunctionCall,
     FunctionName,
     FunctionTool,
-    Message,
-    NamedTool,
-    SomeTools,
-    ToolCall,
-)
-from lookahead.server.requests import (
-    ChatRequest,
-    Count,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+    Message,
+    NamedTool,
+    SomeTools,
     TextFormat,
     TextRequest,
+    ToolCall,
 )
 
 

@@ -23,8 +23,16 @@ from lookahead.server.fields import json_error_message
 from lookahead.server.grammar import callable_tools, describe_tokens, grammar_tokenizer, token_bytes
 from lookahead.server.grammar_trial import GrammarTrials
 from lookahead.server.images import decode_images
-from lookahead.server.messages import FunctionTool, ImagePart, Message, TextPart, ToolCall
-from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
+from lookahead.server.requests import (
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    TextPart,
+    ToolCall,
+)
 from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
 from lookahead.serving import Engine
 from lookahead.text import FastDecoder, Tokenizer, conversation_text

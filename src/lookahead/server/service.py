@@ -23,10 +23,9 @@ from lookahead.server.generation import Answer, Generation
 from lookahead.server.guard import ServerSettings
 from lookahead.server.images import read_images
 from lookahead.server.log import write_line
-from lookahead.server.messages import Message
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
 from lookahead.server.outbox import Outbox, Piece
-from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest, Message
 from lookahead.server.served_model import ServedModel
 from lookahead.server.tracing import Tracing
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lookahead.server.messages import FunctionTool
+from lookahead.server.requests import FunctionTool
 from lookahead.text import held_back
 
 NAME = "NAME"
