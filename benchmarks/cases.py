@@ -114,6 +114,14 @@ def read_cases(
     return cases
 
 
+def lengthened(cases: Sequence[Case], prompt: int, answer: int) -> Case:
+    """Return the first case with its prompt repeated and the answers of all joined, cut to these numbers of tokens."""
+    first = cases[0]
+    repeated = first.prompt * -(-prompt // len(first.prompt))
+    joined = [token for case in cases for token in case.answer]
+    return Case(first.id, repeated[-prompt:], joined[:answer])
+
+
 def read_texts(path: Path) -> list[str]:
     """Read the prompts of a file as texts."""
     return [prompt_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

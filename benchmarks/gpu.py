@@ -44,7 +44,7 @@ from transformers import GenerationConfig
 import gpu_kernels
 import lookahead
 import same_bits
-from cases import Case, encoder_of, forced, generate, now, read_cases
+from cases import Case, encoder_of, forced, generate, lengthened, now, read_cases
 from gpu_serving import stream_rows
 from lookahead import Engine, LookaheadConfig
 from lookahead.backends.session import open_session
@@ -210,13 +210,10 @@ def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
 def recorded(options: Options, path: str, count: int, prompt: int, answer: int) -> list[Case]:
     """Read recorded texts of a file, repeated if it has fewer; shorter ones are lengthened by those after them."""
     cases = read_cases(Path(path), encoder_of(load_tokenizer("demo")))
-    texts = []
-    for number in range(count):
-        case, *others = [cases[(number + other) % len(cases)] for other in range(1 + answer // 16)]
-        tokens = [token for one in (case, *others) for token in one.answer][:answer]
-        begin = (case.prompt * -(-prompt // len(case.prompt)))[-prompt:]
-        texts.append(replace(case, prompt=begin, answer=tokens, expected=()))
-    return texts
+    parts = range(1 + answer // 16)
+    return [
+        lengthened([cases[(number + part) % len(cases)] for part in parts], prompt, answer) for number in range(count)
+    ]
 
 
 def serve_cases(engine: Engine, cases: Sequence[Case], selection: str, every: int = 0) -> Row:

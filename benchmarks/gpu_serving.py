@@ -24,7 +24,7 @@ from lookahead.errors import LookaheadError
 from models import load_tokenizer
 from scripted import scripted, scripted_model
 
-START_SECONDS = 180
+START_SECONDS = 300
 
 
 def serve(device: str, shapes: str, config: LookaheadConfig, cases: Sequence[Case], port: int) -> None:
@@ -43,6 +43,34 @@ def serve(device: str, shapes: str, config: LookaheadConfig, cases: Sequence[Cas
     )
     settings = ServerSettings(port=port, max_rows=len(cases))
     serve_models([served], settings, bind(settings))
+
+
+def free_address() -> tuple[int, str]:
+    """Return a free port of this machine, and the address of a server that listens there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return port, f"http://127.0.0.1:{port}"
+
+
+def wait_for(url: str, is_running: Callable[[], bool]) -> None:
+    """Wait until a server answers.
+
+    Args:
+        url: Its address.
+        is_running: Whether its process still runs.
+
+    Raises:
+        LookaheadError: It did not start.
+    """
+    end = perf_counter() + START_SECONDS
+    while perf_counter() < end and is_running():
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            return
+        except httpx.HTTPError:
+            sleep(0.2)
+    raise LookaheadError(f"the server at {url} did not start")
 
 
 def stream(url: str, case: Case) -> tuple[int, float, float]:
@@ -70,15 +98,12 @@ def stream_rows(
     """
     cases = read()
     _, renamed = scripted(scripted_model("tiny", "float32", "cpu"), cases, len(load_tokenizer("demo")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    port, url = free_address()
     arguments: tuple[Any, ...] = (device, shapes, config, cases, port)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
     process.start()
     try:
-        _wait(url, process)
+        wait_for(url, process.is_alive)
         with ThreadPoolExecutor(len(cases)) as clients:
             for repeat in range(3):
                 begin = perf_counter()
@@ -99,15 +124,3 @@ def stream_rows(
     finally:
         process.terminate()
         process.join(START_SECONDS)
-
-
-def _wait(url: str, process: Any) -> None:
-    """Wait until the server answers."""
-    end = perf_counter() + START_SECONDS
-    while perf_counter() < end and process.is_alive():
-        try:
-            httpx.get(f"{url}/health").raise_for_status()
-            return
-        except httpx.HTTPError:
-            sleep(0.2)
-    raise LookaheadError("the server did not start")

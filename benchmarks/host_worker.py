@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import lookahead
-from cases import Case, encoder_of, forced, read_cases
+from cases import Case, encoder_of, forced, lengthened, read_cases
 from lookahead import Engine, LookaheadConfig
 from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
@@ -97,9 +97,7 @@ class Texts:
         encode = encoder_of(load_tokenizer("demo"))
         cases = read_cases(path, encode, prompt=prompt)
         self.table = Table(prompt + new + 512)
-        self.cases = [
-            self.table.add(_lengthened(cases[place:], prompt, new)) for place in range(min(TEXTS, len(cases)))
-        ]
+        self.cases = [self.table.add(lengthened(cases[place:], prompt, new)) for place in range(min(TEXTS, len(cases)))]
         self.model = table_model(2 * (prompt + new) + 512)
 
     def arguments(self, case: Case, more: dict[str, Any]) -> dict[str, Any]:
@@ -107,13 +105,6 @@ class Texts:
         plain = {"do_sample": False, "max_new_tokens": len(case.answer), "eos_token_id": None, "pad_token_id": 0}
         rest = {name: value for name, value in more.items() if name != "forced"}
         return plain | rest | (forced(case) if "forced" in more else {})
-
-
-def _lengthened(cases: Sequence[Case], prompt: int, new: int) -> Case:
-    """Return the first case with its prompt repeated and all answers joined, cut to these numbers of tokens."""
-    first = cases[0]
-    answer = [token for case in cases for token in case.answer]
-    return Case(first.id, (first.prompt * -(-prompt // len(first.prompt)))[-prompt:], answer[:new])
 
 
 class EngineRun:

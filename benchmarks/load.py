@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,12 +27,12 @@ import psutil
 
 import lookahead
 from cases import read_texts
+from gpu_serving import START_SECONDS, free_address, wait_for
 from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
 from lookahead.errors import LookaheadError
 from probe import Probe, Unit, option
 
-START_SECONDS = 300
 PROMPT_CHARACTERS = 450
 """Length of a prompt of `own_prompts`, similar to prompts of HumanEval."""
 
@@ -80,14 +78,11 @@ def running(server: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
     Raises:
         LookaheadError: The server did not start.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    port, url = free_address()
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command_of(server, model, port), stdout=quiet, stderr=quiet) as process:
         try:
-            _wait(url, process)
+            wait_for(url, lambda: process.poll() is None)
             yield url, psutil.Process(process.pid)
         finally:
             process.kill()
@@ -101,17 +96,6 @@ def pin(process: psutil.Process) -> None:
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread.id, cores[:1])
         os.sched_setaffinity(0, cores[1:])
-
-
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise LookaheadError(f"the server at {url} did not start")
 
 
 def own_prompts() -> list[str]:
