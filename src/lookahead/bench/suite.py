@@ -10,7 +10,7 @@ from typing import Any
 
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
-from lookahead.values import read_text
+from lookahead.values import read_text, require
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -219,8 +219,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
 
 def _arguments(kind: type, values: Any, where: str) -> dict[str, Any]:
     """Check a table of the file against the fields of `kind`, and return its values."""
-    if not isinstance(values, dict):
-        raise InvalidArgumentError(f"{where}={values!r} must be a table")
+    require(isinstance(values, dict), where, values, "must be a table")
     keys = {key.name: key for key in fields(kind)}
     for name, value in values.items():
         path = f"{where}.{name}" if where else name
@@ -228,8 +227,7 @@ def _arguments(kind: type, values: Any, where: str) -> dict[str, Any]:
             raise InvalidArgumentError(f"{path} is not a key of a benchmark; known keys are {', '.join(keys)}")
         about = keys[name].metadata
         is_allowed, words = _RULES[about["kind"]]
-        if not is_allowed(value, about):
-            raise InvalidArgumentError(f"{path}={value!r} must be {words.format(name=name, **about)}")
+        require(is_allowed(value, about), path, value, f"must be {words.format(name=name, **about)}")
     for name, key in keys.items():
         if name not in values and key.default is MISSING and key.default_factory is MISSING:
             raise InvalidArgumentError(f"{where}.{name} is missing")
@@ -240,8 +238,7 @@ def _tables(tables: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]
     """Yield the tables of an array, with their names for errors. A table with `each` becomes one table per entry."""
     for index, table in enumerate(tables):
         where = f"{name}[{index}]"
-        if not isinstance(table, dict):
-            raise InvalidArgumentError(f"{where}={table!r} must be a table; begin it with [[{name}]]")
+        require(isinstance(table, dict), where, table, f"must be a table; begin it with [[{name}]]")
         variants = table.pop("each", None)
         if variants is None:
             yield table, where
@@ -249,8 +246,7 @@ def _tables(tables: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]
         if not isinstance(variants, dict) or not variants or "name" in table:
             raise InvalidArgumentError(f"{where} must have a name, or names and further values in `each`")
         for variant, values in variants.items():
-            if not isinstance(values, dict):
-                raise InvalidArgumentError(f"{where}.each.{variant}={values!r} must be a table")
+            require(isinstance(values, dict), f"{where}.each.{variant}", values, "must be a table")
             yield _merged({**table, "name": variant}, values), where
 
 

@@ -31,6 +31,7 @@ from lookahead.drafting.background import compile_loops
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm_requests import Requests, Rows
+from lookahead.values import require
 
 _ORDERS = 8
 """Longest context of the memory, in tokens. Only the memory searches other texts, so it is twice that of one text."""
@@ -89,8 +90,7 @@ class ProposerSettings:
             "save_seconds": (number and self.save_seconds >= 0, "a number, at least 0"),
         }
         for name, (holds, meaning) in checks.items():
-            if not holds:
-                raise InvalidArgumentError(f"lookahead.{name}={getattr(self, name)!r} must be {meaning}")
+            require(bool(holds), f"lookahead.{name}", getattr(self, name), f"must be {meaning}")
         if self.memory is not None and self.learn == "tokens":
             raise InvalidArgumentError("lookahead.memory needs learn='logits'; a memory of tokens cannot be saved")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +25,7 @@ from lookahead.core.sequence import SequenceState
 from lookahead.drafting import FIXED_BUDGET
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.parallel.exchange import Exchange, Monitor, agree, settings, share_random_state
-from lookahead.parallel.launcher import check_memory, environment_number
+from lookahead.parallel.launcher import check_memory, environment_number, started_together
 from lookahead.parallel.runner import ParallelRunner
 from lookahead.values import finite_number, require, whole_number
 from lookahead.version import __version__
@@ -207,7 +206,7 @@ def join(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     owns_processes = not dist.is_initialized()
     if owns_processes:
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if started_together():
             environment_number("RANK", 0, environment_number("WORLD_SIZE", 1) - 1)
             environment_number("MASTER_PORT", 0, 2**16 - 1)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"

@@ -25,6 +25,7 @@ from lookahead.backends.trials import LEAVES, LENGTH, NODES, drafted_difference
 from lookahead.backends.wrapped_model import refuse_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.values import require
 
 TOLERANCE = 0.25
 """Maximum difference to the logits of plain decoding, in standard deviations of the logits."""
@@ -129,7 +130,5 @@ def check_rows(model: LlamaModel, config: LookaheadConfig, max_rows: int) -> Non
             f"path={str(model.path)!r}: the model has layers with a running state, and is run on chains of tokens, "
             "one text at a time, which an Engine does not; use lookahead.generate"
         )
-    if max_rows > MOST_SEQUENCES:
-        raise InvalidArgumentError(
-            f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
-        )
+    too_many = f"is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
+    require(max_rows <= MOST_SEQUENCES, "max_rows", max_rows, too_many)

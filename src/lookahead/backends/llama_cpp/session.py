@@ -84,13 +84,11 @@ class GGUFWatch:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
 
-    def has_changed(self, thorough: bool) -> bool:
+    def has_changed(self, thorough: bool = False) -> bool:
         """Whether the model has hooks or a replaced forward pass."""
         return replaced_code(self._model) is not None
 
-    def changed_before_pass(self) -> bool:
-        """See `has_changed`."""
-        return replaced_code(self._model) is not None
+    changed_before_pass = has_changed
 
     def changed_by_pass(self) -> bool:
         """Return `False`: passes of llama.cpp change nothing in the model."""
