@@ -259,7 +259,7 @@ class MessagesForm(ChatForm):
         return names | {"content": content, "stop_reason": None, "stop_sequence": None}
 
     def _ending(self) -> dict[str, Any]:
-        stop = self.generation.answers[0].stop_string
+        stop = self.generation.answers[0].builder.stop
         if stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _REASONS.get(self._reason or "", "end_turn"), "stop_sequence": None}

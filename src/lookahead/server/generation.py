@@ -49,6 +49,7 @@ class Answer:
     Attributes:
         index: Index of the answer in its request.
         handle: Request in the engine.
+        builder: Text so far, and the stop string that ended it, if any.
         complete: Whether the whole text was read.
         first_token_seconds: Time from the request to the first token; `None` before there is one.
     """
@@ -69,7 +70,7 @@ class Answer:
         self._send = send
         self.complete = False
         self.first_token_seconds: float | None = None
-        self._builder = self._new_builder(served)
+        self.builder = self._new_builder(served)
         self._trace = Trace() if plan.request.lookahead.steps else None
         self._read = 0  # number of tokens read
         processors, config = plan.steer()
@@ -106,8 +107,8 @@ class Answer:
 
     def read(self, piece: Piece) -> None:
         """Add text and log-probabilities to a piece. Pieces must come in order."""
-        self._builder.extend(piece.tokens)
-        piece.text = self._builder.finish() if piece.finished else self._builder.take()
+        self.builder.extend(piece.tokens)
+        piece.text = self.builder.finish() if piece.finished else self.builder.take()
         self.complete = piece.finished
         if self.plan.arguments["logprobs"] is not None:
             events = self.handle.events_since(self._read)[: len(piece.tokens)]
@@ -115,21 +116,11 @@ class Answer:
         self._read += len(piece.tokens)
 
     @property
-    def text(self) -> str:
-        """Text so far."""
-        return self._builder.text
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text, if any."""
-        return self._builder.stop
-
-    @property
     def is_cut(self) -> bool:
         """Whether a limit, a stop string or an error ended the text, rather than the model."""
         is_full = len(self.handle.tokens) >= self.plan.arguments["max_new_tokens"]
         return (
-            self._builder.stopped or is_full or not self.complete or self.handle.finish_reason not in ("stop", "length")
+            self.builder.stopped or is_full or not self.complete or self.handle.finish_reason not in ("stop", "length")
         )
 
 
@@ -258,7 +249,7 @@ class Generation:
                 "token_ids": answer.handle.tokens[-_LAST_TOKENS:],
             }
             for answer in self.answers
-            if not answer.is_cut and not _is_json(answer.text, self.served.reasoning)
+            if not answer.is_cut and not _is_json(answer.builder.text, self.served.reasoning)
         ]
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[Answer, Piece | None]]]:

@@ -207,7 +207,10 @@ class ResponsesRequest(TextRequest, place=RESPONSES):
             messages=messages,
             max_tokens=self.max_output_tokens,
             response_format=format_,
-            tools=[_tool(name, tool) for name, (tool, _) in self.functions.items()],
+            tools=[
+                FunctionTool(type="function", function=tool.model_copy(update={"name": name}))
+                for name, (tool, _) in self.functions.items()
+            ],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
@@ -217,11 +220,6 @@ class ResponsesRequest(TextRequest, place=RESPONSES):
 
 def _whole_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
-
-
-def _tool(name: str, tool: FlatTool) -> FunctionTool:
-    function = tool.model_copy(update={"name": name})
-    return FunctionTool(type="function", function=function)
 
 
 def _choice(choice: str | FlatName | SomeFlatTools | None) -> Any:
