@@ -122,8 +122,8 @@ def table_rows(work: Callable[[], object], steps: int, about: Row, device: str) 
 
 def attention_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
     """Yield errors of the attention kernel on chains, and its time beside torch's masked attention."""
+    from lookahead.backends.transformers.tree_attention import unpack
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-    from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 
     for context in (512, 4096, 32768):
         for nodes in (1, 16, 64):

@@ -21,7 +21,7 @@ from lookahead.backends.transformers import comparisons, invariant
 from lookahead.backends.transformers.attention import invariant_attention
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS
-from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_attention import unpack
 from model_zoo import ARCHITECTURES
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 

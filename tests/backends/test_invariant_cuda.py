@@ -15,7 +15,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers.attention import BY_POSITION
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
+from lookahead.backends.transformers.tree_attention import along_paths
 from model_zoo import in_type
 from test_invariant import DRAFTS, PLAIN, PROMPT, TYPES, assert_same_bits, decode
 from tree_attention_cases import Step, attention_by_definition, states, tolerance

@@ -36,7 +36,7 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.pooled_rows import PooledInputs, PooledRunner
 from lookahead.backends.transformers.row_pool import LayerShape, PooledRow, RowPool, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position
+from lookahead.backends.transformers.tree_attention import first_position
 from lookahead.core.forest import Forest, lay_out
 from lookahead.core.token_tree import TokenTree
 from lookahead.demo import DEMO_PROMPT

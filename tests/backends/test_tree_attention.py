@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead.backends.transformers.attention import tree_attention_forward
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
+from lookahead.backends.transformers.tree_attention import Pages, unpack
 from lookahead.core.tree_masks import MaskedTrees, packed_width, write_masks
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, steps

@@ -32,9 +32,8 @@ from lookahead.backends.transformers.row_pool import layer_shapes
 from lookahead.backends.transformers.rows import PaddedCache
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.tree_attention import kernel
+from lookahead.backends.transformers.tree_attention import Pages, along_paths, kernel
 from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.forest import Forest, lay_out

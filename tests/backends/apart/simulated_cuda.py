@@ -41,8 +41,8 @@ from lookahead.backends import likeliest_kernel
 from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.fused_kernels import LateKey
+from lookahead.backends.transformers.tree_attention import Pages, unpack
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, unpack
 from lookahead.core.tree_masks import SCRATCH
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.invariant.kernel import attend
 from lookahead.backends.transformers.rows import PackedRows
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages
+from lookahead.backends.transformers.tree_attention import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
@@ -126,7 +126,7 @@ def invariant_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention on the CPU with bits that depend only on visible tokens, in the order of the text.
 
-    Sums are in float32, and rounded once at the end. The mask is packed (`tree_attention.packed_mask`) with windows and
+    Sums are in float32, and rounded once at the end. The mask is packed (`tree_attention`) with windows and
     causality; there is no dropout.
 
     Raises:
@@ -234,7 +234,7 @@ def by_position_forward(
     pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Tree attention with masks along paths, `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`.
+    """Tree attention with masks along paths, `[batch, 1, nodes, 3 + slots]` int32; see `tree_attention.along_paths`.
 
     Raises:
         UnsupportedModelError: The mask is another one, or the layer has an unsupported argument.

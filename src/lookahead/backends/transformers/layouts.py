@@ -17,7 +17,7 @@ from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, IN
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PackedRows
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position
+from lookahead.backends.transformers.tree_attention import first_position
 from lookahead.backends.transformers.tree_cache import Integers
 from lookahead.core.forest import Forest, spread
 from lookahead.core.tree_masks import MaskedTrees, dense_masks, packed_masks, packed_width

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, unpack
+from lookahead.backends.transformers.tree_attention import Pages, along_paths, unpack
 from lookahead.core.tree_masks import SCRATCH, MaskedTrees, dense_masks, packed_masks, packed_width
 from lookahead.errors import UnsupportedModelError
 

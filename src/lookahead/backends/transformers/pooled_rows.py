@@ -18,7 +18,7 @@ from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.row_pool import LayerShape, PooledRow, RowPool
 from lookahead.backends.transformers.runner import LONGEST_DRAFTED_PREFILL, ModelRunner
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages
+from lookahead.backends.transformers.tree_attention import Pages
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.compiled import at_once
 from lookahead.core.forest import Forest

@@ -197,7 +197,7 @@ def attend(states: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> An
             as rows; keys `[batch, kv heads, keys, size]`; values `[batch, kv heads, keys, value size]`; and the output
             `[batch, kv heads, rows, value size]`.
         sizes: Number of kv heads, of query heads of each, of nodes and of keys; size and value size.
-        packed: Packed masks `[batch, nodes, 3 + words]` int32 (`tree_attention.packed_mask`), possibly of only the last
+        packed: Packed masks `[batch, nodes, 3 + words]` int32 (`tree_attention`), possibly of only the last
             nodes. Each node sees itself.
         numbers: Scaling of scores and their soft limit (0 for none), float32.
         units: First and end of the kv heads, numbered over the batch.

@@ -15,7 +15,7 @@ The other kernel computes bits that depend only on a query's own text: splits an
 is `SPAN` positions of the text from a multiple of `SPAN` on, and its blocks begin at multiples of their size,
 regardless of the length of the text, other queries and the capacity of buffers. Splits inside the cache are computed
 for the rows of many nodes, as in the first kernel. For the last splits a program computes one node along its path, with
-columns of keys from the mask (`packed_mask.along_paths`), so that a branch is summed like the text that it may become.
+columns of keys from the mask (`along_paths`), so that a branch is summed like the text that it may become.
 Both run the same instructions on blocks of the same shape with independent rows; a block without visible keys changes
 no sum.
 """
@@ -33,7 +33,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.backends.transformers.tree_attention.packed_mask import END, Pages
+from lookahead.backends.transformers.tree_attention import END, Pages
 from lookahead.backends.transformers.tree_attention.running_softmax import (
     Tiling,
     attend,
@@ -85,7 +85,7 @@ def tree_attention(
         key: `[batch, kv_heads, keys, head_dim]`: cached tokens, then the nodes of this step, then unused columns.
             `heads` is a multiple of `kv_heads`.
         value: `[batch, kv_heads, keys, value_dim]`.
-        packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see `packed_mask`. It is not checked: the scratch
+        packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see the package. It is not checked: the scratch
             must be within `keys`.
         scaling: Scaling of scores; 1 / sqrt(head_dim) if not given.
         tiling: Division of the work; by `choose_tiling` if not given.
@@ -252,7 +252,7 @@ def attention_by_position(
 ) -> torch.Tensor:
     """Compute `tree_attention` with bits that depend only on a query's own text.
 
-    `path_mask` is `[batch, 1, nodes, 3 + slots]` int32 (`packed_mask.along_paths`), and is not checked. `softcap`
+    `path_mask` is `[batch, 1, nodes, 3 + slots]` int32 (`along_paths`), and is not checked. `softcap`
     limits scores: `softcap * tanh(score / softcap)`.
     """
     _, kv_heads, _, head_dim = key.shape
