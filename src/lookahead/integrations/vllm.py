@@ -36,9 +36,6 @@ from lookahead.values import require
 _ORDERS = 8
 """Longest context of the memory, in tokens. Only the memory searches other texts, so it is twice that of one text."""
 
-_MOST_CALLS = 4
-"""Most calls read in one step: the one before sampling, and others for log-probabilities of a prompt."""
-
 LEARNS = ("logits", "tokens")
 
 
@@ -113,21 +110,21 @@ class TargetPredictions:
         self._vocabulary = vocabulary
         self._top_k = top_k
         self._most_rows = most_rows
-        self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of rows, the first call of each
         self._rests = False
         model.compute_logits = partial(self._read, model.compute_logits)
 
     def expect(self, reads: bool) -> None:
         """Discard recorded predictions; read the next step if `reads`."""
-        self._calls = []
+        self._calls = {}
         self._rests = not reads
 
     def _read(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = compute(*args, **kwargs)
-        reads = not self._rests and len(self._calls) < _MOST_CALLS
         # With several ranks only one of them may have logits.
-        if reads and isinstance(logits, torch.Tensor) and 0 < logits.shape[0] <= self._most_rows:
-            self._calls.append(top_predictions(logits.detach()[:, : self._vocabulary], self._top_k))
+        rows = 0 if self._rests or not isinstance(logits, torch.Tensor) else len(logits)
+        if 0 < rows <= self._most_rows and rows not in self._calls:
+            self._calls[rows] = top_predictions(logits.detach()[:, : self._vocabulary], self._top_k)
         return logits
 
     def take(self, rows: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
@@ -137,10 +134,10 @@ class TargetPredictions:
             Likeliest tokens, likeliest first, `[rows, top_k]` int64, and their probabilities, `[rows, top_k]` float32;
             `None` if no call had that number of rows.
         """
-        for ids, probabilities in self._calls:
-            if len(ids) == rows:
-                return ids.cpu().numpy(), probabilities.float().cpu().numpy()
-        return None
+        if rows not in self._calls:
+            return None
+        ids, probabilities = self._calls[rows]
+        return ids.cpu().numpy(), probabilities.float().cpu().numpy()
 
 
 @dataclass
