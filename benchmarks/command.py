@@ -24,8 +24,8 @@ from rich.console import Console
 from transformers import HfArgumentParser
 
 from lookahead.bench.rows import Row, RowsFile, check_same, kept_lines, versions
-from lookahead.cli.rendering import measuring_progress
 from lookahead.cli.signals import DIFFERENT, ERROR, INTERRUPTED, OK
+from lookahead.cli.terminal import measuring_progress
 from lookahead.drafting import compile_loops
 from lookahead.errors import LookaheadError
 from plots import draw_plots

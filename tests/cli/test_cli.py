@@ -26,7 +26,7 @@ from lookahead.backends.loading import is_out_of_memory
 from lookahead.cli import main
 from lookahead.cli.compare import parting
 from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
-from lookahead.cli.rendering import StepPrinter
+from lookahead.cli.terminal import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from preloaded import Command
 from server_process import ServerProcess

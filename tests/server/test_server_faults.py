@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from lookahead.cli import main
-from lookahead.cli.inputs import read_api_keys
+from lookahead.cli.serve import read_api_keys
 from lookahead.server.app import create_app
 from lookahead.server.guard import ServerSettings
 from lookahead.server.requests import ChatRequest, CompletionRequest

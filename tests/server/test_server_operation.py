@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lookahead import Engine, LookaheadConfig
 from lookahead.cli import main
-from lookahead.cli.inputs import read_api_keys
+from lookahead.cli.serve import read_api_keys
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.app import create_app
 from lookahead.server.grammar import GrammarProcessor

@@ -19,9 +19,7 @@ import typer
 from rich.filesize import decimal
 
 from lookahead.bench.suite import read_suite
-from lookahead.cli.inputs import read_prompt
 from lookahead.cli.options import Command, Group, Settings, command
-from lookahead.cli.rendering import Consoles, spinner
 from lookahead.cli.settings import (
     BatchSettings,
     BenchSettings,
@@ -37,6 +35,7 @@ from lookahead.cli.settings import (
     WarmUpSettings,
 )
 from lookahead.cli.signals import BROKEN_PIPE, DISK_FULL, ERROR, INTERRUPTED, OK, raise_on_interrupt
+from lookahead.cli.terminal import Consoles, read_prompt, spinner
 from lookahead.core.files import OWN_FOLDER, user_cache
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError

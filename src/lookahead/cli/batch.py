@@ -13,9 +13,9 @@ from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli.generate import arguments_of, fitted, text_options
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles, counts_line, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK
+from lookahead.cli.terminal import Consoles, counts_line, decode, measuring_progress, print_json
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
 

@@ -24,9 +24,9 @@ from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, references, summarise
 from lookahead.cli.loading import compile_drafting, memory_errors_explained, quiet_libraries
-from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, LawSettings
 from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK, raise_on_interrupt
+from lookahead.cli.terminal import Consoles, measuring_progress
 from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"

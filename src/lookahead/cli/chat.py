@@ -28,11 +28,10 @@ from lookahead.cli.generate import (
     text_options,
     traced,
 )
-from lookahead.cli.inputs import checked, stdin_is
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import ChatSettings
 from lookahead.cli.signals import ERROR, INTERRUPTED, OK, end_requested, handling
+from lookahead.cli.terminal import Consoles, StepPrinter, checked, counts_line, decode, print_json, stdin_is
 from lookahead.core.sequence import common_start
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, LookaheadError

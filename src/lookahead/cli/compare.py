@@ -26,9 +26,9 @@ from lookahead.cli.generate import (
     text_options,
 )
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 from lookahead.cli.signals import DIFFERENT, INTERRUPTED, OK
+from lookahead.cli.terminal import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.demo import DEMO_PROMPT
 from lookahead.text import Tokenizer
 

@@ -18,9 +18,9 @@ from lookahead.backends.loading import LoadedModel
 from lookahead.backends.session import open_session
 from lookahead.bench.rows import versions
 from lookahead.cli.loading import load_for_decoding, memory_errors_explained
-from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings
 from lookahead.cli.signals import INTERRUPTED, OK, handling, raise_on_interrupt
+from lookahead.cli.terminal import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError

@@ -18,7 +18,6 @@ from lookahead.backends.loading import LoadedModel, check_device, is_out_of_memo
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.miniature import quiet
 from lookahead.cli.model_files import FoundModel
-from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import (
     BatchSettings,
     ChatSettings,
@@ -31,6 +30,7 @@ from lookahead.cli.settings import (
     WarmUpSettings,
 )
 from lookahead.cli.signals import raise_on_interrupt
+from lookahead.cli.terminal import spinner
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.background import BACKGROUND, compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.prompt import IntPrompt
 
 from lookahead.backends.mlx import is_mlx_folder
-from lookahead.cli.inputs import stdin_is
-from lookahead.cli.rendering import spinner
+from lookahead.cli.terminal import spinner, stdin_is
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 

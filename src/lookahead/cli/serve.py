@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from lookahead.backends.loading import LoadedModel, with_adapter
 from lookahead.backends.machine import SHARE, free_bytes
-from lookahead.cli.inputs import adapter_folders, read_api_keys
 from lookahead.cli.loading import load_for_decoding
-from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.cli.signals import OK
+from lookahead.cli.terminal import Consoles
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError, extra_hint
 from lookahead.serving import Engine
 from lookahead.serving.kv_memory import PREFIX_BYTES
+from lookahead.values import read_text
 
 DEMO_NAME = "demo"
 
@@ -98,3 +99,45 @@ def _longest_text(engine: Engine) -> int:
             f"--kv-bytes: {kv_bytes} bytes hold a text of {longest} tokens, at least {_SHORTEST} are needed; give more"
         )
     return longest
+
+
+def adapter_folders(options: Sequence[str] | None) -> dict[str, Path]:
+    """Folders of LoRA adapters by name, from texts `NAME=PATH`.
+
+    Raises:
+        InvalidArgumentError: A text is malformed, a name occurs twice, or a folder has no adapter.
+    """
+    folders: dict[str, Path] = {}
+    for text in options or ():
+        name, _, path = text.partition("=")
+        if not (name and path):
+            raise InvalidArgumentError(f"--lora {text}: give NAME=PATH, the name for clients and the folder")
+        if name in folders:
+            raise InvalidArgumentError(f"--lora {text}: another adapter has this name; choose another name")
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise InvalidArgumentError(
+                f"--lora {text}: {path} is not a folder with an adapter_config.json, as peft saves it"
+            )
+        folders[name] = Path(path)
+    return folders
+
+
+def read_api_keys(path: Path | None) -> tuple[str, ...]:
+    """Read API keys from a file, one per line; lines that begin with `#` are comments. No keys without a file.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, has no key, or has a key that is not valid in an HTTP header.
+    """
+    if path is None:
+        return ()
+    lines = [line.strip() for line in read_text(path, "the keys from --api-key-file").splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line[:1] != "#" and not (line.isascii() and line.isprintable()):
+            raise InvalidArgumentError(
+                f"--api-key-file {path}: line {number} has characters that cannot be sent in a header; use printable "
+                "ASCII characters"
+            )
+    keys = tuple(line for line in lines if line and line[0] != "#")
+    if not keys:
+        raise InvalidArgumentError(f"--api-key-file {path}: contains no key; write one per line")
+    return keys

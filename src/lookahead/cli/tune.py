@@ -18,9 +18,9 @@ from lookahead.backends.transformers.snapshots import fingerprint
 from lookahead.bench.rows import versions
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Point, clock_of, measure, timings
 from lookahead.cli.loading import load_for_decoding, load_model, memory_errors_explained
-from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings, WarmUpSettings
 from lookahead.cli.signals import INTERRUPTED, OK, raise_on_interrupt
+from lookahead.cli.terminal import Consoles, measuring_progress, print_json
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.compiled import are_kept, loops_folder
 from lookahead.core.files import OWN_FOLDER, user_cache

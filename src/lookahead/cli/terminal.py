@@ -1,10 +1,11 @@
-"""Output of text and figures on terminals, on pipes, and as JSON."""
+"""Prompts from arguments, files and pipes; output of text and figures on terminals, on pipes, and as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,63 @@ from rich.segment import Segment, Segments
 from rich.spinner import Spinner
 from rich.style import Style
 
+from lookahead.errors import InvalidArgumentError
 from lookahead.text import TextBuilder, Tokenizer
+from lookahead.values import decoded, read_text
+
+
+def read_prompt(prompt: str | None, file: Path | None, default: str = "") -> str:
+    """Read the prompt from the argument, a file, or standard input (`-`).
+
+    `default` applies if none is given and standard input is empty, as in a scheduled job.
+
+    Raises:
+        InvalidArgumentError: No prompt, an empty one, or two are given.
+    """
+    if prompt is not None and file is not None:
+        raise InvalidArgumentError(
+            f"two prompts: the argument {prompt[:30]!r} and --file {file}; give only one of them"
+        )
+    source = "standard input"
+    if "-" in (prompt, str(file)):
+        text = _read_stdin()
+    elif file is not None:
+        text, source = read_text(file, "the prompt from --file"), f"--file {file}"
+    elif prompt is not None:
+        text, source = checked(prompt, "the prompt argument"), "the argument"
+    elif stdin_is(typed=False):
+        text = _read_stdin() or default
+    elif default:
+        text = default
+    else:
+        raise InvalidArgumentError(
+            "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, or pipe "
+            "it in"
+        )
+    if not text:
+        raise InvalidArgumentError(f"the prompt from {source} is empty; give at least one character to continue from")
+    return text
+
+
+def stdin_is(*, typed: bool) -> bool:
+    """Whether standard input is open, and is a terminal (`typed`) or not."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty() == typed
+
+
+def checked(text: str, what: str) -> str:
+    """Return `text`, or raise an error that names `what` if it has bytes that the locale could not decode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{what} is not valid UTF-8; write it in UTF-8") from error
+    return text
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        return ""
+    return decoded(sys.stdin.buffer.read(), "the prompt from standard input")
+
 
 STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
 """Styles of alternate steps, readable on dark and light backgrounds."""
