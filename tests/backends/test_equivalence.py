@@ -29,7 +29,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.checks import check_model
-from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build
@@ -376,11 +376,46 @@ def test_only_miniatures_of_the_last_kinds_are_kept() -> None:
 
     before = models_in_memory()
     first = equivalence(model(0))
-    for size in range(20):
+    for size in range(36):
         assert not equivalence(model(size)).holds("positions_end")
-    assert models_in_memory() - before <= 16
+    assert models_in_memory() - before <= 32
     assert equivalence(model(0)) is first
     assert first.holds("trees"), "a question without an answer builds the miniature again"
+
+
+def test_models_with_equal_miniatures_share_their_trials() -> None:
+    """Sizes beyond a miniature's change none of its passes; settings that it has do."""
+
+    def kind(**sizes: Any) -> Equivalence:
+        return equivalence(LlamaForCausalLM(LlamaConfig(**SIZES | sizes)))
+
+    first = kind()
+    assert kind(intermediate_size=160, vocab_size=300, num_hidden_layers=3, transformers_version="5.0") is first
+    assert kind(pad_token_id=3) is not first
+    assert kind(intermediate_size=24) is not first
+    assert kind(rms_norm_eps=1e-3) is not first
+    assert kind(num_key_value_heads=2) is not first
+
+
+def test_trials_of_code_that_comes_back_are_kept_and_those_of_hooks_are_not() -> None:
+    class Changing(LlamaForCausalLM):
+        pass
+
+    model = Changing(LlamaConfig(**SIZES)).eval()
+    first = equivalence(model)
+
+    def kind() -> Equivalence:
+        return equivalence(Changing(model.config))
+
+    Changing.forward = lambda self, *args, **kwargs: super(Changing, self).forward(*args, **kwargs)
+    replaced = kind()
+    assert replaced is not first
+    assert kind() is replaced
+    del Changing.forward
+    assert kind() is first
+    with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
+        assert kind() is not first
+    assert kind() is first
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "dots3_note_text"])

@@ -23,11 +23,18 @@ from lookahead.backends.transformers.cache_names import CACHE
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.comparisons import trial_runner
 from lookahead.backends.transformers.limits import Limits, shortest
-from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet, usual_tokens
+from lookahead.backends.transformers.miniature import (
+    build_miniature,
+    draw_text,
+    plain_logits,
+    quiet,
+    shrunk,
+    usual_tokens,
+)
 from lookahead.backends.transformers.model_state import of_config
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
-from lookahead.backends.transformers.surroundings import Surroundings
+from lookahead.backends.transformers.surroundings import GLOBAL_HOOKS, Surroundings
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.backends.trials import Draft, chains, difference, follow
 from lookahead.core.token_tree import TokenTree
@@ -76,7 +83,7 @@ class _Comparison:
         if not bool(torch.isfinite(self._expected).all()):
             raise ArithmeticError("the logits are not finite")
         self._tolerance = _TOLERANCE * float(self._expected.abs().max())
-        self._second: dict[int, torch.Tensor] = {}  # logits of the second text, by its length
+        self._second: torch.Tensor | None = None
 
     def trees(self) -> bool:
         """Compare trees along a text, and after a long prompt."""
@@ -109,9 +116,8 @@ class _Comparison:
 
     def plain_rows(self) -> bool:
         """Compare a batch of two texts with single texts, both in plain decoding."""
-        texts = [self._text[start : start + _LONG_PROMPT] for start in (0, 5)]
-        alone = [plain_logits(self._model, [text], _PROMPT)[0] for text in texts]
-        return difference(list(plain_logits(self._model, texts, _PROMPT)), alone) <= self._tolerance
+        texts = [text[:_LONG_PROMPT] for text in self._two_texts()]
+        return difference(list(plain_logits(self._model, texts, _PROMPT)), self._alone(texts)) <= self._tolerance
 
     def without_cache(self) -> bool:
         """Compare plain decoding with and without a cache, on a text with padding tokens: some models skip these."""
@@ -119,10 +125,12 @@ class _Comparison:
         text = self._text[: shortest(self._limits.changes_after, self._limits.picks_after)]
         pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
         pad = getattr(config, "pad_token_id", None) if pad is None else pad
+        cached = self._expected[: len(text) - _PROMPT]
         if pad is not None:
             text = [pad if index % 5 == 4 else token for index, token in enumerate(text)]
-        ways = (plain_logits(self._model, [text], _PROMPT, use_cache=choice) for choice in (True, False))
-        return difference(*map(list, ways)) <= self._tolerance
+            cached = plain_logits(self._model, [text], _PROMPT)[0]
+        whole = plain_logits(self._model, [text], _PROMPT, use_cache=False)[0]
+        return difference([cached], [whole]) <= self._tolerance
 
     def hidden(self, *indices: int) -> bool:
         """Compare a text with hidden tokens at these indices."""
@@ -164,11 +172,19 @@ class _Comparison:
 
     def _side_by_side(self, runner: Runner) -> bool:
         # Batches of longer texts are refused.
-        texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
-        length = len(texts[1])
-        if length not in self._second:
-            self._second[length] = plain_logits(self._model, texts[1:], _PROMPT)[0]
-        return self._agrees(runner, texts, [self._expected[: len(texts[0]) - _PROMPT], self._second[length]])
+        texts = [text[: runner.changes_after] for text in self._two_texts()]
+        return self._agrees(runner, texts, self._alone(texts))
+
+    def _two_texts(self) -> list[list[int]]:
+        return [self._text, self._text[5:]]
+
+    def _alone(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the logits of beginnings of the two texts, each alone in plain decoding."""
+        if self._second is None:
+            self._second = plain_logits(self._model, self._two_texts()[1:], _PROMPT)[0]
+        return [
+            logits[: len(text) - _PROMPT] for logits, text in zip((self._expected, self._second), texts, strict=True)
+        ]
 
     def _agrees(
         self,
@@ -233,6 +249,7 @@ class Equivalence:
 
     Attributes:
         obstacle: Reason for a missing miniature; `None` if there was one.
+        is_hooked: Whether there were global hooks.
     """
 
     obstacle: str | None = None
@@ -244,6 +261,7 @@ class Equivalence:
         except Exception:  # it contains a lock, for example
             self._config = model.config
         self._code = Surroundings(model)
+        self.is_hooked = any(GLOBAL_HOOKS)
         self._comparisons: dict[int, _Comparison] = {}
         self._answers: dict[str, bool] = {}
         self._lock = Lock()  # models of several threads may be of one kind
@@ -292,10 +310,10 @@ class Equivalence:
 
 _MAX_KINDS = 256
 """Kinds of models with cached answers."""
-_MAX_MINIATURES = 16
-"""Kinds of models with miniatures, of some megabytes each."""
-_by_kind: dict[tuple[object, ...], Equivalence] = {}
-"""Equivalence by class and configuration, most recently used last. Models of one kind share it."""
+_MAX_MINIATURES = 32
+"""Kinds of models with miniatures, of about a megabyte each."""
+_by_kind: dict[tuple[object, ...], list[Equivalence]] = {}
+"""Equivalences by all that a trial reads of a model, most recently used last. Of replaced code, the first one stays."""
 _lock = Lock()
 
 
@@ -305,18 +323,21 @@ def equivalence(model: PreTrainedModel) -> Equivalence:
 
 
 def _look_up(model: PreTrainedModel) -> Equivalence:
+    kind, config = type(model), model.config
     try:
-        values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        values: object = json.dumps(shrunk(config), sort_keys=True, default=str)
     except Exception:  # the configuration has objects beside plain values
-        values = repr(id(model.config))
-    kind = (type(model), values, model.config._attn_implementation)
+        values = object()  # equal to no other
+    key = (kind, type(config), values, has_running_state(kind, config), config._attn_implementation)
     with _lock:
-        known = _by_kind.pop(kind, None)
-        if known is None or not known.is_current:
-            known = Equivalence(model)
-        _by_kind[kind] = known
-        for other in list(_by_kind.values())[:-_MAX_MINIATURES]:
-            other.drop_miniatures()
+        known = _by_kind.pop(key, [])
+        current = next((one for one in known if one.is_current), None) or Equivalence(model)
+        # The first code comes back when a replacement is undone. Hooks are compared by addresses, which are reused.
+        first = [one for one in known[:1] if one is not current and not one.is_hooked]
+        _by_kind[key] = [*first, current]
+        for others in list(_by_kind.values())[:-_MAX_MINIATURES]:
+            for other in others:
+                other.drop_miniatures()
         if len(_by_kind) > _MAX_KINDS:
             del _by_kind[next(iter(_by_kind))]
-        return known
+        return current

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -187,18 +187,6 @@ def _middle(name: str, parameter: torch.Tensor) -> float:
     return first if math.isfinite(first) and abs(first) <= 4 and bool((parameter == first).all()) else 1.0
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """Logits processor that forces given texts `[batch, tokens]`."""
-
-    def __init__(self, texts: torch.Tensor) -> None:
-        self._texts = texts
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        forced = torch.full_like(scores, -torch.inf)
-        forced.scatter_(1, self._texts[:, input_ids.shape[1], None], 0.0)
-        return forced  # type: ignore[return-value]
-
-
 def usual_tokens(config: PreTrainedConfig) -> list[int]:
     """Return the tokens of a miniature without a special meaning in its configuration."""
     special: list[object] = []
@@ -254,8 +242,12 @@ def plain_logits(
         arguments = {**source, "decoder_input_ids": ids[:, :prompt], "decoder_start_token_id": starts}
     written: list[Any] = []
 
+    def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).scatter_(1, ids[:, input_ids.shape[1], None], 0.0)
+
     def decode(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
-        written.append(GenerationMixin._sample(model, input_ids, **prepared))
+        # In place of a list of processors, which inspects the signature of each at every token.
+        written.append(GenerationMixin._sample(model, input_ids, **(prepared | {"logits_processor": force})))
         return written[-1]
 
     own = type(model).generate
@@ -268,7 +260,6 @@ def plain_logits(
         max_new_tokens=ids.shape[1] - prompt,
         do_sample=False,
         num_beams=1,
-        logits_processor=LogitsProcessorList([_Forced(ids)]),
         output_logits=True,
         return_dict_in_generate=True,
     )
@@ -302,10 +293,11 @@ def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
     Raises:
         Exception: The configuration's class raised it for contradictory sizes.
     """
-    return type(config).from_dict(_shrunk(config, tower=False))
+    return type(config).from_dict(shrunk(config))
 
 
-def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
+def shrunk(config: PreTrainedConfig, tower: bool = False) -> dict[str, Any]:
+    """Return the settings of a miniature of a model, or of its tower for images or sound."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
     layers = _layers(fields, depth, 1 if tower else 2)
@@ -315,7 +307,7 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
     for name, value in fields.items():
         part = vars(config).get(name)
         if isinstance(part, PreTrainedConfig):
-            small[name] = _shrunk(part, tower or name not in _LANGUAGE)
+            small[name] = shrunk(part, tower or name not in _LANGUAGE)
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             small[name] = _rope(value, fields)
         elif isinstance(value, list) and depth and len(value) == depth:
