@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,33 @@ OPTIONS = ["-n", "12", "--device", "cpu", "--dtype", "float32", "--json"]
 
 EACH = """
 import contextlib, io, json, os, sys
-from lookahead.cli import main
-lines, sys.stdin = sys.stdin, open(os.devnull)
+from lookahead.cli import main, program
+lines, answers = sys.stdin, sys.stdout
+if len(sys.argv) > 1:
+    import lookahead.api.call, lookahead.cli.generate
+    if not os.fork():  # commands on terminals begin in a process that has run no other
+        lines, answers = open(int(sys.argv[1])), open(int(sys.argv[2]), "w")
+sys.stdin = open(os.devnull)
 for line in lines:
-    sys.argv = ["lookahead", *json.loads(line)]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main()
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+    terminal, arguments = json.loads(line)
+    sys.argv = ["lookahead", *arguments]
+    if not terminal:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            answer = main(), out.getvalue(), err.getvalue()
+    elif child := os.fork():
+        answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "", ""
+    else:
+        import fcntl, termios
+        os.setsid()
+        fcntl.ioctl(there := os.open(terminal, os.O_RDWR), termios.TIOCSCTTY, 0)
+        for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+            os.dup2(there, number)
+            setattr(sys, name, open(number, mode, closefd=False))
+        program()
+    print(json.dumps(answer), flush=True, file=answers)
+with contextlib.suppress(ChildProcessError):
+    os.wait()
+os._exit(0)  # the normal exit of torch takes seconds
 """
 
 MODULE = """
@@ -48,23 +68,52 @@ class OwnModel(LlamaForCausalLM):
 
 
 class Commands:
-    """Run commands in one process, which imports torch once."""
+    """Run commands in one process, which imports torch once, and those on a terminal in forks of it."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, has_terminals: bool = False, **environment: str) -> None:
         variables = {**os.environ, "HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
-        command = [sys.executable, "-c", EACH]
+        (its_lines, lines), (answers, its_answers) = os.pipe(), os.pipe()
+        passed = [its_lines, its_answers] if has_terminals else []
         self._process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", EACH, *map(str, passed)],
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=passed,
         )
+        os.close(its_lines)
+        os.close(its_answers)
+        self._of_terminals = open(lines, "w"), open(answers)  # noqa: SIM115  # closed below
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
         """Return the exit code, the output and the errors of a command."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(arguments) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(["", arguments]), file=self._process.stdin, flush=True)
         code, out, err = json.loads(self._process.stdout.readline())
         return code, out, err
+
+    def on_a_terminal(self, model: str, until: bytes, typed: bytes = b"", code: int = 130) -> bytes:
+        """Return the terminal output of a command up to the text `until`; with code 130, Ctrl-C then ends it."""
+        pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+        ours, its = pty.openpty()
+        fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x20\x00\x60\x00\x00\x00\x00\x00")
+        os.write(ours, typed)
+        lines, answers = self._of_terminals
+        print(json.dumps([os.ttyname(its), ["generate", PROMPT, "--model", model]]), file=lines, flush=True)
+        output = b""
+        while until not in output:
+            output += os.read(ours, 1 << 16)
+        os.close(its)
+        if code == 130:
+            os.write(ours, b"\x03")
+        with suppress(OSError):  # at the end
+            while os.read(ours, 1 << 16):
+                pass
+        os.close(ours)
+        assert json.loads(answers.readline())[0] == code
+        return output
 
     def refused(self, *arguments: str) -> str:
         """Return the error line of a command that must be refused."""
@@ -81,7 +130,8 @@ class Commands:
         return report
 
     def close(self) -> None:
-        self._process.kill()  # the normal exit of torch takes seconds
+        for file in self._of_terminals:
+            file.close()
         self._process.communicate()
 
 
@@ -137,6 +187,7 @@ def hub(marker: Path) -> Iterator[Hub]:
         "tiny/empty": Repository({"README.md": b"Later."}),
     }
     repositories["tiny/once"] = repositories["tiny/shards"]
+    repositories["tiny/choice"] = repositories["tiny/gguf"]
     with hub_server(repositories) as running:
         yield running
 
@@ -149,7 +200,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def commands(hub: Hub, home: str) -> Iterator[Commands]:
     """Commands that use the local Hub."""
-    running = Commands(HF_ENDPOINT=hub.url, HF_HOME=home)
+    running = Commands(has_terminals=hasattr(os, "fork"), HF_ENDPOINT=hub.url, HF_HOME=home)
     yield running
     running.close()
 
@@ -303,48 +354,21 @@ def test_a_gguf_file_is_named_by_its_name_or_a_part_of_it(
     assert files_asked(hub) == files
 
 
-def on_a_terminal(hub: Hub, home: str, model: str, until: bytes, typed: bytes = b"", code: int = 130) -> bytes:
-    """Return the terminal output of a command up to the text `until`; with code 130, Ctrl-C then ends the command."""
-    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x20\x00\x60\x00\x00\x00\x00\x00")
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_TOKEN": ""}
-    command = [sys.executable, "-m", "lookahead", "generate", PROMPT, "--model", model]
-    with subprocess.Popen(
-        command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True
-    ) as process:
-        os.close(its)
-        os.write(ours, typed)
-        output = b""
-        while until not in output:
-            output += os.read(ours, 1 << 16)
-        if code == 130:
-            process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                os.read(ours, 1 << 16)
-            except OSError:
-                break
-    os.close(ours)
-    assert process.returncode == code
-    return output
-
-
-def test_a_terminal_shows_how_far_a_download_is(hub: Hub, home: str) -> None:
-    output = on_a_terminal(hub, home, "tiny/slow", until=b"B/s]")
+def test_a_terminal_shows_how_far_a_download_is(commands: Commands) -> None:
+    output = commands.on_a_terminal("tiny/slow", until=b"B/s]")
     assert b"downloading: " in output
     assert b"files" not in output
 
 
-def test_a_terminal_offers_gguf_files_to_choose_from(hub: Hub, tmp_path: Path) -> None:
+def test_a_terminal_offers_gguf_files_to_choose_from(hub: Hub, commands: Commands) -> None:
     files_asked(hub)
-    output = on_a_terminal(hub, str(tmp_path), "tiny/gguf", until=b"loading the model", typed=b"2\n")
+    output = commands.on_a_terminal("tiny/choice", until=b"loading the model", typed=b"2\n")
     assert b"  1  F16/small-F16-00001-of-00002.gguf" in output
     assert b"  2  small-Q4_K_M.gguf" in output
     assert b"mmproj" not in output
     assert files_asked(hub) == {"small-Q4_K_M.gguf"}
 
 
-def test_no_choice_is_a_refusal(hub: Hub, home: str) -> None:
-    output = on_a_terminal(hub, home, "tiny/gguf", until=b"several GGUF files", typed=b"\x04", code=2)
+def test_no_choice_is_a_refusal(commands: Commands) -> None:
+    output = commands.on_a_terminal("tiny/gguf", until=b"several GGUF files", typed=b"\x04", code=2)
     assert b"error: --model tiny/gguf: " in output
