@@ -648,6 +648,80 @@ def test_a_callback_that_waits_for_its_engine_ends_only_its_own_request(threaded
     engine.close()
 
 
+class Panic(BaseException):
+    """As raised by extensions in Rust."""
+
+
+class Panicking:
+    """User code that panics where `place` says; `end` is the end of a streamer, the others are calls."""
+
+    top_k = 0
+    together = None
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def panic(self, place: str) -> None:
+        if self.place == place:
+            raise Panic(place)
+
+    def __call__(self, *values: Any) -> Any:
+        self.panic("call")
+        return values[-1]
+
+    def put(self, value: Any) -> None:
+        self.panic("put")
+
+    def end(self) -> None:
+        self.panic("end")
+
+
+@pytest.mark.parametrize("place", ["on_step", "processor", "criterion", "put", "end"])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_errors_that_are_no_exceptions_end_their_own_request(place: str, threaded: bool) -> None:
+    model, fails = build("llama"), Panicking(place if place in ("put", "end") else "call")
+    arguments: dict[str, Any] = {
+        "on_step": {"on_step": fails},
+        "processor": {"logits_processor": [fails]},
+        "criterion": {"stopping_criteria": [fails]},
+    }
+    engine = Engine(model, NODES)
+    other = RequestArguments(PROMPT[:5], 0, {"max_new_tokens": 30, "do_sample": False})
+    running = other.submit(engine)
+    broken = other.submit(engine, **arguments.get(place, {"streamer": fails}))
+    if threaded:
+        engine.start()
+    with pytest.raises(Panic):
+        broken.result()
+    assert running.result()[0].tolist() == other.alone(model)
+    assert other.submit(engine).result()[0].tolist() == other.alone(model)
+    engine.close()
+
+
+def test_a_drafter_that_panics_stops_only_drafts() -> None:
+    class Panics(NoDrafter):
+        def propose(self, tree: Any) -> None:
+            raise Panic
+
+    model = build("llama")
+    request = RequestArguments(PROMPT, 0, {"max_new_tokens": 8, "do_sample": False})
+    with (
+        Engine(model, LookaheadConfig(drafter=Panics)) as engine,
+        pytest.warns(lookahead.LookaheadWarning, match="Panic"),
+    ):
+        assert request.submit(engine).result()[0].tolist() == request.alone(model)
+
+
+def test_ctrl_c_in_a_callback_ends_the_step() -> None:
+    def interrupts(record: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(build("llama"), NODES)
+    engine.submit(PROMPT, max_new_tokens=8, on_step=interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+
+
 def test_the_thread_of_an_engine_has_the_autocast_mode_of_its_start() -> None:
     model, prompt = build("llama"), torch.tensor([[5, 8, 2, 5, 8, 2, 5]])
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, StepBudget
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
-from lookahead.core.sequence import SequenceState
+from lookahead.core.sequence import SequenceState, of_one_text
 from lookahead.core.token_tree import TokenTree
 
 T = TypeVar("T")
@@ -109,9 +109,9 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) ->
         competing = [row for offer in of_budget for row in offer.members.rows]
         try:
             _send(roots, competing, budget, of_budget)
-        except Exception as error:  # of all its rows
+        except BaseException as error:  # of all its rows
             for row in competing:
-                sequences[row].stop_drafting(error)
+                sequences[row].stop_drafting(of_one_text(error))
 
 
 class _Offer(NamedTuple):
@@ -162,9 +162,9 @@ def _call(
     """
     try:
         return [(members, call(*members))]
-    except Exception as error:
-        if len(members.rows) == 1:
-            sequences[members.rows[0]].stop_drafting(error)
+    except BaseException as error:
+        if len(members.rows) == 1 or isinstance(error, KeyboardInterrupt):
+            sequences[members.rows[0]].stop_drafting(of_one_text(error))
             return []
         pairs = zip(*members, strict=True)
         return [done for drafter, row in pairs for done in _call(sequences, Members([drafter], [row]), call)]

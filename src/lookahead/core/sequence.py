@@ -81,11 +81,11 @@ class SequenceState:
         """Return `ask(drafter)`; if it raises, stop drafting and return `otherwise`."""
         try:
             return ask(self.drafter)
-        except Exception as error:
-            self.stop_drafting(error)
+        except BaseException as error:
+            self.stop_drafting(of_one_text(error))
             return otherwise
 
-    def stop_drafting(self, error: Exception) -> None:
+    def stop_drafting(self, error: BaseException) -> None:
         """Continue without drafts, which changes no text, and warn. If warnings are errors, this text ends."""
         self.drafter = NoDrafter()
         place = extract_tb(error.__traceback__)[-1]
@@ -103,6 +103,16 @@ class SequenceState:
         """Add a token to the text; return whether the text is complete."""
         self.tokens.append(token)
         return self.stop(self)
+
+
+def of_one_text(error: BaseException) -> BaseException:
+    """Return an error in the code of one text, which ends alone; raise Ctrl-C, which ends the step.
+
+    `SystemExit`, `asyncio.CancelledError` and panics of extensions in Rust are no `Exception`s.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return error
 
 
 _CHUNK = 256

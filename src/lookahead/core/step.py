@@ -16,7 +16,7 @@ from lookahead.core.drafts import draft, grouped, observe
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend, Sampler
 from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
-from lookahead.core.sequence import SequenceState
+from lookahead.core.sequence import SequenceState, of_one_text
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import walk_trees
@@ -127,5 +127,5 @@ def _notify(
             tokens = results.walks.tokens_of(row)
             nodes = int(results.nodes[row])
             listener(StepRecord(sequence.index, sequence.steps, tokens, nodes, sequence.finished))
-    except Exception as error:
-        sequence.fail(error)
+    except BaseException as error:
+        sequence.fail(of_one_text(error))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, at_once, compiled
 from lookahead.core.forest import Forest, Integers
 from lookahead.core.results import CommittedNodes, EarlyTokens, NodeOutputs, Walk, Walks
-from lookahead.core.sequence import SequenceState
+from lookahead.core.sequence import SequenceState, of_one_text
 from lookahead.core.token_tree import TokenTree
 
 _NO_ROWS = frozenset[int]()
@@ -64,8 +64,8 @@ def walk_trees(
                 walks.set(row, plain_walk(*take(roots[row])))
             else:
                 walks.set(row, follow(forest[row], take))
-        except Exception as error:
-            sequence.fail(error)
+        except BaseException as error:
+            sequence.fail(of_one_text(error))
     if greedy:
         _walk_rows(greedy, [sequences[row] for row in greedy], forest, outputs.predictions, walks)
     if together:

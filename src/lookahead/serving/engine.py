@@ -329,5 +329,5 @@ class Engine:
                     self._changed.wait()
             try:
                 self.step()
-            except Exception:  # the requests of the step have it
+            except BaseException:  # the requests of the step have it, and others go on
                 continue

@@ -15,6 +15,7 @@ from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.protocols import StepPace
 from lookahead.core.results import StepResults
+from lookahead.core.sequence import of_one_text
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.step import Batch, step
 from lookahead.core.step_time import StepTimer
@@ -161,8 +162,8 @@ class Request:
         try:
             if self._feeder is not None:
                 self._feeder.end()
-        except Exception as raised:
-            error = error or raised
+        except BaseException as raised:
+            error = error or of_one_text(raised)
         if error is not None:
             _forget_locals(error)
         complete = self.sequence.finished and error is None and not self.handle.cancelled
