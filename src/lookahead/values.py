@@ -114,6 +114,19 @@ def check_callable(name: str, value: object, arguments: int, requirement: str) -
         raise InvalidArgumentError(f"{name}={display(value)} {requirement}: {error}") from error
 
 
+def check_key(name: str, value: object) -> None:
+    """Refuse a value that cannot be the key of a dict.
+
+    Raises:
+        InvalidArgumentError: `value` cannot be hashed, or compared.
+    """
+    try:
+        hash(value)
+        bool(value == value)
+    except Exception as error:  # a user's own object may raise anything
+        raise InvalidArgumentError(f"{name}={display(value)} must be hashable, such as a text or a number") from error
+
+
 def check_path(name: str, value: object, requirement: str) -> None:
     """Refuse a value that is no path of a file.
 

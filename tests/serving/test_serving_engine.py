@@ -722,6 +722,17 @@ def test_ctrl_c_in_a_callback_ends_the_step() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("name", ["group", "tenant"])
+@pytest.mark.parametrize("value", [[], {}, torch.zeros(2)])
+def test_a_group_without_a_hash_is_refused_and_ends_no_other_request(name: str, value: Any) -> None:
+    model = build("llama")
+    request = RequestArguments(PROMPT, 0, {"max_new_tokens": 8, "do_sample": False})
+    with Engine(model, NODES) as engine:
+        with pytest.raises(InvalidArgumentError, match=f"{name}=.* must be hashable, such as"):
+            request.submit(engine, **{name: value})
+        assert request.submit(engine).result()[0].tolist() == request.alone(model)
+
+
 def test_the_thread_of_an_engine_has_the_autocast_mode_of_its_start() -> None:
     model, prompt = build("llama"), torch.tensor([[5, 8, 2, 5, 8, 2, 5]])
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -27,7 +27,7 @@ from lookahead.serving.loop import EngineLoop, check_engine_config
 from lookahead.serving.refusals import ON_STEP, read_prompt
 from lookahead.serving.request import Request
 from lookahead.serving.scheduler import PATIENCE
-from lookahead.values import check_callable, whole_number, yes_or_no
+from lookahead.values import check_callable, check_key, whole_number, yes_or_no
 
 _MAX_SIZE = 2**63 - 1
 _SEEDS = (-(2**63), 2**64 - 1)
@@ -118,8 +118,8 @@ class Engine:
                 same tokens, regardless of other requests.
             priority: Larger priorities run first. A request waits for requests of the next higher priority only if they
                 arrive at most 1,000 steps after it.
-            group: Any value, equal for requests of one group, for example the answers to one question. Each running
-                request of a group lowers the priority of its other requests by one.
+            group: Any hashable value, equal for requests of a group, for example the answers to one question. Each
+                running request of a group lowers the priority of its other requests by one.
             tenant: Any hashable value. Requests of different tenants share neither predictions nor keys and values, so
                 that the time of one does not depend on texts of another.
             logprobs: Return log-probabilities, and the given number of likeliest tokens at each index; see
@@ -143,6 +143,8 @@ class Engine:
         seed = None if seed is None else whole_number("seed", seed, *_SEEDS)
         if on_step is not None:
             check_callable("on_step", on_step, 1, ON_STEP)
+        check_key("group", group)
+        check_key("tenant", tenant)
         opening = self._loop.openings
         model, runner = self._loop.model, self._loop.runner
         config = self._loop.config
