@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -731,6 +732,14 @@ def test_a_group_without_a_hash_is_refused_and_ends_no_other_request(name: str, 
         with pytest.raises(InvalidArgumentError, match=f"{name}=.* must be hashable, such as"):
             request.submit(engine, **{name: value})
         assert request.submit(engine).result()[0].tolist() == request.alone(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_neither_copied_nor_pickled(duplicate: Any) -> None:
+    engine = Engine(build("llama"), NODES)
+    for one in (engine, engine.submit(PROMPT, max_new_tokens=2)) if duplicate is not copy.copy else (engine,):
+        with pytest.raises(InvalidArgumentError, match="cannot be copied or pickled; make another Engine"):
+            duplicate(one)
 
 
 def test_the_thread_of_an_engine_has_the_autocast_mode_of_its_start() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from threading import Condition, RLock, Thread, current_thread, get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -95,6 +95,10 @@ class Engine:
         self._thread: Thread | None = None
         self._closing = False
         self._process = os.getpid()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled, alone or with a request."""
+        raise InvalidArgumentError("an Engine has a thread and cannot be copied or pickled; make another Engine(model)")
 
     def submit(  # noqa: PLR0913
         self,
