@@ -45,7 +45,6 @@ from lookahead.version import __version__
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's errors about a command line; typer has no public name for it."""
 
-
 _CACHED = {"loops-*": "compiled loops", "findings": "trials", "cost": "curves of step times"}
 """Content of the cache, by patterns of folder names."""
 

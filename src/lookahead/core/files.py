@@ -15,7 +15,6 @@ TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newl
 """Options for writing text with the same bytes on all systems; half of a surrogate pair, which UTF-8 cannot encode,
 becomes its JSON escape."""
 
-
 OWN_FOLDER = "lookahead-decoding"
 """Name of the library's folder in the user's cache."""
 

@@ -76,8 +76,7 @@ def _attention_for_trees(model: PreTrainedModel) -> str | None:
     """Return our attention in place of the model's `sdpa`, if it is faster; other implementations stay.
 
     On a GPU it is our kernel: its masks are small with a fixed shape, and it skips the empty part of the cache. On a
-    CPU
-    query heads with a shared key-value head are folded.
+    CPU it folds query heads that share a key-value head.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):

@@ -50,7 +50,6 @@ def rounded(tokens: int) -> int:
 FIXED_ROWS = 64
 """Nodes of every invariant static pass: enough for most drafts, few enough for one tile of most GPU products."""
 
-
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
 """Function that computes on tensors with fixed addresses, and returns its result tensors."""

@@ -43,8 +43,7 @@ class Limits:
 
     Nodes of a tree are adjacent in the cache, so the column of a branch is larger than its position. Two models use the
     column: Llama 4 scales queries by it in periods of `floor_scale`; GPT-Neo cuts the masks of local layers from a
-    table
-    by it. Chains are not affected.
+    table by it. Chains are not affected.
 
     Args:
         config: Configuration of the model.

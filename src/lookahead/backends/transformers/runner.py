@@ -49,10 +49,8 @@ LARGE = 64
 SHORT = 64
 """Tokens of the longest chain that counts as a draft, and not as a prompt."""
 
-
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention kernels for dense masks, without cuDNN's, which plans for each new shape."""
-
 
 _UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
 """Result of an idle tree."""

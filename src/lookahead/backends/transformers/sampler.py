@@ -99,7 +99,6 @@ IGNORE_TEXT = (
 )
 """Processors that treat each row of scores separately, and ignore the text."""
 
-
 _READ_TOKENS = (processing.RepetitionPenaltyLogitsProcessor,)
 """Processors that use the tokens of the text, and not their order and number."""
 

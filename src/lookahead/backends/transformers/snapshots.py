@@ -63,9 +63,8 @@ def preserved_state(model: torch.nn.Module) -> Iterator[set[tuple[int, str]]]:
     """Restore changes by trial passes: attributes and buffers of the modules of `model`, and torch's generators.
 
     Example: dynamic RoPE stores the frequencies of the longest text so far, and a trial would change them. Only hooks
-    of
-    transformers are removed, since another thread may register hooks. It yields the set of written attributes, filled
-    at the end.
+    of transformers are removed, since another thread may register hooks. It yields the set of written attributes,
+    filled at the end.
     """
     written: set[tuple[int, str]] = set()
     saved_modules = [(m, dict(vars(m)), dict(m._buffers), set(m._forward_hooks)) for m in model.modules()]
