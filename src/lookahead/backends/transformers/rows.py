@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from lookahead.backends.transformers.tree_cache import Row, TreeLayer, write_states
+from lookahead.backends.transformers.tree_cache import Row, TreeLayer
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each row in one layer, each `[1, heads, tokens, head_dim]`, the nodes of the step at the end."""
@@ -53,10 +53,10 @@ class PackedCache(RowsCache):
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer, and return them unchanged."""
         layers = self._layers(layer_idx)
         if len(layers) == 1:
-            states = write_states(layers, [key_states], [value_states])
+            states = [layers[0].update(key_states, value_states)]
         else:
-            keys = torch.split(key_states, self._counts, 2)
-            states = write_states(layers, keys, torch.split(value_states, self._counts, 2))
+            new = torch.split(key_states, self._counts, 2), torch.split(value_states, self._counts, 2)
+            states = [layer.update(*of_row) for layer, *of_row in zip(layers, *new, strict=True)]
         self.written[id(key_states)] = (key_states, states)
         return key_states, value_states
 
@@ -77,7 +77,8 @@ class PaddedCache(RowsCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[rows, heads, nodes, head_dim]` of one layer, and return the states of all tokens."""
         layers = self._layers(layer_idx)
-        keys, values = zip(*write_states(layers, self._split(key_states), self._split(value_states)), strict=True)
+        new = zip(layers, self._split(key_states), self._split(value_states), strict=True)
+        keys, values = zip(*[layer.update(*of_row) for layer, *of_row in new], strict=True)
         return self._padded(key_states, keys), self._padded(value_states, values)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:

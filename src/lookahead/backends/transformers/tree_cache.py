@@ -79,25 +79,33 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.device = key_states.device
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
         self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
+        self._concatenated = 0 if self.block else _SMALL // max(key_states.shape[1] * key_states.shape[3], 1)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write states `[1, heads, nodes, head_dim]` after the text; return all keys and values so far."""
-        return write_states([self], [key_states], [value_states])[0]
-
-    def make_room(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Prepare to write states: their type, and columns unless small states stay without free ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype is not self.keys.dtype:  # the caller's cache has another type
             self.keys = self.keys.to(torch.promote_types(key_states.dtype, self.keys.dtype))
             self.values = self.values.to(torch.promote_types(value_states.dtype, self.values.dtype))
         start = self.length - self.dropped
-        end = start + key_states.shape[2]
-        if end > self.keys.shape[2] and not self._stays_full(start, key_states):
+        count = key_states.shape[2]
+        end = start + count
+        columns = self.keys.shape[2]
+        if end > columns:
+            # A small prompt, or one token in plain decoding.
+            if end <= self._concatenated and start == columns and (count == 1 or not start) and _may_concatenate():
+                self.keys = torch.cat([self.keys, key_states], 2)
+                self.values = torch.cat([self.values, value_states], 2)
+                return self.keys, self.values
             self._grow(end, start)
+        # `narrow` is three times as fast as a slice
+        self.keys.narrow(2, start, count).copy_(key_states)
+        self.values.narrow(2, start, count).copy_(value_states)
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write keys `[1, nodes, size]` of `indexer`, and return all of them."""
@@ -145,17 +153,6 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return -1: there is no maximum."""
         return -1
 
-    def _stays_full(self, start: int, key_states: torch.Tensor) -> bool:
-        """Return whether to concatenate small states instead of growth: a prompt, or one token in plain decoding."""
-        count = key_states.shape[2]
-        is_plain = start == self.keys.shape[2] and (count == 1 or not start) and self.block is None
-        return (
-            is_plain
-            and not torch.compiler.is_compiling()  # each length would need a compilation
-            and key_states.numel() // count * (start + count) <= _SMALL
-            and not torch.is_inference_mode_enabled()  # its tensors could not be written later
-        )
-
     def _grow(self, needed: int, columns: int) -> None:
         """Grow to at least `needed` columns, and keep the first `columns` ones."""
         if self.block is None:
@@ -176,27 +173,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, moved)
 
 
-def write_states(
-    layers: Sequence[TreeLayer], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write the states of one layer of several texts; see `TreeLayer.update`."""
-    written = []
-    for layer, new_keys, new_values in zip(layers, keys, values, strict=True):
-        start = layer.length - layer.dropped
-        count = new_keys.shape[2]
-        end = start + count
-        if not layer.is_initialized or new_keys.dtype is not layer.keys.dtype or end > layer.keys.shape[2]:
-            layer.make_room(new_keys, new_values)
-        if end > layer.keys.shape[2]:  # a small layer, without free columns
-            layer.keys = torch.cat([layer.keys, new_keys], 2)
-            layer.values = torch.cat([layer.values, new_values], 2)
-            written.append((layer.keys, layer.values))
-            continue
-        # `narrow` is three times as fast as a slice
-        layer.keys.narrow(2, start, count).copy_(new_keys)
-        layer.values.narrow(2, start, count).copy_(new_values)
-        written.append((layer.keys.narrow(2, 0, end), layer.values.narrow(2, 0, end)))
-    return written
+def _may_concatenate() -> bool:
+    """Return whether other numbers of columns need no compilation, and new tensors can be written later."""
+    return not (torch.is_inference_mode_enabled() or torch.compiler.is_compiling())
 
 
 def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +209,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self.layer(layer_idx)
-        return write_states([layer], [key_states], [value_states])[0]
+        return layer.update(key_states, value_states)
 
     def layer(self, index: int) -> TreeLayer:
         """A layer, made with those before it if there is none yet."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
 from lookahead.core.ranking import UNRANKED
-from lookahead.core.results import StepResults
+from lookahead.core.results import StepResults, Walks
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -345,17 +345,19 @@ class DraftBatch:
         certain = forest[rows[0]].certain if first.knowing else 0
         learns = first.learns and not first.budget.backs_off and certain <= first.certain
         certain = certain if certain <= first.certain else 0  # others are not in the text of the batch yet
+        if not learns:
+            self._defer(drafters, rows, walks, certain)
+            return
         ids = outputs.top_ids
         is_listed = ids.shape[1] > 0
         with self.memory.lock:  # another thread may replace the arrays for more texts
             places = _places_of(drafters)
-            learning = (places >= 0) & learns
-            if learns and not (is_listed or self.memory.observed):
+            learning = places >= 0
+            if not (is_listed or self.memory.observed):
                 learning &= ~self._trusted(places)
             if not learning.all():
-                for index in (~learning).nonzero()[0].tolist():
-                    drafters[index].late += walks.tokens_of(rows[index])[certain:]
-                self.sent[places[~learning & (places >= 0)]] = 0
+                late = (~learning).nonzero()[0].tolist()
+                self._defer([drafters[index] for index in late], [rows[index] for index in late], walks, certain)
                 kept = learning.nonzero()[0].tolist()
                 if not kept:
                     return
@@ -373,6 +375,14 @@ class DraftBatch:
                 ids = outputs.predictions[:, None].copy() if self.reads else np.full((len(forest.tokens), 1), -1)
                 probabilities = np.ones(ids.shape, dtype=np.float32)
             self.learn(Step(outcomes, walks.tokens, ids, probabilities, np.empty(len(ids), dtype=np.int64)))
+
+    def _defer(self, drafters: Sequence[Member], rows: Sequence[int], walks: Walks, certain: int) -> None:
+        """Keep the tokens of a step, without the certain ones, for the next step that learns."""
+        with self.memory.lock:
+            for drafter, row in zip(drafters, rows, strict=True):
+                drafter.late += walks.tokens_of(row)[certain:]
+                if drafter.place >= 0:
+                    self.sent[drafter.place] = 0
 
     def learn(self, step: Step) -> int:
         """Learn from a step: append its tokens to the texts, and discard their drafts.
