@@ -22,6 +22,9 @@ IRRELEVANT = frozenset(
     {
         *("generate", "generation_config", "rope_deltas", "max_seq_len_cached", "_output_capturing_hooks_installed"),
         *("_previous_max_cache_length", "_compiled_call", "_last_compile_config"),  # of static caches
+        *("_tp_plan", "_pp_plan", "_fsdp_plan", "_no_split_modules", "_skip_keys_device_placement"),  # of loading
+        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"),
+        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"),
     }
 )
 """Attributes of a module that no forward pass reads, or that repeat inputs of a pass."""
