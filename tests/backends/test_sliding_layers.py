@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache
 
 import lookahead
 import model_zoo
-from lookahead import LookaheadConfig
+from lookahead import Engine, LookaheadConfig, UnsupportedModelError
 from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
@@ -103,6 +104,20 @@ def test_caches_of_the_caller_across_chunks(given: str) -> None:
             model.generate(ids[:, :-2], past_key_values=cache, max_new_tokens=1, do_sample=False)
         output = lookahead.generate(model, ids, past_key_values=cache, lookahead_config=CONFIG, **options)
         assert torch.equal(output, model.generate(ids, **options)), length
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("mistral_sliding", "sliding_window"), ("gemma3", "sliding_window"), ("llama4_chunked", "attention_chunk_size")],
+)
+def test_windows_of_one_token_are_refused(name: str, setting: str) -> None:
+    """transformers keeps all tokens of such layers, and single tokens see them."""
+    config = copy.deepcopy(model_zoo.build(name).config)
+    setattr(config, setting, 1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for run in (lookahead.attach, Engine, partial(lookahead.generate, input_ids=torch.tensor([[5, 6, 7]]))):
+        with pytest.raises(UnsupportedModelError, match="window of 1 token"):
+            run(model)
 
 
 @pytest.mark.parametrize(("name", "given"), diagonal(["gemma3", "mistral_sliding"], ["empty", "filled"]))

@@ -63,6 +63,11 @@ class MaskBuilder:
                     "token; their state cannot take back a token that was not accepted. Token trees need layers of "
                     f"the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
+            if self._sizes[kind] == 1:
+                raise UnsupportedModelError(
+                    f"{type(config).__name__} has layers of the kind {kind!r} with a window of 1 token, but "
+                    "caches of transformers keep all tokens of such layers; use model.generate"
+                )
 
     def packed(self, trees: MaskedTrees) -> list[NDArray[np.int32]]:
         """Return the packed masks of padded trees for each kind of layer, `[rows, 1, nodes, 3 + words]` int32."""
