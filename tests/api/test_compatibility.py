@@ -744,6 +744,31 @@ def test_streamer_in_a_batch(llama: PreTrainedModel) -> None:
     assert any(0 in value for value in plain.values[1:-1]), "rows that end together test nothing"
 
 
+class RaisingRecorder(Recorder):
+    """A recorder that raises with its value of a number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.values) == self.number:
+            raise RuntimeError("oops")
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_streamer_of_a_batch_that_raises_gets_no_more(calls: int, llama: PreTrainedModel) -> None:
+    """Other rows of the same step still have tokens."""
+    ids, mask = padded(12, 7)
+    plain, streamed = RaisingRecorder(calls), RaisingRecorder(calls)
+    for generate, streamer in ((llama.generate, plain), (ours(llama), streamed)):
+        with pytest.raises(RuntimeError, match="oops"):
+            generate(input_ids=ids, attention_mask=mask, streamer=streamer, **GREEDY)
+    assert streamed.values == plain.values
+    assert len(plain.values) == calls
+
+
 def test_guidance_in_a_batch(llama: PreTrainedModel) -> None:
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
     assert torch.equal(ours_with(llama, input_ids=prompts, **GUIDED), llama.generate(prompts, **GUIDED))

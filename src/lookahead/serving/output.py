@@ -113,12 +113,16 @@ class StreamFeeder:
         self._waiting: list[deque[int]] = [deque() for _ in prompts]
         self._finished = [False] * len(prompts)
         self._pad_token = pad_token
+        self._has_failed = False
 
     def add(self, step: StepRecord) -> None:
         """Add the tokens of a step, and send the complete positions.
 
         The prompts are sent with the first step: before it the call may fail.
         """
+        if self._has_failed:  # other rows of the step still have tokens
+            return
+        self._has_failed = True
         if self._prompts is not None:
             self._streamer.put(self._prompts.cpu())
             self._prompts = None
@@ -129,6 +133,7 @@ class StreamFeeder:
         ):
             column = [tokens.popleft() if tokens else self._pad_token for tokens in self._waiting]
             self._streamer.put(torch.tensor(column, device="cpu"))
+        self._has_failed = False
 
     def end(self) -> None:
         """End the stream."""
