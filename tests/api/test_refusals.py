@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, UnsupportedModelError
@@ -165,6 +166,20 @@ def test_load_gguf_refuses_other_objects_than_paths(path: Any) -> None:
         lookahead.load_gguf(path)
 
 
+class Louder(DynamicCache):
+    """A cache with an `update` of its own."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(keys, 2 * values, *args, **kwargs)
+
+
+def changed(name: str, value: object, layer: bool = False) -> DynamicCache:
+    """A cache, or its first layer, with an attribute of its own."""
+    cache = DynamicCache(config=LlamaConfig(num_hidden_layers=2))
+    setattr(cache.layers[0] if layer else cache, name, value)
+    return cache
+
+
 def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
     with pytest.raises(InvalidArgumentError, match="empty prompt"):
         llama.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=4, custom_generate=lookahead.generate)
@@ -185,6 +200,13 @@ def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
             {"past_key_values": StaticCache(LlamaConfig(num_hidden_layers=2), max_cache_len=9)},
             "(cache|past_key_values)=StaticCache",
         ),
+        ({"past_key_values": Louder()}, "(cache|past_key_values)='Louder'"),
+        ({"past_key_values": changed("update", Louder().update)}, "(cache|past_key_values)='DynamicCache'"),
+        ({"past_key_values": changed("update", Louder().update, True)}, "(cache|past_key_values)='DynamicCache'"),
+        (
+            {"past_key_values": changed("layer_class_to_replicate", type("Layer", (DynamicLayer,), {}))},
+            "(cache|past_key_values)='Dyn",
+        ),
         ({"inputs_embeds": torch.zeros(1, 3, 48)}, "inputs_embeds|input_ids"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
         ({"assistant_model": "anything"}, "assistant_model"),
@@ -204,6 +226,21 @@ def test_a_bad_argument_is_refused_before_the_model_runs(
     with pytest.raises(LookaheadError, match=message):
         lookahead.generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, **options)
     assert not passes
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1)])
+def test_a_cache_with_layers_of_several_lengths_is_refused(places: tuple[int, ...], llama: PreTrainedModel) -> None:
+    """As after compression of a cache; a text as long as its first layer has a token for each column."""
+    cache = llama.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=9, return_dict_in_generate=True).past_key_values
+    for layer in (cache.layers[place] for place in places):
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+    ids = torch.arange(1, cache.get_seq_length() + 2)[None]
+    if len(places) == len(cache.layers):
+        expected = llama.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=9)
+        assert torch.equal(lookahead.generate(llama, ids, past_key_values=cache, max_new_tokens=9), expected)
+        return
+    with pytest.raises(LookaheadError, match="(cache|past_key_values) lacks"):
+        lookahead.generate(llama, ids, past_key_values=cache, max_new_tokens=9)
 
 
 def test_sizes_below_zero_and_misspelt_arguments_are_transformers_errors(llama: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.transformers.cache_names import CACHE, knows_its_length
+from lookahead.backends.transformers.cache_names import CACHE, has_own_code, knows_its_length
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.config import LookaheadConfig
@@ -268,6 +268,11 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
         raise InvalidArgumentError(
             f"use_cache=False, in the call or the model's generation configuration, contradicts {CACHE}; pass "
             "use_cache=True, or leave the cache out"
+        )
+    cache = model_kwargs[CACHE]
+    if has_own_code(cache):
+        raise _unsupported(
+            CACHE, type(cache).__name__, "it has methods of its own; pass a DynamicCache of transformers"
         )
 
 

@@ -66,3 +66,12 @@ def knows_its_length(cache: Any) -> bool:
     """Whether a cache knows the length of its text. A cache with only running states does not."""
     linear = getattr(cache, "is_linear", ())
     return not linear or not all(linear)
+
+
+def has_own_code(cache: Any) -> bool:
+    """Whether a cache or one of its layers has methods that are not of transformers, which steps would not call."""
+    parts = [cache, *getattr(cache, "layers", ())]
+    kinds = [*map(type, parts), getattr(cache, "layer_class_to_replicate", None) or type(cache)]
+    return not all(kind.__module__.startswith("transformers") for kind in kinds) or any(
+        callable(getattr(type(part), name, None)) for part in parts for name in vars(part)
+    )

@@ -359,6 +359,12 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
         raise InvalidArgumentError(
             f"{CACHE} has {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the same texts"
         )
+    length = cache.get_seq_length()
+    if not all(_is_whole(layer, length) for layer in filled):
+        raise UnsupportedArgumentError(
+            f"{CACHE} lacks keys and values of its {length} tokens in some layers, which lookahead decoding does not "
+            "support; pass a cache as generate returns it, or use the model's own generate"
+        )
     _check_states(filled[0].keys, held.cpu())
     for place, (row, counted) in enumerate(zip(adopted, held, strict=True)):
         row.cache.layers = [_adopt_layer(layer, place, counted) for layer in cache.layers]
@@ -445,6 +451,13 @@ def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
             "attention_mask shows tokens that it hid when the cache was filled, so the cache lacks them; pass the mask "
             "of the earlier call, extended by the new tokens"
         )
+
+
+def _is_whole(layer: CacheLayerMixin, length: int) -> bool:
+    """Return whether a layer has the columns that transformers keeps of a text of `length` tokens."""
+    window = _window(layer)
+    columns = length if window is None else min(length, window - 1)
+    return (layer.get_seq_length(), layer.keys.shape[2]) == (length, columns)
 
 
 def _window(layer: CacheLayerMixin) -> int | None:
