@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import TRANSFORMERS
 from lookahead.demo import demo_model_path
 from model_zoo import build
@@ -157,6 +157,26 @@ def test_the_active_one_of_two_adapters_writes_the_text() -> None:
     model.set_adapter("second")
     assert not torch.equal(model.generate(input_ids=PROMPT, **GREEDY), first)
     check(model.eval())
+
+
+def test_an_adapter_for_each_row_is_refused() -> None:
+    model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    options = {"adapter_names": ["default", "__base__"], **GREEDY}
+    rows = PROMPT.repeat(2, 1)
+    assert model.generate(input_ids=rows, **options).shape[0] == 2
+    with pytest.raises(UnsupportedArgumentError, match="adapter_names=.*set_adapter"):
+        lookahead.generate(model, rows, **options)
+    check(model)
+
+
+def test_an_engine_refuses_an_adapter_that_writes_into_weights() -> None:
+    model = adapted("llama", lambda peft: peft.LoraConfig(target_parameters=["mlp.up_proj.weight"]))
+    check(model)
+    with pytest.raises(UnsupportedModelError, match="write into its weights"):
+        Engine(model)
+    model.merge_adapter()
+    expected = model.generate(input_ids=PROMPT, **GREEDY)
+    assert torch.equal(Engine(model).submit(PROMPT, **GREEDY).result(), expected)
 
 
 ADAPTERS = {

@@ -195,6 +195,11 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.pop("synced_gpus", None):
         raise _synced()
+    if kwargs.get("adapter_names") is not None:  # of PEFT
+        raise UnsupportedArgumentError(
+            f"adapter_names={kwargs['adapter_names']!r} is not supported by lookahead decoding: rows share a pass; "
+            "call model.set_adapter, and generate once for each adapter"
+        )
     if kwargs.get("inputs_embeds") is not None:
         raise UnsupportedArgumentError("inputs_embeds is not supported by lookahead decoding; give input_ids")
     if effective_setting(model, kwargs, "token_healing"):

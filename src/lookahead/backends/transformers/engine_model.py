@@ -146,15 +146,19 @@ def check_parts(model: PreTrainedModel, on_chains: bool) -> None:
     """Refuse a model with other logits for chunks of a prompt than for one pass: requests share steps and prefixes.
 
     Raises:
-        UnsupportedModelError: It has other logits.
+        UnsupportedModelError: It has other logits, or its passes write into weights, as changes by the caller do.
     """
 
     def check() -> None:
         make = partial(trial_runner, model) if on_chains else partial(ModelRunner, model, 1)
+        weights = [weight for weight in model.parameters() if not weight.is_inference()]
+        versions = [weight._version for weight in weights]
         with torch.no_grad(), preserved_state(model):
             same = reads_parts(model, make)
         if not same:
             raise _unsupported(model, "a prompt that is read in parts has other logits than in one pass")
+        if versions != [weight._version for weight in weights]:
+            raise _unsupported(model, "its passes write into its weights, which an Engine takes for a change")
 
     once(model, ("parts", *model_setting(model)), check)
 
