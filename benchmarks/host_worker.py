@@ -94,8 +94,7 @@ class Texts:
     """Recorded texts, and the model that generates them."""
 
     def __init__(self, path: Path, prompt: int, new: int) -> None:
-        encode = encoder_of(load_tokenizer("demo"))
-        cases = read_cases(path, encode, prompt=prompt)
+        cases = read_cases(path, encoder_of(load_tokenizer("demo")), prompt=prompt)
         self.table = Table(prompt + new + 512)
         self.cases = [self.table.add(lengthened(cases[place:], prompt, new)) for place in range(min(TEXTS, len(cases)))]
         self.model = table_model(2 * (prompt + new) + 512)

@@ -190,8 +190,7 @@ def _seconds(process: psutil.Process) -> dict[str, float]:
 
 def probe(options: Options) -> Probe:
     """Make a unit for each repeat, temperature and server; servers alternate."""
-    model = str(demo_model_path())
-    bench = Bench(options, model)
+    bench = Bench(options, str(demo_model_path()))
     units = [
         Unit(f"{server}, {temperature}, {repeat}", partial(bench.rows, server, temperature, repeat))
         for repeat in range(options.repeats)

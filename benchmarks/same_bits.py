@@ -152,8 +152,7 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         draws = torch.Generator().manual_seed(number)
         ids = torch.randint(3, 200, (8, share.tokens), generator=draws)
     else:
-        path = Path(options.data) / PROMPTS[name]
-        texts = read_texts(path)
+        texts = read_texts(Path(options.data) / PROMPTS[name])
         texts = [texts[(number + row) % len(texts)] * 9 for row in range(8)]
         ids = torch.stack([tokenizer(text, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
     ids = ids.to(options.device)

@@ -293,11 +293,11 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
     """
     digests = np.frombuffer(b"".join(map(digest, values.values())), dtype=np.uint8)
     received = np.stack(exchange.gather(digests)).reshape(exchange.size, len(values), -1)  # [ranks, values, bytes]
-    problems = []
-    for name, differs in zip(values, (received != received[0]).any(axis=2).T, strict=True):
-        if differs.any():
-            ranks = exchange.who(np.flatnonzero(differs).tolist())
-            problems.append(f"{name} on {ranks} differs from that on {exchange.who([0])}")
+    problems = [
+        f"{name} on {exchange.who(np.flatnonzero(differs).tolist())} differs from that on {exchange.who([0])}"
+        for name, differs in zip(values, (received != received[0]).any(axis=2).T, strict=True)
+        if differs.any()
+    ]
     if problems:
         raise ParallelError(f"{'; '.join(problems)}: start every rank with the same model, versions and arguments")
 

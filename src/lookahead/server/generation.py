@@ -188,8 +188,7 @@ class Generation:
         Raises:
             LookaheadError: The request is invalid.
         """
-        prompts = self.served.prompts(self.request, images)
-        for prompt in prompts:
+        for prompt in self.served.prompts(self.request, images):
             grammar = self.plans[0].grammar if self.plans else None
             self.plans.append(make_plan(self.served, self.request, prompt, self._settings, grammar))
             self.plans[-1].arguments["tenant"] = self.tenant

@@ -215,8 +215,7 @@ async def deliver(http: Request, form: AnswerForm) -> Response:
         return EventStream(form, http.state.notes)
     watch = asyncio.create_task(_fail_on_disconnect(http, form.generation))
     try:
-        wholes = await _wholes(form)
-        body = await asyncio.to_thread(_encoded, form, wholes)  # may be megabytes
+        body = await asyncio.to_thread(_encoded, form, await _wholes(form))  # may be megabytes
         return Response(body, media_type="application/json")
     finally:
         watch.cancel()

@@ -166,8 +166,7 @@ def _pad_rows(module: Any, product: Product, input: torch.Tensor) -> torch.Tenso
     count = input.numel() // input.shape[-1]
     if rule.min_rows <= count <= rule.max_rows or not count:
         return product(input)
-    output = by_rule(product, input.reshape(count, -1), rule)
-    return output.view(*input.shape[:-1], -1)
+    return by_rule(product, input.reshape(count, -1), rule).view(*input.shape[:-1], -1)
 
 
 _rules: dict[tuple[object, ...], RowRule | None] = {}
