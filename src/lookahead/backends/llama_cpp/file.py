@@ -15,7 +15,6 @@ import numpy as np
 
 from lookahead.backends.llama_cpp.context import LlamaContext, binding, error_lines
 from lookahead.errors import InvalidArgumentError
-from lookahead.values import require
 
 _NO_TOKEN = -1  # LLAMA_TOKEN_NULL
 
@@ -200,7 +199,8 @@ class LlamaModel:
 
 
 def _load(path: Path, n_gpu_layers: int) -> Any:
-    require(path.is_file(), "path", str(path), "is no file; give the path of a GGUF file")
+    if not path.is_file():  # the message has the whole path, however long it is
+        raise InvalidArgumentError(f"path={str(path)!r} is no file; give the path of a GGUF file")
     library = binding()
     parameters = library.llama_model_default_params()
     parameters.n_gpu_layers = n_gpu_layers
