@@ -454,10 +454,10 @@ def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _is_whole(layer: CacheLayerMixin, length: int) -> bool:
-    """Return whether a layer has the columns that transformers keeps of a text of `length` tokens."""
+    """Return whether a layer has at least the columns that transformers keeps of a text of `length` tokens."""
     window = _window(layer)
-    columns = length if window is None else min(length, window - 1)
-    return (layer.get_seq_length(), layer.keys.shape[2]) == (length, columns)
+    least = length if window is None else min(length, window - 1)
+    return bool(layer.get_seq_length() == length and layer.keys.shape[2] >= least)
 
 
 def _window(layer: CacheLayerMixin) -> int | None:
