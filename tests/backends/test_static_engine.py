@@ -267,13 +267,19 @@ def inputs_of(passes: FixedPasses) -> list[PooledInputs]:
     return [found[size] for size in sorted(found)]
 
 
+def tokens_of(inputs: Any) -> torch.Tensor:
+    """Return the tokens of a pass at their fixed address, `[1, nodes]`."""
+    tokens: torch.Tensor = inputs._staged.there[0]
+    return tokens
+
+
 def addresses(passes: FixedPasses) -> list[int]:
     """Return the addresses of all memory that outlives a step."""
     inputs = inputs_of(passes)
     return [
         *(buffer.data_ptr() for buffer in passes.cache.buffers),
         *(states.data_ptr() for layer in passes.cache.layers for states in (layer.keys, layer.values)),
-        *(one._staged.there[0].data_ptr() for one in inputs),
+        *(tokens_of(one).data_ptr() for one in inputs),
         *(mask.data_ptr() for one in inputs for mask in one.packed),
     ]
 
@@ -404,7 +410,7 @@ def test_staged_masks_equal_the_dynamic_engines(name: str, rows: int) -> None:
         model = SimpleNamespace(dtype=torch.float32, config=SimpleNamespace(_attn_implementation="sdpa"))
         dense = inputs.arguments(model, pool)["attention_mask"]  # type: ignore[arg-type]
         dense = dense if isinstance(dense, dict) else {masks.kinds[0]: dense}
-        assert inputs._staged.there[0][0].tolist() == [
+        assert tokens_of(inputs)[0].tolist() == [
             *(token for layout in layouts for token in layout.tokens),
             *[0] * (inputs.nodes - count),
         ]

@@ -148,7 +148,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, limit: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._limit = limit
+        self.limit = limit
         self._made: list[tuple[int, StorageWeakRef]] = []
         self.most = 0
 
@@ -159,7 +159,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             gone = [made for made in self._made if made[1].expired()]  # type: ignore[no-untyped-call]
             self._made = [made for made in self._made if made not in gone]
             total = storage.nbytes() + sum(size for size, _ in self._made)
-            if total > self._limit:
+            if total > self.limit:
                 raise torch.cuda.OutOfMemoryError("no memory")
             self._made.append((storage.nbytes(), StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
             self.most = max(self.most, total)
@@ -178,7 +178,7 @@ def test_static_buffers_grow_one_after_another(monkeypatch: pytest.MonkeyPatch) 
             with cache.written_at(torch.arange(2)):
                 cache.update(states([[layer, 7]]), -states([[layer, 7]]), layer)
         for capacity, limit in ((32, 200), (64, 50), (48, 200), (64, 70)):
-            allocations._limit = limit * total
+            allocations.limit = limit * total
             moves, before = cache.moves, cache.capacity
             allocations.most = 0
             try:

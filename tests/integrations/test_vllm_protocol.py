@@ -53,7 +53,7 @@ class Engine:
     """vLLM's work between two calls of a proposer, for each row: verify the draft, and add one token more."""
 
     def __init__(self, proposer: LookaheadProposer, model: Model) -> None:
-        self._proposer, self._model = proposer, model
+        self.proposer, self._model = proposer, model
         self.texts: list[list[int]] = []
         self.drafts: list[list[int]] = []
         self.steps = 0
@@ -86,7 +86,7 @@ class Engine:
         for row, text in enumerate(self.texts):
             lengths[row] = len(text)
             tokens[row, : len(text)] = text
-        self.drafts = self._proposer.propose(sampled, lengths, tokens)
+        self.drafts = self.proposer.propose(sampled, lengths, tokens)
         assert len(self.drafts) == len(self.texts)
         self.steps += 1
 
@@ -156,7 +156,7 @@ def test_rows_that_move_leave_and_come_back_are_recognised() -> None:
             break
     for text in (*engine.texts, *away):
         assert text[2:] == model.text(text[:2], len(text) - 2)
-    assert engine._proposer.statistics.requests == 4
+    assert engine.proposer.statistics.requests == 4
 
 
 def test_requests_of_equal_texts_are_two() -> None:
@@ -167,7 +167,7 @@ def test_requests_of_equal_texts_are_two() -> None:
     for _ in range(10):
         engine.step()
     assert engine.texts[0] == engine.texts[1]
-    assert engine._proposer.statistics.requests == 2
+    assert engine.proposer.statistics.requests == 2
 
 
 def test_a_prompt_in_parts_is_not_drafted_for() -> None:
@@ -187,7 +187,7 @@ def test_aborted_requests_are_forgotten() -> None:
         engine.step()
         engine.step()
         engine.remove(0)
-    proposer = engine._proposer
+    proposer = engine.proposer
     assert proposer.statistics.requests == 5 * PLACES
     assert len(proposer._requests.absent) < PLACES
 
@@ -201,7 +201,7 @@ def test_tokens_that_came_unseen_are_read() -> None:
     text += model.text(text, 5)
     engine.drafts[0] = []
     engine.step()
-    assert engine._proposer.statistics.requests == 1
+    assert engine.proposer.statistics.requests == 1
     assert text[2:] == model.text([1, 2], len(text) - 2)
 
 

@@ -190,15 +190,21 @@ def test_a_text_that_would_be_mixed_ends_with_an_error(
     assert torch.equal(half_read.result(), expected)
 
 
+@pytest.fixture
+def double_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Changes caches, which permits only drafts of one path."""
+    update = DynamicLayer.update
+    return lambda: monkeypatch.setattr(
+        DynamicLayer, "update", lambda self, keys, *rest, **named: update(self, 2 * keys, *rest, **named)
+    )
+
+
 def test_a_waiting_request_is_checked_and_drafted_for_the_changed_model(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, double_keys: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, LookaheadConfig(step_budget=12))
     waiting = engine.submit(PROMPT, **OPTIONS)
-    update = DynamicLayer.update  # a change of caches permits only drafts of one path
-    monkeypatch.setattr(
-        DynamicLayer, "update", lambda self, keys, *rest, **named: update(self, 2 * keys, *rest, **named)
-    )
+    double_keys()
     expected = plain(model)
     assert waiting.result()[0].tolist() == expected
     monkeypatch.undo()
@@ -224,16 +230,13 @@ class _Tenant:
 
 
 def test_a_request_can_be_submitted_while_a_changed_model_is_opened(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, double_keys: Callable[[], None]
 ) -> None:
     engine = Engine(model, LookaheadConfig(step_budget=12))
     engine.submit(PROMPT[:9], **OPTIONS)
-    update = DynamicLayer.update
 
-    def change() -> None:  # permits only drafts of one path
-        monkeypatch.setattr(
-            DynamicLayer, "update", lambda self, keys, *rest, **named: update(self, 2 * keys, *rest, **named)
-        )
+    def change() -> None:
+        double_keys()
         engine.step()
 
     handle = engine.submit(PROMPT, tenant=_Tenant(change), **OPTIONS)

@@ -61,19 +61,7 @@ def zoo_file(folder: Path) -> Path:
 
 def mamba_file(path: Path) -> PreTrainedModel:
     """Write a tiny Mamba, with running states in all layers; return the transformers model."""
-    model = _random(
-        MambaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            state_size=8,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            time_step_rank=4,
-            conv_kernel=4,
-            tie_word_embeddings=True,
-            **_ENDS,
-        )
-    )
+    model = _random(MambaConfig(state_size=8, num_hidden_layers=2, time_step_rank=4, conv_kernel=4, **_SIZES))
     config, weights = model.config, _weights(model)
     writer = _writer(path, "mamba", config)
     writer.add_feed_forward_length(0)
@@ -102,9 +90,6 @@ def hybrid_file(path: Path) -> PreTrainedModel:
     """Write a tiny LFM2, with running states in some layers and keys and values in others; return the model."""
     model = _random(
         Lfm2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
             block_auto_adjust_ff_dim=False,
             num_hidden_layers=3,
             num_attention_heads=4,
@@ -112,8 +97,7 @@ def hybrid_file(path: Path) -> PreTrainedModel:
             layer_types=["conv", "full_attention", "conv"],
             conv_L_cache=3,
             max_position_embeddings=512,
-            tie_word_embeddings=True,
-            **_ENDS,
+            **_SIZES,
         )
     )
     config, weights = model.config, _weights(model)
@@ -142,7 +126,15 @@ def hybrid_file(path: Path) -> PreTrainedModel:
     return model
 
 
-_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 def _random(config: PreTrainedConfig) -> PreTrainedModel:

@@ -33,7 +33,6 @@ from transformers.utils import logging
 from compared.case import Case
 from compared.outcome import EQUAL, WRONG, Outcome
 from compared.report import CaseRows, describe, flag, reason_not_to_run, report
-from compared.shrink import shrink
 from compared.tables import TABLES, Table
 from lookahead.drafting import compile_loops
 
@@ -54,10 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = stack.enter_context(CaseRows(options.output, options.table)) if options.output else None
         try:
             cases = draw_cases(options.seed_start, table, options.only)
-            times = (options.seconds, options.limit)
-            Run(options.table, options.cases, options.equal, each, *times, bool(options.only), rows).run(
-                cases, outcomes
-            )
+            counts, times = (options.cases, options.equal, each), (options.seconds, options.limit)
+            Run(options.table, *counts, *times, bool(options.only), rows).run(cases, outcomes)
         except KeyboardInterrupt:
             print("\ninterrupted")
     print(report(outcomes, options.table))
@@ -71,8 +68,6 @@ def _again(options: argparse.Namespace, table: Table) -> int:
         return 2
     outcome = table.judge(case)
     print("\n".join(describe(outcome, options.table)))
-    if options.shrink and outcome.kind == WRONG:
-        print("\n".join(["simplified:", *describe(shrink(outcome, table.judge), options.table)]))
     return 1 if outcome.kind == WRONG else 0
 
 
@@ -185,7 +180,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="only cases of these families or kinds")
     parser.add_argument("--seed-start", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--seed", type=int, help="run the case with this number alone")
-    parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so much time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take (default: 600)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines: a row for each case, added at once")

@@ -156,7 +156,5 @@ def tolerance(dtype: torch.dtype, value: torch.Tensor) -> float:
     rounding adds at most half a unit in the last place of the largest value. The rest is float32: scores up to 20 and
     soft caps up to 30 have errors of a few 1e-6, and weights have the same relative error.
     """
-    rounding = (
-        0.0 if dtype == torch.float32 else torch.finfo(dtype).eps * float(value.double().nan_to_num().abs().max())
-    )
-    return rounding + 3e-5
+    largest = 0.0 if dtype == torch.float32 else float(value.double().nan_to_num().abs().max())
+    return torch.finfo(dtype).eps * largest + 3e-5

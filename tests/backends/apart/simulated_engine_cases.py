@@ -23,6 +23,7 @@ from lookahead import Engine, LookaheadConfig, LookaheadError, LookaheadWarning
 from lookahead.backends.machine import Staged
 from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.pooled_rows import FIRST_TOKENS, PROMPT_SIZES, PooledRunner
+from lookahead.serving.loop import EngineLoop
 from model_zoo import ARCHITECTURES, build, in_type
 from quick import quickly
 from simulated_cuda import (
@@ -55,9 +56,14 @@ def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = Non
     return tokens
 
 
+def loop_of(engine: Engine) -> EngineLoop:
+    """The loop of an engine."""
+    return engine._loop
+
+
 def runner_of(engine: Engine) -> PooledRunner:
     """The runner of an engine that has a pool."""
-    runner = engine._loop.runner
+    runner = loop_of(engine).runner
     assert isinstance(runner, PooledRunner)
     return runner
 
@@ -353,7 +359,7 @@ def test_handles_are_notified_during_the_next_pass(device: Simulation) -> None:
     engine.step()
     received = []
     while not handles[1].done:
-        engine._loop.step([], is_continuous=True)
+        loop_of(engine).step([], is_continuous=True)
         received.append(len(handles[0].tokens))
     assert received == [1, 2, 3, 4, 5, 6, 7, 9]
     for row, handle in enumerate(handles):
@@ -497,7 +503,7 @@ def test_random_requests_with_common_beginnings_in_a_small_memory(seed: int, dev
         if not handle.cancelled:
             assert handle.tokens == new_tokens(model, ids, number, **options)
     assert pool.capacity == capacity
-    engine._loop.memory.forget()
+    loop_of(engine).memory.forget()
     runner_of(engine).rows = []
     requests.clear()
     del handle

@@ -313,9 +313,7 @@ def _other_layer(model: PreTrainedModel, seed: int) -> None:
 
 def _exchange_layers(model: PreTrainedModel, seed: int) -> None:
     layers = _layers(model)
-    first = layers[0]
-    layers[0] = layers[1]
-    layers[1] = first
+    layers[0], layers[1] = layers[1], layers[0]
 
 
 def _module_value(model: PreTrainedModel, seed: int) -> None:

@@ -87,7 +87,9 @@ class Doors(ExitStack):
         """Return the results of the rows of `turn`, or of `rows` if not None; `turn` may change the models."""
         rows = turn.rows if rows is None else rows
         if turn.entry == "threads":
-            return list(self._threads.map(lambda row: Served(attempt(_alone, self.model, row)), rows))
+            return list(
+                self._threads.map(lambda row: Served(_of_several(attempt(call, self.model, row, None, True))), rows)
+            )
         prepared = [prepare(self.model, row, None) for row in rows]  # sets the image token of the model
         if self._engine is None:
             engine = attempt(self._make, turn)
@@ -189,10 +191,6 @@ def attempt(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
     except Exception as error:
         return error
-
-
-def _alone(model: PreTrainedModel, row: Turn) -> Answer:
-    return _of_several(call(model, row, None, ours=True))
 
 
 def _of_several(answer: Any) -> Any:

@@ -34,7 +34,7 @@ def draw_case(seed: int, families: Sequence[str], images: bool = False) -> Case:
     turns = tuple(_draw_turns(random))
     # Models with running states refuse most of the usual settings, which would test nothing.
     if keeps_running_state(family) and random.random() < 0.9:
-        turns = tuple(map(_for_running_states, turns))
+        turns = tuple(_for_chains(_with_one_row(turn)) for turn in turns)
     if family in INDEXED:  # trees run until the layers begin to select keys
         variant = replace(variant, window=random.choice((5, 12, 16, 24, 32, 48, 64)))
         if random.random() < 0.9:
@@ -81,10 +81,6 @@ def _for_chains(turn: Turn) -> Turn:
     """Return the turn without settings that need trees."""
     drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
     return replace(turn, drafting={"preset": "auto"} if drafting["preset"] == "paper" else drafting)
-
-
-def _for_running_states(turn: Turn) -> Turn:
-    return _for_chains(_with_one_row(turn))
 
 
 def _for_encoder_decoders(turn: Turn) -> Turn:

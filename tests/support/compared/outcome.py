@@ -21,10 +21,8 @@ from compared.models import forget, load
 from lookahead.errors import InvalidArgumentError, ModelChangedError, UnsupportedArgumentError, UnsupportedModelError
 from tiny.families import CannotBuild
 
-EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG = (
-    *("equal", "not built", "refused", "both raise", "near-tie", "WRONG"),
-)
-KINDS = (EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG)
+KINDS = ("equal", "not built", "refused", "both raise", "near-tie", "WRONG")
+EQUAL, NOT_BUILT, REFUSED, BOTH_RAISE, NEAR_TIE, WRONG = KINDS
 
 TIE_MARGIN = 1e-4
 """Largest rounding error of float32 in a tiny model, relative to the largest logit."""

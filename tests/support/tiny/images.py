@@ -112,10 +112,8 @@ def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Ite
     def pixels(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) * 2 - 1
 
-    height, width = (
-        3 * merge,
-        2 * merge,
-    )  # so that three-dimensional rotary positions are smaller than the number of tokens
+    # Three-dimensional rotary positions are smaller than the number of tokens.
+    height, width = 3 * merge, 2 * merge
     grid = {"image_grid_thw": torch.tensor([[1, height, width]] * count)}
     flat, total = channels * patch * patch, count * height * width
     merges = {"image_merge_sizes": torch.tensor([merge] * count)}

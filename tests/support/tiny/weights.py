@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lookahead.backends.transformers.miniature import middle
 from tiny.encoder_decoders import is_encoder_decoder, read_by
 from tiny.variant import Variant
 
@@ -30,7 +31,7 @@ def draw_weights(model: PreTrainedModel, variant: Variant) -> None:
             elif isinstance(module, nn.Embedding):  # learned positions
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() < 2:
-                parameter.copy_(_middle(name, parameter) + 0.1 * noise)
+                parameter.copy_(middle(name, parameter) + 0.1 * noise)
             else:
                 parameter.copy_(1.3 * noise / _fan_in(module, parameter) ** 0.5)
         for name, buffer in module.named_buffers(recurse=False):
@@ -38,14 +39,6 @@ def draw_weights(model: PreTrainedModel, variant: Variant) -> None:
             if "bias" in name and buffer.is_floating_point() and buffer.dim() < 4:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=random))
     _scale_logits(model, random, variant)
-
-
-def _middle(name: str, parameter: Tensor) -> float:
-    """Return the mean of a vector's weights: its initial value if uniform and small, else 1; 0 for biases."""
-    if "bias" in name or "sink" in name or not parameter.numel():
-        return 0.0
-    first = float(parameter.flatten()[0])
-    return first if math.isfinite(first) and abs(first) <= 4 and bool((parameter == first).all()) else 1.0
 
 
 def _fan_in(module: nn.Module, parameter: Tensor) -> int:

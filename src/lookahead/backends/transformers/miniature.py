@@ -163,7 +163,7 @@ def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
             elif isinstance(module, torch.nn.Embedding):  # learned positions
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() < 2:
-                parameter.copy_(_middle(name, parameter) + 0.1 * noise)
+                parameter.copy_(middle(name, parameter) + 0.1 * noise)
             else:
                 fan_in = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
                 parameter.copy_(1.3 * noise / fan_in**0.5)
@@ -179,7 +179,7 @@ def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
             weight.mul_(min(max(_SPREAD / deviation, 1e-3), 1e3))
 
 
-def _middle(name: str, parameter: torch.Tensor) -> float:
+def middle(name: str, parameter: torch.Tensor) -> float:
     """Return the mean for a vector: its initial value if that is uniform and moderate, else 0 or 1."""
     if "bias" in name or "sink" in name or not parameter.numel():
         return 0.0
