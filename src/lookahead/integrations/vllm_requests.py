@@ -9,10 +9,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop, compiled, inner
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.texts import TextArrays
-
-_COMPARED = 256
-"""Last tokens compared to see that a row still holds the same text; to find moved texts all tokens are compared."""
+from lookahead.drafting.auto.texts import LONGEST, TextArrays
 
 
 class Rows(NamedTuple):
@@ -128,7 +125,8 @@ def _recognise(
         place = before[row] if row < len(before) and added[row] > 0 else -1
         length = lengths[row] - added[row]
         if place >= 0 and texts.dropped[place] + texts.lengths[place] == length:
-            place = place if _is_begun_by(place, tokens[row], _COMPARED, texts) else -1
+            # The last tokens that a draft depends on; to find moved texts all tokens are compared.
+            place = place if _is_begun_by(place, tokens[row], LONGEST, texts) else -1
         else:
             place = -1
         rows.places[row] = place
