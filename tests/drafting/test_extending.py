@@ -134,8 +134,10 @@ class Forbidding(Fixed):
     def __init__(self, paths: Any, forbidden: set[int]) -> None:
         super().__init__(paths)
         self.forbidden = forbidden
+        self.searched: list[int] = []
 
     def permits(self, tokens: list[int], parents: list[int]) -> list[bool]:
+        self.searched.append(len(tokens))
         return [token not in self.forbidden for token in tokens]
 
 
@@ -153,6 +155,14 @@ def test_forbidden_drafts_are_replaced_by_others() -> None:
     ids = np.array([[3, 6], [4, 6], [6, 5], [6, 5]])
     shares = np.full(ids.shape, 0.4, dtype=np.float32)
     drafter.observe(StepResult(tree, ids[:, 0], [1, 2], [3, 4, 6], ids, shares))
+
+
+def test_no_more_is_searched_than_a_draft_without_forbidden_tokens_needs() -> None:
+    source = Forbidding(TokenPaths(list(range(12)), [-1] * 12, [0.05] * 12), {0})
+    drafter = AutoDrafter(None, 4, explore=False, sources=[CheckedSource(source)])
+    drafter.start([7])
+    drafter.propose(tree := TokenTree([7]))
+    assert (tree.tokens[1:], source.searched) == ([1, 2, 3], [3, 6])
 
 
 def test_sources_without_permits_forbid_nothing() -> None:

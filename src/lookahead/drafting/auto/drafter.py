@@ -164,7 +164,7 @@ class AutoDrafter:
             rows = permitted(self.permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
-            if len(rows) > count or limit == self.searched or count < limit:
+            if len(rows) > self.room or limit == self.searched or count < limit:
                 break
             limits["nodes"] = min(2 * limit, self.searched)
             search()
