@@ -40,6 +40,10 @@ def with_format(schema: str) -> str:
     return json.dumps(PLAIN)[:-1] + f', "response_format": {schema}}}'
 
 
+def with_schema_text(schema: str) -> str:
+    return json.dumps(PLAIN | {"structured_outputs": {"json": schema}})
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -59,6 +63,10 @@ def with_format(schema: str) -> str:
         (json.dumps(PLAIN | {"structured_outputs": {"json": {"$ref": "#"}}}), "structured_outputs", "refers to itself"),
         (json.dumps({**PLAIN, "structured_outputs": {"regex": "a{1000000}"}}), "structured_outputs", "too many"),
         (json.dumps(PLAIN | {"logit_bias": {"9" * 5000: 1}}), "logit_bias", "is not a token id"),
+        (with_schema_text('{"const": "\\ud800"}'), "structured_outputs", "half of a surrogate pair"),
+        (with_schema_text(f'{{"const": {nested(3000)}}}'), "structured_outputs", "nested too deep"),
+        (with_schema_text(f'{{"minimum": 1{"0" * 5000}}}'), "structured_outputs", "a number has more than 4300 digits"),
+        (with_schema_text("[]"), "structured_outputs", "json is not a JSON schema"),
     ],
 )
 def test_errors_name_the_field_and_the_reason(http: httpx.Client, body: str, param: str | None, message: str) -> None:

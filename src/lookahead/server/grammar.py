@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
+from pydantic_core import to_json
 from transformers import LogitsProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -24,6 +25,7 @@ from lookahead.core.results import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import refused
+from lookahead.server.fields import json_error_message
 from lookahead.server.grammar_trial import LIMITS, error_message, tokenizer_from
 from lookahead.server.requests import (
     ChatRequest,
@@ -367,7 +369,7 @@ def _body(request: TextRequest) -> tuple[dict[str, Any], str] | None:
     try:
         return None if outputs is None else (_structured(outputs), field)
     except (ValueError, RecursionError) as error:
-        raise refused(field, f"{field} is invalid: {error}") from error
+        raise refused(field, f"{field} is invalid: {json_error_message(error)}") from error
 
 
 def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
@@ -375,7 +377,9 @@ def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
         if (value := getattr(outputs, kind)) is not None:
             return {kind: value}
     schema = {"type": "object"} if outputs.json_object else outputs.json_
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+        to_json(schema)  # refuses halves of surrogate pairs, as in bodies
     if not isinstance(schema, dict):
         raise ValueError("json is not a JSON schema")
     return {"json_schema": schema | {"x-guidance": JSON_LAYOUT}}
