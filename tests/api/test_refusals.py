@@ -122,6 +122,7 @@ def watched(llama: PreTrainedModel) -> tuple[PreTrainedModel, list[object]]:
     ("ids", "error", "message"),
     [
         (torch.zeros(1, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
+        (torch.tensor([[]]), InvalidArgumentError, "empty prompt"),
         (torch.zeros(0, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
         (torch.zeros(0, 3, dtype=torch.long), InvalidArgumentError, r"shape \(0, 3\) has no rows"),
         (torch.tensor([[1, 2]], device="meta"), InvalidArgumentError, "input_ids.*'meta'.*no values"),

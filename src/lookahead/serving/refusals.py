@@ -82,7 +82,7 @@ def check_prompt_ids(input_ids: object) -> None:
             f"input_ids={type(input_ids).__name__} must be a tensor of token ids [batch, tokens]; "
             "tokenizer(text, return_tensors='pt').input_ids makes one"
         )
-    if not are_whole_numbers(input_ids) or input_ids.dim() != 2:
+    if input_ids.dim() != 2 or not (are_whole_numbers(input_ids) or input_ids.numel() == 0):
         shape = input_ids.layout if input_ids.is_nested else tuple(input_ids.shape)
         raise InvalidArgumentError(
             f"input_ids of shape {shape} and dtype {input_ids.dtype} must be token ids [batch, tokens]: whole numbers, "
