@@ -38,3 +38,11 @@ def test_a_folder_that_keeps_nothing_is_an_error(
     monkeypatch.setattr("lookahead.cli.tune.are_kept", lambda: False)
     assert main(["warm-up", "--no-price", *CPU]) == 2
     assert "name another folder by XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+def test_a_curve_that_cannot_be_kept_names_the_remedy(own_findings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own_findings / "lookahead-decoding").touch()
+    assert main(["tune", "--context", "8", "--nodes", "2", "--repeats", "1", *CPU]) == 2
+    message = capsys.readouterr().err
+    assert "cannot keep the curve: " in message
+    assert "make room, name another folder by XDG_CACHE_HOME, or give --no-store" in message

@@ -108,6 +108,8 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (*DISK_FULL, errno.EROFS):  # the file's name, if it has one
         name = error.filename or "standard output"
         return f"cannot write to {name}: {error.strerror}; make room, or choose another file"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{error.strerror}: {error.filename!s:.100}...; choose a shorter one"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -247,7 +249,7 @@ def serve(settings: ServeSettings) -> int:
     """Serve a model over HTTP, with the API of OpenAI.
 
     Requests share forward passes, and each gets the same text as in a run of its own. SIGTERM or Ctrl-C lets running
-    requests finish; a second one ends the server at once.
+    requests finish; a second one fails them, and a third one ends the server at once.
     """
     return _start("serve", settings)
 

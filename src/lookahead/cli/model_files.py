@@ -85,7 +85,7 @@ def find_model(name: str | None, revision: str | None, code: bool, pickles: bool
         )
     if revision is not None:
         raise InvalidArgumentError(
-            f"--revision {revision} applies to models of the Hub only, but --model {path} is a local path"
+            f"--revision {revision} applies to models of the Hub only, but --model {path} is a local path; leave it out"
         )
     model = FoundModel(path)
     if not model.is_gguf:
@@ -100,7 +100,7 @@ def _check_folder(path: Path, pickles: bool) -> None:
             "ending .gguf"
         )
     if not (path / "config.json").is_file():
-        raise InvalidArgumentError(f"--model {path}: not a model folder, it has no config.json")
+        raise InvalidArgumentError(f"--model {path}: it has no config.json; give the folder that holds the model's")
     try:
         json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:

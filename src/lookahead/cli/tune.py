@@ -100,7 +100,13 @@ def _curve(points: Sequence[Point]) -> StepCosts:
 def _store_curve(loaded: LoadedModel, points: Sequence[Point], pack_weights: bool) -> Path:
     setting = describe_setting(loaded.model, LookaheadConfig(pack_weights=pack_weights))
     measured = {"points": [asdict(point) for point in points], "clock": clock_of(loaded.model.device)}
-    return store_costs(setting, _curve(points), {"measured": measured, "date": date.today().isoformat()})
+    try:
+        return store_costs(setting, _curve(points), {"measured": measured, "date": date.today().isoformat()})
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{user_cache() / OWN_FOLDER} cannot keep the curve: {error.strerror}; make room, name another folder by "
+            "XDG_CACHE_HOME, or give --no-store"
+        ) from error
 
 
 def _fitting_contexts(requested: Sequence[int] | None, loaded: LoadedModel, notes: Console) -> list[int]:
