@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from compared.calls import call
 from compared.case import Case, zoo_case
 from compared.models import forget, load
-from compared.outcome import Outcome
+from compared.outcome import REFUSED, Outcome, run_case
 from compared.report import check
 from compared.tables import ZOO, greedy_case
 from model_zoo import (
@@ -107,6 +108,14 @@ def test_text_growing_into_scaled_positions(name: str) -> None:
 def test_padded_text_growing_into_scaled_positions(name: str) -> None:
     for length in (1, ROPE_CONTEXT - 4, ROPE_CONTEXT - 2):
         check(zoo_case(name, range(length), padding=2, drafting=FROM_PROMPT, max_new_tokens=50))
+
+
+def test_chunks_of_a_prompt_are_refused_where_the_cache_is_dropped() -> None:
+    """Each chunk would drop the ones before."""
+    case = partial(zoo_case, "phi3_long_rope", prefill_chunk_size=5, max_new_tokens=6)
+    check(case(range(ROPE_CONTEXT - 3)))
+    outcome = run_case(case(range(ROPE_CONTEXT + 4)))
+    assert (outcome.kind, "prefill_chunk_size" in outcome.detail) == (REFUSED, True)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,33 @@ def test_families_equal_transformers() -> None:
     assert {"llama", "gpt2", "qwen3", "gemma3", "qwen2_5_vl/multimodal"} <= set(names)
 
 
+LONG = replace(TURN, prompts=(tuple(range(2, 62)),), settings={"max_new_tokens": 4, "return_dict_in_generate": True})
+
+
+def test_a_prompt_and_drafts_are_no_more_than_a_table_that_is_expanded_to_a_pass() -> None:
+    outcome = run_case(_case(family="big_bird", variant=Variant(context=64), turns=(LONG,)))
+    assert outcome.kind == EQUAL, outcome.detail
+
+
+def test_a_table_that_grows_with_the_cache_is_not_read_with_fixed_shapes() -> None:
+    later = replace(LONG, prompts=((5, 9, 11, 4),), drafting={"engine": "static"}, cache="whole")
+    outcome = run_case(_case(family="xglm", variant=Variant(context=64), turns=(replace(LONG, ours=False), later)))
+    assert outcome.kind == EQUAL, outcome.detail
+
+
+@pytest.mark.parametrize("size", [5, 32])
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_chunks_of_prompts_with_scaled_positions_are_exact_or_refused(rope: str, size: int) -> None:
+    """Chunks of transformers contain hidden tokens, which are not sent."""
+    variant = Variant(context=36 if rope == "dynamic" else 128, rope=rope, rope_context=32)
+    for tokens, holes in ((28, (13, 14)), (60, ()), (60, (13, 14)), (60, (0, 1))):
+        settings = {"max_new_tokens": 3, "prefill_chunk_size": size, "output_logits": True}
+        turn = replace(TURN, prompts=(tuple(range(2, 2 + tokens)),), settings=settings, holes=holes)
+        outcome = run_case(_case(variant=variant, turns=(turn,)))
+        refuses = tokens > 32 and holes != ()
+        assert (outcome.kind, "prefill_chunk_size" in outcome.detail) == (REFUSED if refuses else EQUAL, refuses)
+
+
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5}])
 def test_other_tokens_are_found(settings: dict[str, object]) -> None:
     model = build("llama", Variant(), "sdpa")

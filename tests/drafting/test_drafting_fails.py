@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
@@ -332,6 +335,63 @@ def test_an_error_in_a_group_only_ends_the_drafts_of_the_rows_that_cause_it(memb
     assert [isinstance(sequence.drafter, NoDrafter) for sequence in sequences] == [False, True, False]
     if member == "find":
         assert [len(tree) for tree in trees[::2]] == [2, 2]
+
+
+class TimeIsUp(Exception):
+    """Raised by the handler of a signal."""
+
+
+@pytest.fixture
+def time_limit() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class Signalled(TokenRecyclingDrafter):
+    def propose(self, tree: TokenTree) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_time_limit_ends_a_call_also_while_it_drafts(rows: int) -> None:
+    model, config = build("llama"), LookaheadConfig(drafter=lambda: Signalled(8))
+    prompt = torch.tensor([PROMPTS[0]] * rows)
+    with pytest.raises(TimeIsUp):
+        lookahead.generate(model, prompt, max_new_tokens=TOKENS, lookahead_config=config)
+    engine = Engine(model, config)
+    for text in PROMPTS[:rows]:
+        engine.submit(text, max_new_tokens=TOKENS)
+    with pytest.raises(TimeIsUp):
+        engine.run()
+
+
+class Slow(LlamaForCausalLM):  # type: ignore[misc]
+    seconds_left = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        Slow.seconds_left -= 1
+        if not Slow.seconds_left:
+            signal.raise_signal(signal.SIGTERM)
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_time_limit_in_a_trial_decides_nothing() -> None:
+    model, prompt = cast(Any, copy.deepcopy(build("llama"))), torch.tensor([PROMPTS[0]])
+    model.__class__ = Slow
+    for passes in (1, 9, 30):
+        Slow.seconds_left = passes
+        with pytest.raises(TimeIsUp):
+            lookahead.generate(model, prompt, max_new_tokens=TOKENS, lookahead_config=DRAFTING)
+    Slow.seconds_left = 0
+    expected = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
+    answer = lookahead.generate(model, prompt, max_new_tokens=TOKENS, do_sample=False, lookahead_config=DRAFTING)
+    assert answer.tolist() == expected.tolist()
 
 
 def test_a_trace_goes_on() -> None:

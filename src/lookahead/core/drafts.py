@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from lookahead.core.protocols import Backend, Drafter, NoDrafter, RowsDrafter, StepBudget
 from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
-from lookahead.core.sequence import SequenceState, of_one_text
+from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
+from lookahead.errors import not_of_signal
 
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) ->
             _send(roots, competing, budget, of_budget)
         except BaseException as error:  # of all its rows
             for row in competing:
-                sequences[row].stop_drafting(of_one_text(error))
+                sequences[row].stop_drafting(not_of_signal(error))
 
 
 class _Offer(NamedTuple):
@@ -163,8 +164,9 @@ def _call(
     try:
         return [(members, call(*members))]
     except BaseException as error:
-        if len(members.rows) == 1 or isinstance(error, KeyboardInterrupt):
-            sequences[members.rows[0]].stop_drafting(of_one_text(error))
+        error = not_of_signal(error)
+        if len(members.rows) == 1:
+            sequences[members.rows[0]].stop_drafting(error)
             return []
         pairs = zip(*members, strict=True)
         return [done for drafter, row in pairs for done in _call(sequences, Members([drafter], [row]), call)]

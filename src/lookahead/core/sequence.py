@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lookahead.core.protocols import Drafter, NoDrafter, Sampler
 from lookahead.core.statistics import OnStep
 from lookahead.core.watching import StepWatcher
-from lookahead.errors import LookaheadWarning
+from lookahead.errors import LookaheadWarning, not_of_signal
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class SequenceState:
         try:
             return ask(self.drafter)
         except BaseException as error:
-            self.stop_drafting(of_one_text(error))
+            self.stop_drafting(not_of_signal(error))
             return otherwise
 
     def stop_drafting(self, error: BaseException) -> None:
@@ -103,16 +103,6 @@ class SequenceState:
         """Add a token to the text; return whether the text is complete."""
         self.tokens.append(token)
         return self.stop(self)
-
-
-def of_one_text(error: BaseException) -> BaseException:
-    """Return an error in the code of one text, which ends alone; raise Ctrl-C, which ends the step.
-
-    `SystemExit`, `asyncio.CancelledError` and panics of extensions in Rust are no `Exception`s.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    return error
 
 
 _CHUNK = 256

@@ -16,11 +16,12 @@ from lookahead.core.drafts import draft, grouped, observe
 from lookahead.core.forest import Forest
 from lookahead.core.protocols import Backend, Sampler
 from lookahead.core.results import EarlyTokens, ForestOutputs, StepResults, Walks
-from lookahead.core.sequence import SequenceState, of_one_text
+from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Seconds, Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import walk_trees
 from lookahead.core.watching import Explanation, explain
+from lookahead.errors import not_of_signal
 
 Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
 """The parts of a step, in order."""
@@ -128,4 +129,4 @@ def _notify(
             nodes = int(results.nodes[row])
             listener(StepRecord(sequence.index, sequence.steps, tokens, nodes, sequence.finished))
     except BaseException as error:
-        sequence.fail(of_one_text(error))
+        sequence.fail(not_of_signal(error))

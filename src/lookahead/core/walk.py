@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, at_once, compiled
 from lookahead.core.forest import Forest, Integers
 from lookahead.core.results import CommittedNodes, EarlyTokens, NodeOutputs, Walk, Walks
-from lookahead.core.sequence import SequenceState, of_one_text
+from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
+from lookahead.errors import not_of_signal
 
 _NO_ROWS = frozenset[int]()
 
@@ -65,7 +66,7 @@ def walk_trees(
             else:
                 walks.set(row, follow(forest[row], take))
         except BaseException as error:
-            sequence.fail(of_one_text(error))
+            sequence.fail(not_of_signal(error))
     if greedy:
         _walk_rows(greedy, [sequences[row] for row in greedy], forest, outputs.predictions, walks)
     if together:

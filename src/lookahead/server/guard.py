@@ -251,7 +251,7 @@ class Guard:
                 self._count_bytes(scope, len(part))
         if size > limit:
             raise too_large
-        if (coding := headers.get("content-encoding", "identity")) != "identity":
+        if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
             raise ApiError(
                 415,
                 f"Content-Encoding: {coding[:100]!r} is not supported; send the body uncompressed",

@@ -203,11 +203,13 @@ class RequestHandle:
         """Finish the request (called by the engine)."""
         self.statistics.total_seconds = perf_counter() - self._submitted
         self.finish_reason = reason  # `done` is true from here on
-        if output is None:
-            self._outcome.set_exception(error or CancelledError())
-        else:
-            self._outcome.set_result(output)
-        self._notify()
+        try:
+            if output is None:
+                self._outcome.set_exception(error or CancelledError())
+            else:
+                self._outcome.set_result(output)
+        finally:  # a callback may end with `SystemExit`
+            self._notify()
 
     def _notify(self) -> None:
         """Wake all readers."""

@@ -19,7 +19,13 @@ from lookahead.config import LookaheadConfig, check_config
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
 from lookahead.drafting.background import BACKGROUND
-from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
+from lookahead.errors import (
+    InvalidArgumentError,
+    LookaheadError,
+    ModelChangedError,
+    UnsupportedArgumentError,
+    not_of_signal,
+)
 from lookahead.serving.arguments import Arguments, check_wrapper, language_model, unknown_token
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.handle import EngineStatistics
@@ -204,7 +210,7 @@ class EngineLoop:
                     PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs, model).read()
             except Exception as error:
                 requests.remove(request)
-                self._leave(request, error)
+                self._leave(request, not_of_signal(error))
             else:
                 request.row.crop(request.cached - 1)
             if self._watch is not None:

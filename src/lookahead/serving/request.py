@@ -15,12 +15,12 @@ from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.protocols import StepPace
 from lookahead.core.results import StepResults
-from lookahead.core.sequence import of_one_text
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.step import Batch, step
 from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
 from lookahead.drafting.background import BACKGROUND
+from lookahead.errors import not_of_signal
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle
@@ -163,7 +163,7 @@ class Request:
             if self._feeder is not None:
                 self._feeder.end()
         except BaseException as raised:
-            error = error or of_one_text(raised)
+            error = error or not_of_signal(raised)
         if error is not None:
             _forget_locals(error)
         complete = self.sequence.finished and error is None and not self.handle.cancelled

@@ -39,6 +39,7 @@ from lookahead.backends.transformers.chain_cache import has_running_state, is_en
 from lookahead.backends.transformers.comparisons import TEXTS, are_close, continues_correctly, reads_trees
 from lookahead.backends.transformers.composition import own_method
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
+from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.masks import INDEXED, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments, model_setting, once, state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
@@ -46,7 +47,13 @@ from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, ca
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.trials import difference, tolerance
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
+from lookahead.errors import (
+    InvalidArgumentError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+    not_of_signal,
+    warn_of_plain,
+)
 
 Rules = tuple[tuple[Callable[[Any], object], str], ...]
 """Pairs of a condition and the reason to refuse, with the fields `{it}` and `{kind}` (its class)."""
@@ -311,6 +318,7 @@ def _failure_refused(model: PreTrainedModel, what: str, advice: str) -> Iterator
         with torch.no_grad(), preserved_state(model) as written:
             yield
     except Exception as error:
+        not_of_signal(error)
         raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error}); {advice}") from error
     if (composition := state_of(model).trials.composition) is not None:
         composition.expect_writes(written)
@@ -368,8 +376,10 @@ def check_texts(
             f"use_cache=False is not supported for {name}: without a cache it computes other logits than with the "
             "cache of lookahead decoding, for example because it skips padding tokens; leave use_cache unset"
         )
-    if isinstance(runner, ModelRunner) and not prompts.all_count:
-        _check_hidden(runner, kind, name, prompts, new_tokens)
+    if isinstance(runner, ModelRunner):
+        _check_chunks(runner, name, prompts, generation_config.prefill_chunk_size)
+        if not prompts.all_count:
+            _check_hidden(runner, kind, name, prompts, new_tokens)
 
 
 def _check_states(model: PreTrainedModel, prompts: Prompts, generation_config: GenerationConfig) -> None:
@@ -451,6 +461,19 @@ def _check_positions(runner: Runner, prompts: Prompts, new_tokens: int, use_cach
             f"use_cache=False is not supported for a text that may reach {longest} tokens: beyond "
             f"{runner.changes_after} this model changes all positions, and recomputed keys would differ from cached "
             "ones; leave use_cache unset, or choose a smaller max_new_tokens"
+        )
+
+
+def _check_chunks(runner: ModelRunner, name: str, prompts: Prompts, size: int | None) -> None:
+    """Refuse chunks of a prompt whose positions depend on the tokens of a chunk, unless these are known."""
+    changes_after = runner.changes_after
+    if size is None or changes_after is None or prompts.longest <= changes_after:
+        return
+    if not prompts.all_count or limits_of(runner.model).recompute_at is not None:
+        raise UnsupportedArgumentError(
+            f"prefill_chunk_size={size} is not supported for a prompt of {prompts.longest} tokens here: beyond "
+            f"{changes_after} {name} changes all positions of a pass, or drops its cache, and hidden tokens belong to "
+            "chunks of transformers, but are not sent; leave prefill_chunk_size unset"
         )
 
 

@@ -9,7 +9,6 @@ of several texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from lookahead.backends.machine import Read, upload
 from lookahead.backends.transformers.noise import MAX_BYTES
 from lookahead.core.forest import Forest, Integers, spread
 from lookahead.core.results import EarlyTokens
+from lookahead.errors import not_of_signal
 
 Members = list[tuple[Any, int]]
 """Texts (`TextSequence`) whose samplers have equal processors, and their rows in the forest, ascending."""
@@ -72,12 +72,15 @@ def sample_early(rows: Sequence[tuple[Any, int]], forest: Forest, outputs: Any) 
             if whole.logits.is_cpu and (len(members) == 1 or not sampler.is_alike_together(whole.logits.shape[-1])):
                 continue
             early.append(_sample(members, forest, outputs.logit_rows, whole))
-        except Exception:  # the walk of the affected row raises it again
+        except Exception as error:  # the walk of the affected row raises it again
+            not_of_signal(error)
             for sequence, _ in members:
                 sequence.sampler.foreseen = None
     for whole, texts in readers.values():
-        with suppress(Exception):  # as above
+        try:
             early.append(_after_roots(texts, forest, outputs, whole))
+        except Exception as error:  # as above
+            not_of_signal(error)
     return early
 
 

@@ -38,6 +38,7 @@ from lookahead.backends.transformers.surroundings import GLOBAL_HOOKS, Surroundi
 from lookahead.backends.transformers.tree_cache import Row
 from lookahead.backends.trials import Draft, chains, difference, follow
 from lookahead.core.token_tree import TokenTree
+from lookahead.errors import not_of_signal
 
 _PROMPT = 6
 _LONG_PROMPT = 30
@@ -297,13 +298,15 @@ class Equivalence:
                         miniature = build_miniature(self._class, self._config, seed)
                         comparisons[seed] = _Comparison(miniature, seed, keeps_state)
                 except Exception as error:
+                    not_of_signal(error)
                     # The miniature cannot be built, or its plain decoding fails.
                     self.obstacle = f"{type(error).__name__}: {error}"
                     return question.unknown
                 try:
                     if question.trial(comparisons[seed]):
                         return True
-                except Exception:
+                except Exception as error:
+                    not_of_signal(error)
                     continue  # only the drafts failed
         return False
 

@@ -26,6 +26,9 @@ _PICKING = {"doge": "keep_window_size", "moshi": "sliding_window"}
 _FROM_ONE = ("paligemma",)
 """Model types that count positions from one in `prepare_inputs_for_generation`."""
 
+_EXPANDING = ("big_bird",)
+"""Model types that expand a table of their context to the tokens of a pass."""
+
 _MENDED = (5, 20)
 """First version of transformers that recomputes the cache of `_RECOMPUTING` models; earlier ones have the same bug."""
 
@@ -59,6 +62,7 @@ class Limits:
         broken_after: Longest text that plain decoding processes as a whole; `None` without a limit.
         picks_after: Longest text with attention to all keys; `None` for models that do not pick keys.
         columns_after: Longest text without an effect of cache columns; `None` for models that ignore them.
+        grows_after: Longest text before a table of positions grows with the cache; `None` without such a table.
     """
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
@@ -69,6 +73,8 @@ class Limits:
         # The last token of a text needs no position.
         ends = self.context is not None and not any(ropes) and positions_end
         self.last_length = self.context + 1 if self.context is not None and ends else None
+        self._widest = self.context if config.model_type in _EXPANDING else None
+        self.grows_after = None if any(ropes) or positions_end else self.context
         originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
         self._changes = [
             (kind, end) for kind, end in originals if end is not None and (kind == "longrope" or "dynamic" in kind)
@@ -118,6 +124,8 @@ class Limits:
     def allows(self, start: int, nodes: int) -> bool:
         """Return whether `nodes` nodes of a tree may follow `start` cached tokens."""
         if self._columns_end is not None and start + nodes > self._columns_end:
+            return False
+        if self._widest is not None and nodes > self._widest:
             return False
         # The scale changes when the number of columns, the query's included, is a multiple of the period.
         return self._period is None or (start + 1) // self._period == (start + nodes) // self._period

@@ -21,7 +21,7 @@ from lookahead.backends.transformers.invariant import FINDINGS, empty_module, in
 from lookahead.backends.transformers.model_state import chosen_packing, model_setting, state_of
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
 from lookahead.backends.transformers.snapshots import in_threads, preserved_state, replace_items
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, not_of_signal
 
 FORWARD_IS_REPLACED = "it was compiled, or the forward pass of one of its modules was replaced"
 DIFFERS = "a clone of it that shares its weights has other logits"
@@ -189,6 +189,7 @@ def _failure(model: PreTrainedModel, clone: SharedClone, packing: int, trial: Tr
     except UnsupportedModelError as error:
         why = str(error)
     except Exception as error:
+        not_of_signal(error)
         why = f"a clone of it that shares its weights fails ({type(error).__name__}: {error})"
     return DIFFERS if why is None and clone.keeps_state(model) else why
 

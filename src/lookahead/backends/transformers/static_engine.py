@@ -17,7 +17,7 @@ from lookahead.backends.transformers.row_pool import LayerShape, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.config import LookaheadConfig
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, not_of_signal
 
 MOST_MASKED = 1 << 14
 """Largest number of tokens of several rows whose attention reads the memory of all rows, with a mask."""
@@ -60,7 +60,9 @@ def call_runner(
     patient = config.engine != "static" and not config.invariant and start is not None
     text = min(longest, start + GROWS_BY) if patient and start is not None else longest
     capacity = rounded(text + config.max_nodes)
-    limits = limits_of(model)
+    limits = limits_of(model, positions_end)
+    if limits.grows_after is not None and longest > limits.grows_after:
+        return f"its table of positions grows beyond {limits.grows_after} tokens"
     if limits.picks_after is not None and longest > limits.picks_after:
         return f"it does not attend to all keys of a text of more than {limits.picks_after} tokens"
     if limits.columns_after is not None and batch * rounded(longest + config.max_nodes) > limits.columns_after:
@@ -146,6 +148,7 @@ def _shapes(model: PreTrainedModel, several: bool, records: bool = True) -> Shap
                 pooled.begin_call(1, SMALLEST_TREE, CHECK_LENGTH)
                 same = agree(check_logits(pooled), check_logits(ModelRunner(model, 1)), model.dtype)
         except Exception as error:  # the model runs without fixed shapes then
+            not_of_signal(error)
             return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
         return shapes if same else "passes of fixed shapes give other logits"
 
