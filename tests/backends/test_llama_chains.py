@@ -20,6 +20,7 @@ pytest.importorskip("llama_cpp", reason=REASON)
 
 from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
+from lookahead.backends.llama_cpp.file import LlamaModel
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -99,11 +100,17 @@ def test_options_that_need_trees_are_refused(both: tuple[Any, PreTrainedModel]) 
         Engine(model)
 
 
-def test_the_check_notices_wrong_logits(both: tuple[Any, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+class MixedUp(LlamaContext):
     """Only logits of single-path drafts are wrong: nodes are mixed up."""
+
+    def run(self, *counts: int) -> Any:
+        return np.roll(super().run(*counts), 1, axis=0)
+
+
+def test_the_check_notices_wrong_logits(both: tuple[Any, PreTrainedModel]) -> None:
     llama = both[0].llama
     assert checks.largest_difference(llama) < 1e-3
-    whole = LlamaContext.run
-    monkeypatch.setattr(LlamaContext, "run", lambda self, *counts: np.roll(whole(self, *counts), 1, axis=0))
+    wrong = LlamaModel(llama.path, n_gpu_layers=0, threads=1)
+    wrong.release(MixedUp(wrong, 2000, 2))  # the next caller gets it
     with pytest.raises(UnsupportedModelError, match="other logits on chains of tokens"):
-        checks.check_model(llama)
+        checks.check_model(wrong)

@@ -15,6 +15,7 @@ from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.runner import LlamaRunner
+from lookahead.backends.trials import LEAVES, drafted_difference
 
 
 @pytest.fixture(scope="module")
@@ -158,26 +159,30 @@ def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
         runner.forward([tree])
 
 
-def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+class MixedUp(LlamaContext):
     """Only logits of trees are wrong: nodes are mixed up."""
+
+    def run(self, *counts):
+        return np.roll(super().run(*counts), 1, axis=0)
+
+
+def test_the_check_notices_wrong_logits(model: LlamaModel) -> None:
     assert checks.largest_difference(model) < 1e-4
-    whole = LlamaContext.run
-
-    def mixed_up(self, *counts):
-        return np.roll(whole(self, *counts), 1, axis=0)
-
-    monkeypatch.setattr(LlamaContext, "run", mixed_up)
+    wrong = LlamaModel(model.path, n_gpu_layers=0, threads=1)
+    wrong.release(MixedUp(wrong, 2000, 64))  # the next caller gets it
     with pytest.raises(UnsupportedModelError, match="other logits on token trees"):
-        checks.check_model(model)
+        checks.check_model(wrong)
 
 
-def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = LlamaRunner._commit
+class KeepsTheFirst(LlamaRunner):
+    """Keeps the first branch instead of the accepted one."""
 
-    def keep_the_first(self, row, below, path):
+    def _commit(self, row, below, path):
         first = [node for node in below.layout.order.tolist() if below.first[below.layout.slots[node]] == 0]
-        whole(self, row, below, first[: len(path)])
+        super()._commit(row, below, first[: len(path)])
 
-    monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)
-    with pytest.raises(UnsupportedModelError, match="other logits on token trees"):
-        checks.check_model(model)
+
+@pytest.mark.parametrize("kind", [LlamaRunner, KeepsTheFirst])
+def test_the_trial_notices_that_the_wrong_branch_is_kept(model: LlamaModel, kind: type[LlamaRunner]) -> None:
+    difference = drafted_difference(lambda drafts: kind(LlamaContext(model, 2000, LEAVES), 1), range(4, 72), False)
+    assert (difference <= checks.TOLERANCE) == (kind is LlamaRunner)
