@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from lookahead import Engine, InvalidArgumentError, LookaheadConfig, NGramPool, 
 from lookahead.core.protocols import FixedBudget
 from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.parallel import join, scale_config
+from preloaded import run_program
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -199,7 +201,14 @@ def test_traces_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "99999")]
 )
-def test_an_environment_that_cannot_work(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    for variable, content in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}.items():
-        monkeypatch.setenv(variable, content)
-    refused(f"environment variable {name}=", lambda timeout: join(timeout=timeout), [3.0])
+def test_an_environment_that_cannot_work(tmp_path: Path, name: str, value: str) -> None:
+    program = tmp_path / "joins.py"
+    program.write_text(
+        "from lookahead import InvalidArgumentError\nfrom lookahead.parallel import join\n"
+        "try:\n    join(timeout=3.0)\nexcept InvalidArgumentError as error:\n    print(error)\n"
+    )
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}
+    ran = run_program(str(program), **variables)
+    assert (ran.returncode, ran.stderr, ran.stdout.count("\n")) == (0, "", 1)
+    assert ran.stdout.startswith(f"environment variable {name}=")
+    assert len(ran.stdout) <= 300

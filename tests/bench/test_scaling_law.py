@@ -11,6 +11,7 @@ import pytest
 from lookahead.bench.scaling_law import PAPER_LAW, Measured, ScalingLaw, expected_tokens, fit
 from lookahead.cli import main
 from lookahead.errors import InvalidArgumentError
+from preloaded import run_program
 
 ALPHAS = (0.0, 0.1, 0.425, 0.9, 1.0)
 
@@ -94,14 +95,11 @@ def test_points_without_gain_are_refused() -> None:
         fit([Measured(1, 5, 1.0), Measured(15, 5, 1.0)])
 
 
-def test_the_command_prints_the_fit_of_a_results_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_the_command_prints_the_fit_of_a_results_file(capsys: pytest.CaptureFixture[str]) -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "bench"
-    assert main(["bench", "law", str(results / "paper-grid.jsonl")]) == 0
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if "here, whole outputs, 21 sizes" in line)
+    ran = run_program("-m", "lookahead", "bench", "law", str(results / "paper-grid.jsonl"), COLUMNS="160")
+    assert ran.returncode == 0
+    line = next(line for line in ran.stdout.splitlines() if "here, whole outputs, 21 sizes" in line)
     assert [cell.strip() for cell in line.split("│")[2:5]] == ["0.317", "1.856", "0.096"], "as docs/paper.md has it"
     assert main(["bench", "law", str(results / "demo.jsonl")]) == 2
     assert "no runs of the paper's method" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from lookahead.cli.compare import parting
 from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
 from lookahead.cli.terminal import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
-from preloaded import Command
+from preloaded import Command, run_program
 from server_process import ServerProcess
 from standard_input import StandardInput
 
@@ -281,27 +281,22 @@ def test_an_option_that_cannot_work_is_named(
         (["generate", "--nope"], "lookahead generate --help"),
         (["generate", PROMPT, "more"], "lookahead generate --help"),
         (["generate", "--model"], "--help"),
-        (["generate", "--file", "none"], "give the path of a readable file"),
-        (["chat", "--template", "none"], "give the path of a readable file"),
-        (["serve", "--api-key-file", "none"], "give the path of a readable file"),
-        (["batch", "none", "-o", "out.jsonl"], "give the path of a readable file"),
-        (["batch", "latin-1", "-o", "out.jsonl"], "convert it to UTF-8"),
-        (["batch", "prompts", "-o", "prompts/out.jsonl"], "choose another --output"),
-        (["bench", "run", "none", "-o", "out.jsonl"], "give the path of a readable file"),
-        (["bench", "law", "none"], "give the path of a readable file"),
+        (["generate", "--file", "{here}/none"], "give the path of a readable file"),
+        (["chat", "--template", "{here}/none"], "give the path of a readable file"),
+        (["serve", "--api-key-file", "{here}/none"], "give the path of a readable file"),
+        (["batch", "{here}/none", "-o", "{here}/out.jsonl"], "give the path of a readable file"),
+        (["batch", "{here}/latin-1", "-o", "{here}/out.jsonl"], "convert it to UTF-8"),
+        (["batch", "{here}/prompts", "-o", "{here}/prompts/out.jsonl"], "choose another --output"),
+        (["bench", "run", "{here}/none", "-o", "{here}/out.jsonl"], "give the path of a readable file"),
+        (["bench", "law", "{here}/none"], "give the path of a readable file"),
     ],
 )
 def test_errors_in_the_command_line_name_the_remedy(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    remedy: str,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], remedy: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("prompts").write_text('{"id": "1", "prompt": "x"}')
-    Path("latin-1").write_bytes(b'{"id": "1", "prompt": "\xe9"}')
-    assert remedy in refused(capsys, *arguments)
+    (tmp_path / "prompts").write_text('{"id": "1", "prompt": "x"}')
+    (tmp_path / "latin-1").write_bytes(b'{"id": "1", "prompt": "\xe9"}')
+    assert remedy in refused(capsys, *(argument.replace("{here}", str(tmp_path)) for argument in arguments))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
@@ -320,15 +315,12 @@ def test_devices_that_torch_has_no_part_for_are_refused_briefly(
 
 
 @pytest.mark.parametrize("size", ["x", "", "0", "-1", "1.5"])
-def test_a_number_of_ranks_that_is_none_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": size}.items():
-        monkeypatch.setenv(name, value)
+def test_a_number_of_ranks_that_is_none_is_named(size: str) -> None:
     for command in ("generate", "trace"):
-        message = refused(capsys, command, PROMPT)
-        assert "environment variable WORLD_SIZE=" in message
-        assert "start the processes with torchrun" in message
+        ran = run_program("-m", "lookahead", command, PROMPT, RANK="0", WORLD_SIZE=size)
+        assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+        assert ran.stderr.startswith("error: environment variable WORLD_SIZE=")
+        assert "start the processes with torchrun" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.cli import batch, main
+from lookahead.cli import main
 from word_model import WORDS, save_word_model
 
 NEW_TOKENS = 12
@@ -251,15 +251,17 @@ def test_an_empty_file_is_filled(arguments: list[str], tmp_path: Path) -> None:
     assert answers(tmp_path) == expected(tmp_path)
 
 
-def test_a_file_that_appears_while_the_model_loads_is_left_alone(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = batch.load_for_decoding
+def test_a_file_that_appears_while_the_model_loads_is_left_alone(arguments: list[str], tmp_path: Path) -> None:
+    loading: list[str] = []
 
-    def slow(*loader_arguments: Any) -> Any:
+    def write(module: torch.nn.Module, name: str, parameter: Any) -> None:
+        loading.append(name)
         (tmp_path / "answers.jsonl").write_text("mine")
-        return load(*loader_arguments)
 
-    monkeypatch.setattr(batch, "load_for_decoding", slow)
-    assert main(arguments) == 2
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(write)
+    try:
+        assert main(arguments) == 2
+    finally:
+        hook.remove()
+    assert loading
     assert (tmp_path / "answers.jsonl").read_text() == "mine"

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lookahead.cli import main
+from preloaded import run_program
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_folder(tmp_path: Path) -> Path:
     """The library's folder, in a cache that also has files of other programs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "lookahead-decoding"
     for name, size in {"loops-a/x.nbc": 1500, "loops-b/x.nbc": 500, "findings/x.json": 20, "cost/x.json": 999}.items():
         (folder / name).parent.mkdir(parents=True)
@@ -24,9 +23,15 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_each_kind_of_content_has_its_size(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "show"]) == 0
-    folder, *kinds = capsys.readouterr().out.splitlines()
+def lookahead_cache(command: str, own_folder: Path) -> str:
+    """Run a command in a process with this cache; return what it prints."""
+    ran = run_program("-m", "lookahead", "cache", command, XDG_CACHE_HOME=str(own_folder.parent))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran.stdout
+
+
+def test_each_kind_of_content_has_its_size(own_folder: Path) -> None:
+    folder, *kinds = lookahead_cache("show", own_folder).splitlines()
     assert folder == str(own_folder)
     assert [" ".join(line.split()) for line in kinds] == [
         "2.0 kB compiled loops",
@@ -35,18 +40,16 @@ def test_each_kind_of_content_has_its_size(own_folder: Path, capsys: pytest.Capt
     ]
 
 
-def test_clear_removes_the_folder_and_nothing_else(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"removed 3.0 kB in {own_folder}\n"
+def test_clear_removes_the_folder_and_nothing_else(own_folder: Path) -> None:
+    assert lookahead_cache("clear", own_folder) == f"removed 3.0 kB in {own_folder}\n"
     assert [path.name for path in own_folder.parent.iterdir()] == ["of-others"]
-    assert main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"removed 0 bytes in {own_folder}\n"
+    assert lookahead_cache("clear", own_folder) == f"removed 0 bytes in {own_folder}\n"
 
 
 def test_a_cache_that_is_a_link_is_emptied_where_it_lies(own_folder: Path, tmp_path: Path) -> None:
     there = own_folder.rename(tmp_path / "there")
     own_folder.symlink_to(there)
-    assert main(["cache", "clear"]) == 0
+    lookahead_cache("clear", own_folder)
     assert list(there.iterdir()) == []
     assert own_folder.readlink() == there
 
