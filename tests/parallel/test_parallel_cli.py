@@ -15,19 +15,11 @@ import pytest
 import parallel_entries
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
-from lookahead.parallel.launcher import run_ranks
 from parallel_signals import GENERATE, SIGNALS, complaints, reach, start
 
 PROMPT = "def add(a, b):"
 ARGUMENTS = ["generate", PROMPT, "--preset", "paper", "-n", "16", "--json"]
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-
-
-@pytest.fixture(autouse=True)
-def entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks import the functions of the tests."""
-    folders = [str(Path(parallel_entries.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
 
 
 @pytest.mark.exact  # three processes load a model
@@ -42,24 +34,29 @@ def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(done.stderr.splitlines()) <= 1
 
 
+def run_on_ranks(entry: str, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a function of `parallel_entries` on two ranks."""
+    command = [sys.executable, parallel_entries.__file__, entry, *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=600, check=False)
+
+
 @pytest.mark.parametrize(
     ("entry", "code", "reason"),
     [("rank_1_fails", 3, "failed: no room"), ("rank_1_is_killed", 137, "killed by SIGKILL")],
 )
-def test_a_rank_that_fails_stops_the_others(
-    entry: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_fails_stops_the_others(entry: str, code: int, reason: str) -> None:
     """The failure also stops ranks that would never end, and one line names the failed rank."""
-    assert run_ranks(2, f"parallel_entries:{entry}", []) == code
-    error = capfd.readouterr().err
-    assert "rank 1" in error
-    assert reason in error
-    assert len(error.splitlines()) == 1
+    ran = run_on_ranks(entry)
+    assert ran.returncode == code
+    assert "rank 1" in ran.stderr
+    assert reason in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_standard_input_reaches_every_rank() -> None:
     text = "text\n" * 50_000  # more than a pipe holds
-    assert run_ranks(2, "parallel_entries:expects", [str(len(text))], text.encode()) == 0
+    ran = run_on_ranks("expects", str(len(text)), given=text)
+    assert ran.returncode == 0, ran.stderr
 
 
 @posix
@@ -128,8 +125,10 @@ def test_a_rank_ends_if_its_parent_died_before_its_start() -> None:
     """The rank's parent process differs from the expected one."""
     sentinel, held = os.pipe()
     command = [sys.executable, "-m", "lookahead.parallel.launcher", "1", str(sentinel), "-1", "parallel_entries:sleeps"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        assert subprocess.run(command, pass_fds=[sentinel], timeout=600, check=False).returncode == 1
+        ran = subprocess.run(command, pass_fds=[sentinel], env=environment, timeout=600, check=False)
+        assert ran.returncode == 1
     finally:
         os.close(sentinel)
         os.close(held)

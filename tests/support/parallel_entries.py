@@ -39,4 +39,5 @@ def sleeps(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_ranks(2, f"parallel_entries:{sys.argv[1]}", []))
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # ranks import this file, too
+    sys.exit(run_ranks(2, f"parallel_entries:{sys.argv[1]}", sys.argv[2:], sys.stdin.buffer.read()))
