@@ -175,7 +175,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def _may_concatenate() -> bool:
     """Return whether other numbers of columns need no compilation, and new tensors can be written later."""
-    return not (torch.is_inference_mode_enabled() or torch.compiler.is_compiling())
+    return not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
 
 
 def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
