@@ -207,9 +207,10 @@ def test_a_case_is_run_again_from_its_repr(name: str) -> None:
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("seed", [13364, 13771, 15112])
+@pytest.mark.parametrize("seed", range(3))
 def test_passes_over_several_tokens_do_not_choose_among_equal_entries(seed: int) -> None:
     """DeepSeek V4's indexer scores many entries with 0."""
-    case = draw_case(seed, family_names())
-    assert case.family == "deepseek_v4"
-    assert run_case(case).kind == EQUAL
+    settings = {"max_new_tokens": 40, "return_dict_in_generate": True}
+    turn = replace(TURN, prompts=((5, 8, 2, 5, 8, 2, 5, 8) * 4,), settings=settings)
+    outcome = run_case(_case(family="deepseek_v4", variant=Variant(seed=seed), turns=(turn,)))
+    assert outcome.kind == EQUAL, outcome.detail

@@ -190,6 +190,9 @@ class PooledRunner(ModelRunner):
         if passes is None:
             pool = RowPool(self._shapes, rows * tokens, PAGE, self._device, is_slice=rows == 1)
             passes = self._new_passes(cache=pool)
+        else:
+            for buffer in passes.cache.buffers:
+                buffer.zero_()  # an earlier text may have left NaN, which a weight of 0 does not remove
         self._open(passes, rows, nodes)
         self._last = last
         self._prompt_sizes = ()
