@@ -159,11 +159,13 @@ class Request:
         self.sequence.listeners = ()  # breaks a reference cycle, so that memory is freed at once
         self.drafting.save()
         error = error or self.sequence.error
+        raised: BaseException | None = None
         try:
             if self._feeder is not None:
                 self._feeder.end()
-        except BaseException as raised:
-            error = error or not_of_signal(raised)
+        except BaseException as failure:
+            raised = failure
+            error = error or failure
         if error is not None:
             _forget_locals(error)
         complete = self.sequence.finished and error is None and not self.handle.cancelled
@@ -175,6 +177,8 @@ class Request:
         output = make_output([self.sequence], self.arguments, None, statistics) if complete else None
         self.drafting.release()
         self.handle.end(output, error, reason)
+        if raised is not None:
+            not_of_signal(raised)
 
 
 def _forget_locals(error: BaseException) -> None:
