@@ -305,7 +305,7 @@ class LookaheadProposer:
         limits["min_probability"] = 0.0 if pace is None else pace.min_probability
         with batch.memory.lock:
             batch.find(limits, ranking=UNRANKED if pace is None else pace.ranking)
-        if pace is not None and not self._rests:
+        if pace is not None and len(drafting) and not self._rests:
             slots = rows.places[drafting]
             offers = [batch.trees["probability"][slot, 1 : 1 + batch.counts[slot]] for slot in slots]
             pace.begin(0 if self._target is None else len(slots))
