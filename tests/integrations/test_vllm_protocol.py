@@ -170,14 +170,18 @@ def test_requests_of_equal_texts_are_two() -> None:
     assert engine.proposer.statistics.requests == 2
 
 
-def test_a_prompt_in_parts_is_not_drafted_for() -> None:
-    engine = started(Model())
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_prompt_in_parts_is_not_drafted_for(adaptive: bool) -> None:
+    engine = started(Model(), adaptive=adaptive)
     engine.add([1, 2, 3])
     engine.add([4, 5, 6])
     engine.step(partial=[1])
     assert engine.drafts[1] == []
+    engine.remove(0)
+    engine.step(partial=[0])
+    assert engine.drafts == [[]]
     engine.step()
-    assert len(engine.texts[1]) == 4
+    assert len(engine.texts[0]) == 4
 
 
 def test_aborted_requests_are_forgotten() -> None:
