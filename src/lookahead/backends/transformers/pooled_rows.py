@@ -14,7 +14,6 @@ from lookahead.backends.forward_result import PassResult, pass_result
 from lookahead.backends.machine import SHARE, PausingClock, Staged, free_bytes, upload
 from lookahead.backends.transformers.fixed_passes import FIXED_ROWS, PAYS_FROM, FixedPasses, pass_sizes, rounded
 from lookahead.backends.transformers.layouts import Inputs, Padded, PassPlan
-from lookahead.backends.transformers.limits import shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.row_pool import LayerShape, PooledRow, RowPool
@@ -132,6 +131,8 @@ class PooledRunner(ModelRunner):
 
     shares_pages = True
 
+    _caches_know_lengths = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -142,7 +143,6 @@ class PooledRunner(ModelRunner):
         is_trial: bool = False,
     ) -> None:
         super().__init__(model, positions_end=positions_end)
-        self.changes_after = shortest(self.changes_after, self._limits.grows_after)
         self._shapes = tuple(shapes)
         self._new_passes = partial(FixedPasses, model, clock=clock, is_trial=is_trial)
         self.engine = "static" if records else "dynamic"

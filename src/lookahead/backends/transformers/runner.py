@@ -72,6 +72,7 @@ class TransformersRunner(Runner):
 
     _chunk: int | None = LONGEST_DRAFTED_PREFILL
     _takes_positions = True
+    _caches_know_lengths = True
     _tokens_name = "input_ids"
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
@@ -88,7 +89,8 @@ class TransformersRunner(Runner):
         self.context = limits.context
         self.last_length = limits.last_length
         self.broken_after = limits.broken_after
-        self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.columns_after)
+        grows_after = None if self._caches_know_lengths else limits.grows_after
+        self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.columns_after, grows_after)
         self._forest = Forest(())
 
     @torch.no_grad()
