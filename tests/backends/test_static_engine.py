@@ -325,8 +325,8 @@ def test_the_next_call_reuses_the_last_ones_memory() -> None:
 
 
 def test_nothing_is_kept_of_a_call_that_failed(llama: PreTrainedModel) -> None:
-    engine = engine_model(llama)
     lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
+    engine = engine_model(llama)
     assert state_of(engine).trials.fixed_passes is not None
 
     def fail(_: object) -> None:
