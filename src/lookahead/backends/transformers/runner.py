@@ -52,6 +52,7 @@ SHORT = 64
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention kernels for dense masks, without cuDNN's, which plans for each new shape."""
 
+_NO_TREES = Forest(())
 _UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
 """Result of an idle tree."""
 
@@ -91,7 +92,7 @@ class TransformersRunner(Runner):
         self.broken_after = limits.broken_after
         grows_after = None if self._caches_know_lengths else limits.grows_after
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.columns_after, grows_after)
-        self._forest = Forest(())
+        self._forest = _NO_TREES
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> PassResult | JoinedOutputs:
