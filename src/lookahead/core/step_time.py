@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from lookahead.core.results import StepResults
 from lookahead.core.statistics import Seconds
 from lookahead.core.step import Batch, Phase
@@ -60,12 +58,13 @@ class StepTimer:
 
     def begin(self, batch: Batch) -> None:
         """Start timing a step."""
-        sequences = batch.sequences
         self._seconds = batch.statistics.seconds
-        self._context = max([len(sequence.tokens) for sequence in sequences])
-        self._completes = all(
-            sequence.finished or len(sequence.tokens) + 1 >= sequence.most_tokens for sequence in sequences
-        )
+        self._context = 0
+        self._completes = True
+        for sequence in batch.sequences:
+            length = len(sequence.tokens)
+            self._context = max(self._context, length)
+            self._completes &= sequence.finished or length + 1 >= sequence.most_tokens
         self._start, self._since = self._clock(), self._wall()
 
     def mark(self, phase: Phase) -> None:
@@ -74,27 +73,25 @@ class StepTimer:
         if phase == "watch":
             self._start += now - self._since  # watching does not count as time of the step
         else:
-            part = "draft" if phase == "learn" else phase
-            setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
+            vars(self._seconds)["draft" if phase == "learn" else phase] += now - self._since
         self._since = now
 
     def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
         """Return the time and the outcome of the step; `drafted` is whether it searched for a draft."""
         forest = results.forest
-        walks = results.walks
-        going = int(np.count_nonzero(walks.counts))
-        prompts = bool(forest.roots.any()) and any(
-            root > 0 and (sequence.steps <= 1 or not self._is_padded)
-            for sequence, root in zip(batch.sequences, forest.roots, strict=True)
-        )
+        added = results.walks.counts.tolist()  # Python counts few numbers in less time than numpy
+        going = len(added) - added.count(0)
+        prompts = False
+        for sequence, root in zip(batch.sequences, forest.roots.tolist(), strict=True):
+            prompts |= root > 0 and (sequence.steps <= 1 or not self._is_padded)
         return StepTime(
-            nodes=int(forest.counts.max()) * len(forest) if self._is_padded else len(forest.tokens),
+            nodes=max(forest.counts.tolist()) * forest.rows if self._is_padded else len(forest.tokens),
             context=self._context,
             seconds=self._clock() - self._start,
-            tokens=int(walks.counts.sum()),
+            tokens=sum(added),
             rows=going,
             drafted=drafted,
             tells=going > 0 and not self._completes and not prompts,
             certain_nodes=sum([tree.certain for tree in forest]) if forest.has_certain else 0,
-            certain_tokens=walks.certain_tokens,
+            certain_tokens=results.walks.certain_tokens,
         )
