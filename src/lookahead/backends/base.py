@@ -346,14 +346,11 @@ class Session(CallSession):
 
     Attributes:
         clock: Clock of the steps in seconds.
+        number_type: Name of the number type of the weights, or of their types.
     """
 
     clock: Callable[[], float]
-
-    @property
-    @abstractmethod
-    def number_type(self) -> str:
-        """Name of the number type of the weights, or of their types."""
+    number_type: str
 
     def check(self) -> None:
         """Refuse a model that cannot be run.

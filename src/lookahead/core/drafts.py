@@ -20,6 +20,7 @@ from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import not_of_signal
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -49,8 +50,8 @@ class Groups(NamedTuple):
 
 def grouped(sequences: Sequence[SequenceState], rows: Iterable[int]) -> Groups:
     """Return the groups of some rows, by group and budget."""
-    shared = dict[tuple[RowsDrafter, StepBudget], Members]()
-    single = list[int]()
+    shared: dict[tuple[RowsDrafter, StepBudget], Members] = {}
+    single: list[int] = []
     for row in rows:
         drafter: Any = sequences[row].drafter
         together = getattr(drafter, "together", None)
@@ -70,20 +71,22 @@ def draft(backend: Backend, sequences: Sequence[SequenceState], roots: Roots) ->
         The largest `top_k` of the drafters, and the rows with a drafter.
     """
     rows = []
-    levels = []
     for row, sequence in enumerate(sequences):
         left = sequence.most_tokens - len(sequence.tokens)
         tree = roots.trees[row]
         if left < 2 or sequence.finished or type(sequence.drafter) is NoDrafter:
             continue
-        if tree is None or backend.wants_draft(tree):
-            rows.append(row)
-            levels.append(left - 1)
-            if sequence.sampler.samples:
-                roots.foresee[row] = sequence.sampler.foresee
+        if tree is None:
+            roots.levels[row] = left - 1
+        elif backend.wants_draft(tree):
+            tree.limit(left - 1)
+        else:
+            continue
+        rows.append(row)
+        if sequence.sampler.samples:
+            roots.foresee[row] = sequence.sampler.foresee
     groups = grouped(sequences, range(len(sequences)))
     if rows:
-        roots.limit(rows, levels)
         propose(sequences, roots, groups if len(rows) == len(sequences) else grouped(sequences, rows))
         stopped = [row for row in rows if type(sequences[row].drafter) is NoDrafter]
         if stopped:
@@ -101,9 +104,9 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) ->
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence continues without drafts."""
     for row in groups.single:
         sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
-    offers = dict[StepBudget, list[_Offer]]()
+    offers: dict[StepBudget, list[_Offer]] = {}
     for (group, budget), members in groups.shared.items():
-        for some, found in _call(sequences, members, partial(group.find_rows, roots=roots)):
+        for some, found in _call(sequences, members, group.find_rows, roots):
             if found is not None:
                 offers.setdefault(budget, []).append(_Offer(group, some, *found))
     for budget, of_budget in offers.items():
@@ -150,11 +153,14 @@ def observe(sequences: Sequence[SequenceState], results: StepResults, groups: Gr
     for row in groups.single:
         sequences[row].ask_drafter(partial(_observe, results, row), None)
     for (group, _), members in groups.shared.items():
-        _call(sequences, members, partial(group.observe_rows, step=results))
+        _call(sequences, members, group.observe_rows, results)
 
 
 def _call(
-    sequences: Sequence[SequenceState], members: Members, call: Callable[[Sequence[Any], Sequence[int]], T]
+    sequences: Sequence[SequenceState],
+    members: Members,
+    call: Callable[[Sequence[Any], Sequence[int], S], T],
+    of_step: S,
 ) -> list[tuple[Members, T]]:
     """Call once for all rows of a group; after an error once for each, so that it stops only the drafts of its row.
 
@@ -162,14 +168,14 @@ def _call(
         The rows of each call that raised nothing, and its result.
     """
     try:
-        return [(members, call(*members))]
+        return [(members, call(*members, of_step))]
     except BaseException as error:
         error = not_of_signal(error)
         if len(members.rows) == 1:
             sequences[members.rows[0]].stop_drafting(error)
             return []
         pairs = zip(*members, strict=True)
-        return [done for drafter, row in pairs for done in _call(sequences, Members([drafter], [row]), call)]
+        return [done for drafter, row in pairs for done in _call(sequences, Members([drafter], [row]), call, of_step)]
 
 
 def _top_k(drafter: Drafter) -> int:

@@ -23,13 +23,14 @@ class Roots:
     Args:
         trees: The trees that are objects already; `None` for a row with one pending token that is read.
         tokens: Last decided token of each text, `[rows]`; empty if all trees are objects.
-        rooms: Returns the levels of nodes that fit below each root, `[rows]`, when drafts need them; `None` if all
-            trees are objects.
+        rooms: Returns the levels of nodes that the model allows below each root, `[rows]`, when a draft needs them;
+            `None` if all trees are objects.
         vocabulary: Number of tokens that the model reads.
 
     Attributes:
         trees, tokens: The arguments.
         vocabulary: Number of tokens that the model reads; larger ones are not drafted.
+        levels: Most levels of nodes that the text allows below the root, of rows without an object; set before `rooms`.
         foresee: For sampled rows a function that returns the noise of the given number of tokens below the root; see
             `Sampler.foresee`.
     """
@@ -45,13 +46,17 @@ class Roots:
         self.tokens = tokens
         self._find_rooms = rooms
         self.vocabulary = min([vocabulary, *[tree.vocabulary for tree in trees if tree is not None]])
+        self.levels: dict[int, int] = {}
         self.foresee: dict[int, Callable[[int], Noise | None]] = {}
         self._drafts: list[tuple[Integers, Integers, Integers, Integers]] = []
 
     @cached_property
     def rooms(self) -> list[int]:
         """Levels of nodes that fit below each root, `[rows]`; empty if all trees are objects."""
-        return [] if self._find_rooms is None else self._find_rooms()
+        rooms = [] if self._find_rooms is None else self._find_rooms()
+        for row, level in self.levels.items():
+            rooms[row] = min(rooms[row], level)
+        return rooms
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -65,16 +70,6 @@ class Roots:
         """Pending tokens of a row."""
         tree = self.trees[row]
         return 1 if tree is None else tree.root + 1
-
-    def limit(self, rows: Sequence[int], levels: Sequence[int]) -> None:
-        """Limit the trees of some rows to this many levels below the root."""
-        rooms = self.rooms
-        for row, level in zip(rows, levels, strict=True):
-            tree = self.trees[row]
-            if tree is not None:
-                tree.limit(level)
-            elif rooms[row] > level:
-                rooms[row] = level
 
     def rooms_of(self, rows: Sequence[int]) -> list[int]:
         """Levels of nodes that fit below the roots of some rows."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
 from lookahead.core.ranking import UNRANKED
-from lookahead.core.results import StepResults, Walks
+from lookahead.core.results import StepResults
 from lookahead.core.roots import Roots
 from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -237,7 +237,7 @@ class DraftBatch:
         budget = first.budget
         places = _places_of(drafters)
         trusted = self._trusted(places)
-        budget.begin(int(trusted.sum()) if self.reads and first.learns else 0)
+        budget.begin(int(np.count_nonzero(trusted)) if self.reads and first.learns else 0)
         fits = first.add_certain(roots.tree(rows[0])) if first.knowing else True
         if budget.backs_off or not fits:
             return None
@@ -283,7 +283,7 @@ class DraftBatch:
 
         With it the search knows which prediction of the model is selected.
         """
-        noises = dict[int, Noise]()
+        noises: dict[int, Noise] = {}
         for index, row in enumerate(rows):
             foresee = roots.foresee.get(row) if trusted[index] else None
             noise = None if foresee is None else foresee(min(certain + FORESEEN, levels[index]))
@@ -346,7 +346,7 @@ class DraftBatch:
         learns = first.learns and not first.budget.backs_off and certain <= first.certain
         certain = certain if certain <= first.certain else 0  # others are not in the text of the batch yet
         if not learns:
-            self._defer(drafters, rows, walks, certain)
+            self._defer(drafters, rows, step, certain)
             return
         ids = outputs.top_ids
         is_listed = ids.shape[1] > 0
@@ -357,7 +357,7 @@ class DraftBatch:
                 learning &= ~self._trusted(places)
             if not learning.all():
                 late = (~learning).nonzero()[0].tolist()
-                self._defer([drafters[index] for index in late], [rows[index] for index in late], walks, certain)
+                self._defer([drafters[index] for index in late], [rows[index] for index in late], step, certain)
                 kept = learning.nonzero()[0].tolist()
                 if not kept:
                     return
@@ -376,11 +376,14 @@ class DraftBatch:
                 probabilities = np.ones(ids.shape, dtype=np.float32)
             self.learn(Step(outcomes, walks.tokens, ids, probabilities, np.empty(len(ids), dtype=np.int64)))
 
-    def _defer(self, drafters: Sequence[Member], rows: Sequence[int], walks: Walks, certain: int) -> None:
+    def _defer(self, drafters: Sequence[Member], rows: Sequence[int], step: StepResults, certain: int) -> None:
         """Keep the tokens of a step, without the certain ones, for the next step that learns."""
+        tokens = step.walks.tokens.tolist()
+        firsts = step.forest.firsts.tolist()
+        counts = step.walks.counts.tolist()
         with self.memory.lock:
             for drafter, row in zip(drafters, rows, strict=True):
-                drafter.late += walks.tokens_of(row)[certain:]
+                drafter.late += tokens[firsts[row] + certain : firsts[row] + counts[row]]
                 if drafter.place >= 0:
                     self.sent[drafter.place] = 0
 
