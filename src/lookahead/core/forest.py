@@ -89,11 +89,11 @@ class Forest(Sequence[TokenTree]):
         self.objects: list[TokenTree | None] = list(trees)
         self.rows = len(trees)
         self.has_certain = has_window = False
-        counts = list[int]()
-        roots = list[int]()
-        tokens = list[int]()
-        parents = list[int]()
-        reads = list[bool]()
+        counts: list[int] = []
+        roots: list[int] = []
+        tokens: list[int] = []
+        parents: list[int] = []
+        reads: list[bool] = []
         for tree in trees:
             counts.append(len(tree.tokens))
             roots.append(tree.root)

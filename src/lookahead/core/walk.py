@@ -78,7 +78,7 @@ def walk_trees(
 
 def _early_rows(forest: Forest, early: Sequence[EarlyTokens]) -> tuple[Set[int], Integers]:
     """Return the rows with known tokens, and the token after each node, `[nodes]`."""
-    rows = set[int]()
+    rows: set[int] = set()
     selected = np.full(len(forest.tokens), -1, dtype=np.int64)
     for some, nodes, read in early:
         tokens = read()
@@ -103,8 +103,8 @@ def follow(tree: TokenTree, take: Callable[[int], tuple[int, bool]]) -> Walk:
             it. Called once for each token of the output, in order.
     """
     node = tree.root
-    path = list[int]()
-    tokens = list[int]()
+    path: list[int] = []
+    tokens: list[int] = []
     while True:
         token, stopped = take(node)
         tokens.append(token)
@@ -129,7 +129,7 @@ def _walk_rows(
     if forest.rows == 1 and forest.is_plain:  # Python takes one token in less time
         _take_one(texts[0], int(selected[forest.roots[0]]), walks)
         return
-    kinds = dict[tuple[int, ...], int]()
+    kinds: dict[tuple[int, ...], int] = {}
     remaining = [text.most_tokens - len(text.tokens) for text in texts]
     ends = [kinds.setdefault(text.end_tokens or (), len(kinds)) for text in texts]
     plan = np.array([rows, remaining, ends], dtype=np.int64)
