@@ -87,15 +87,16 @@ CHANGES: dict[str, tuple[Any, str, object]] = {
 }
 
 
+@pytest.mark.parametrize("checked_before", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_of_code_are_noticed(change: tuple[Any, str, object]) -> None:
+def test_changes_of_code_are_noticed(change: tuple[Any, str, object], checked_before: bool) -> None:
     space, name, value = change
     surroundings = Surroundings(build("llama"))
-    assert all(surroundings.still_hold() for _ in range(3))
+    assert not checked_before or all(surroundings.hold() for _ in range(3))
     is_registry = isinstance(space, MutableMapping)
     with patch.dict(space, {name: value}) if is_registry else patch.object(space, name, value, create=True):
-        assert not any(surroundings.still_hold() for _ in range(3))
-    assert all(surroundings.still_hold() for _ in range(3))
+        assert not any(surroundings.hold() for _ in range(3))
+    assert all(surroundings.hold() for _ in range(3))
     modeling_llama.unread = object()  # no code
     del modeling_llama.unread
-    assert surroundings.still_hold()
+    assert surroundings.hold()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lookahead
 from lookahead import (
@@ -30,9 +31,11 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model() -> Iterator[PreTrainedModel]:
     """A new tiny random Llama for each test."""
-    return copy.deepcopy(build("llama"))
+    method, body = LlamaMLP.forward, LlamaMLP.forward.__code__
+    yield copy.deepcopy(build("llama"))
+    method.__code__ = body  # see `edited_code`
 
 
 def plain(model: PreTrainedModel) -> list[int]:
@@ -99,7 +102,18 @@ def rotary_setting(model: PreTrainedModel) -> None:
     model.model.rotary_emb.attention_scaling = 1.5
 
 
+def edited_code(model: PreTrainedModel) -> None:
+    """Edit a method as IPython's autoreload does."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        negative: torch.Tensor = -self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return negative
+
+    LlamaMLP.forward.__code__ = forward.__code__
+
+
 CHANGES = [
+    edited_code,
     in_place,
     through_data,
     row_through_data,
@@ -164,7 +178,7 @@ def test_adapters_are_followed(model: PreTrainedModel, prefix_cache: bool) -> No
     assert len(set(map(tuple, texts))) == 4
 
 
-@pytest.mark.parametrize("change", quickly(CHANGES, [in_place, through_data, hook]))
+@pytest.mark.parametrize("change", quickly(CHANGES, [edited_code, in_place, through_data, hook]))
 def test_a_text_that_would_be_mixed_ends_with_an_error(
     model: PreTrainedModel, change: Callable[[PreTrainedModel], None]
 ) -> None:

@@ -346,11 +346,14 @@ class Session(CallSession):
 
     Attributes:
         clock: Clock of the steps in seconds.
-        number_type: Name of the number type of the weights, or of their types.
     """
 
     clock: Callable[[], float]
-    number_type: str
+
+    @property
+    @abstractmethod
+    def number_type(self) -> str:
+        """Name of the number type of the weights, or of their types."""
 
     def check(self) -> None:
         """Refuse a model that cannot be run.

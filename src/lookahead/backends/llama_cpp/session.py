@@ -29,9 +29,13 @@ class GGUFSession(Session):
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
-        self.number_type = model.llama.number_type
         # CPU time of the calling thread is exact only if all layers run on the CPU.
         self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
+
+    @property
+    def number_type(self) -> str:
+        """See `Session`."""
+        return self._model.llama.number_type
 
     def check(self) -> None:
         """Refuse a model that got hooks or a new forward pass since it was loaded."""

@@ -26,9 +26,13 @@ class MLXSession(Session):
 
     def __init__(self, model: MLXModel) -> None:
         self._model = model
-        self.number_type = model.number_type
         # MLX computes in threads of its own.
         self.clock = process_time if mx.default_device() == mx.cpu else perf_counter
+
+    @property
+    def number_type(self) -> str:
+        """See `Session`."""
+        return self._model.number_type
 
     def runner(self, rows: int) -> MLXRunner:
         """Return a runner of this number of empty rows."""

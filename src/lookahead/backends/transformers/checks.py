@@ -143,7 +143,11 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 
 def _check_outside(model: PreTrainedModel) -> None:
-    """Refuse models that inspection shows to be unsupported."""
+    """Refuse models that inspection shows to be unsupported, once for each composition."""
+    once(model, ("outside",), lambda: _inspect(model))
+
+
+def _inspect(model: PreTrainedModel) -> None:
     check_adapters(model)
     if why := _broken(MODELS, model):
         raise UnsupportedModelError(f"model={type(model).__name__} {why}")

@@ -6,11 +6,12 @@ which needs its own trial.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Composition:
         self._hooks = _hooks(spaces)
         self._weights = _weights(spaces)
         self._configs = _configs(spaces)
+        self._settings = [copied(vars(config)) for config in _configs_of_modules(spaces)]
         self._surroundings = Surroundings(model)
         self._written: set[Place] = set()
         self._record(spaces)
@@ -102,14 +104,14 @@ class Composition:
             and list(map(type, modules)) == self._kinds
             and _hooks(spaces) == self._hooks
             and _weights(spaces) == self._weights
-            and _configs(spaces) == self._configs
+            and self._has_same_configs(spaces)
             and self._surroundings.hold()
             and (self._looks_same(spaces) or self._has_same_attributes(spaces, after_passes))
         )
 
     def has_same_code_around(self) -> bool:
         """Return whether the code outside of the modules is unchanged."""
-        return self._surroundings.still_hold()
+        return self._surroundings.hold()
 
     def expect_writes(self, written: Iterable[tuple[int, str]]) -> None:
         """Mark attributes that passes write.
@@ -140,6 +142,10 @@ class Composition:
         lengths = list(map(len, spaces))
         values = [get(space) for get, space in zip(getters, spaces, strict=True)]
         self._recorded = tokens, getters, values, others, lengths  # one assignment, because other threads may read it
+
+    def _has_same_configs(self, spaces: Sequence[Namespace]) -> bool:
+        now = list(map(vars, _configs_of_modules(spaces)))
+        return are_same(now, self._settings) or _configs(spaces) == self._configs
 
     def _looks_same(self, spaces: Sequence[Namespace]) -> bool:
         """Return whether all attributes look unchanged; `False` may be wrong."""
@@ -275,13 +281,37 @@ def collects_outputs(hook: Any) -> bool:
 def _weights(spaces: Sequence[Namespace]) -> list[tuple[object, ...]]:
     """Return the classes, types and devices of all weights; quantised ones have other kernels."""
     weights = [weight for space in spaces for weight in space["_parameters"].values() if weight is not None]
-    return [(type(weight), weight.dtype, weight.device) for weight in weights]
+    return list(zip(map(type, weights), map(_NUMBER_TYPE, weights), map(_DEVICE, weights), strict=True))
+
+
+_NUMBER_TYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+
+
+def _configs_of_modules(spaces: Sequence[Namespace]) -> list[Any]:
+    """Return the configurations that modules refer to, each once."""
+    configs = {id(config): config for space in spaces if (config := space.get("config")) is not None}
+    return [config for config in configs.values() if hasattr(config, "__dict__")]
+
+
+def copied(values: dict[str, object]) -> dict[str, object]:
+    """Return a deep copy of settings."""
+    try:
+        return copy.deepcopy(values)
+    except Exception:  # it contains a lock, for example; changes inside values are not detected then
+        return dict(values)
+
+
+def are_same(first: object, second: object) -> bool:
+    """Return whether settings are equal; `False` if they cannot be compared."""
+    try:
+        return bool(first == second)
+    except (TypeError, ValueError, RuntimeError):  # arrays, for example
+        return False
 
 
 def _configs(spaces: Sequence[Namespace]) -> list[tuple[int, dict[str, object]]]:
     """Return the configurations of modules, nested ones included, with their values."""
-    configs = {id(config): config for space in spaces if (config := space.get("config")) is not None}
-    pending = [config for config in configs.values() if hasattr(config, "__dict__")]
+    pending = _configs_of_modules(spaces)
     values: dict[int, dict[str, object]] = {}
     while pending:
         config = pending.pop()

@@ -1,4 +1,4 @@
-"""Words of memory: thousands of dictionaries and tensors are checked for writes in microseconds.
+"""Words of memory: thousands of dictionaries, functions and tensors are checked for writes in microseconds.
 
 CPython 3.10 to 3.12 numbers each write to a dictionary (PEP 509), and stores the number in its header. Python 3.13 does
 not number writes of attributes, and later ones have no number. Without compiled loops it cannot be read quickly.
@@ -11,7 +11,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir
@@ -28,6 +29,9 @@ _TYPE = 8
 
 _VERSION = 24
 """Offset in bytes of a dictionary's version."""
+
+_CODE, _DEFAULTS = 48, 56
+"""Offsets in bytes of a function's code and of its default values."""
 
 _WRITES = 64
 """Writes of the trial; CPython replaces its own code for attributes after a few."""
@@ -84,16 +88,23 @@ class Words:
 
 
 class DictVersions(Words):
-    """Versions of dictionaries and types of objects, as they are now.
+    """Versions of dictionaries, types of objects, and code of functions, as they are now.
 
     Args:
         dictionaries: Dictionaries. The order of an `OrderedDict` is not checked.
         objects: Objects, whose types are checked.
+        functions: Python functions, whose code and default values are checked.
     """
 
-    def __init__(self, dictionaries: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:
-        self._held = dictionaries, objects  # their addresses stay valid
-        super().__init__([id(one) + _VERSION for one in dictionaries] + [id(one) + _TYPE for one in objects])
+    def __init__(
+        self,
+        dictionaries: Sequence[dict[Any, Any]],
+        objects: Sequence[object] = (),
+        functions: Sequence[FunctionType] = (),
+    ) -> None:
+        self._held = dictionaries, objects, functions  # their addresses stay valid
+        code = [id(function) + offset for offset in (_CODE, _DEFAULTS) for function in functions]
+        super().__init__([id(one) + _VERSION for one in dictionaries] + [id(one) + _TYPE for one in objects] + code)
 
 
 def dictionary_of(space: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +130,8 @@ def _are_right() -> bool:
     if not is_known or sys.maxsize < 1 << 32:
         return False
     kinds: tuple[dict[str, Any], ...] = ({}, {"a": 0, "b": 1}, OrderedDict(a=0, b=1))
-    return all(map(_follows_writes, kinds)) and _follows_attributes(_Object()) and _follows_classes(_OtherObject)
+    follows_data = all(map(_follows_writes, kinds)) and _follows_attributes(_Object())
+    return follows_data and _follows_classes(_OtherObject) and _follows_functions()
 
 
 class _Object:
@@ -175,6 +187,19 @@ def _follows_classes(example: type) -> bool:
         for number in range(_WRITES)
         for write in (partial(setattr, example, "c", (number,)), partial(delattr, example, "c"))
     )
+
+
+def _follows_functions() -> bool:
+    """Return whether code and default values of a function are where they are expected."""
+
+    def example(value: int = 0) -> int:
+        return value
+
+    function = cast(FunctionType, example)
+    versions = DictVersions([], (), [function])
+    body = _set_attribute.__code__
+    changes = partial(setattr, function, "__code__", body), partial(setattr, function, "__defaults__", (1,))
+    return all(_is_noticed(versions, change) for change in changes)
 
 
 def _set_attribute(example: _Object, number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.composition import Composition
+from lookahead.backends.transformers.composition import Composition, are_same, copied
 from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
@@ -156,24 +155,10 @@ def of_config(model: PreTrainedModel, key: Setting, make: Callable[[], T]) -> T:
     """Return the result of `make`, cached by `key` for the current values of the model's configuration."""
     results = state_of(model).trials.of_config
     values = vars(model.config)
-    if key not in results or not _are_same(results[key][0], values):
-        results[key] = (_copied(values), make())
+    if key not in results or not are_same(results[key][0], values):
+        results[key] = (copied(values), make())
     made: T = results[key][1]
     return made
-
-
-def _copied(values: dict[str, object]) -> dict[str, object]:
-    try:
-        return copy.deepcopy(values)
-    except Exception:  # it contains a lock, for example; changes inside values are not detected then
-        return dict(values)
-
-
-def _are_same(first: dict[str, object], second: dict[str, object]) -> bool:
-    try:
-        return bool(first == second)
-    except (TypeError, ValueError, RuntimeError):  # arrays, for example
-        return False
 
 
 def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> int:

@@ -50,8 +50,12 @@ class TransformersSession(Session):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.number_type = str(model.dtype).removeprefix("torch.")
         self.clock = self._clock = PausingClock(model.device)
+
+    @property
+    def number_type(self) -> str:
+        """See `Session`."""
+        return str(self._model.dtype).removeprefix("torch.")
 
     def check(self) -> None:
         """Refuse a model that supports neither trees nor chains."""

@@ -58,27 +58,29 @@ class Surroundings:
         self._code = self._current_code()
 
     def hold(self) -> bool:
-        """Return whether the code is unchanged."""
+        """Return whether the code is unchanged, in microseconds if little was written since the last call."""
+        if self._currently_registered() != self._registered:
+            return False
+        if not has_dict_versions():
+            return self._has_same_code()
+        versions = self._versions
+        if versions is None:
+            dictionaries = [*map(dictionary_of, (*self._classes, *[space for space, _ in self._spaces]))]
+            versions = DictVersions(dictionaries, (), self._functions)
+        elif versions.hold():
+            return True
+        words = versions.read()  # before the comparison, as other threads may write meanwhile
+        if not self._has_same_code():
+            return False
+        versions.note(words)
+        self._versions = versions
+        return True
+
+    def _has_same_code(self) -> bool:
         try:
-            return self._currently_registered() == self._registered and self._current_code() == self._code
+            return self._current_code() == self._code
         except KeyError:  # a method was deleted
             return False
-
-    def still_hold(self) -> bool:
-        """Return whether the code is unchanged, in microseconds if little was written since the last call."""
-        if not has_dict_versions():
-            return self.hold()
-        if self._versions is None:
-            self._versions = DictVersions(
-                [*map(dictionary_of, (*self._classes, *[space for space, _ in self._spaces]))]
-            )
-        elif self._versions.hold():
-            return self._currently_registered() == self._registered
-        words = self._versions.read()  # before the comparison, as other threads may write meanwhile
-        if not self.hold():
-            return False
-        self._versions.note(words)
-        return True
 
     def _currently_registered(self) -> list[object]:
         """Return the functions of attention and the global hooks."""
