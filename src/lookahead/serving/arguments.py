@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -111,14 +112,15 @@ def read_prompts(
         UnsupportedArgumentError: `position_ids` do not count the tokens.
     """
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
-    positions = model_kwargs.get("position_ids")
-    counts = positions is None or _count_tokens(positions, mask)
-    follows_image = positions is not None and positions.dim() == 3 and not counts
+    positions: Any = model_kwargs.get("position_ids")
+    fits = positions is not None and _fits_rows(model, positions, len(input_ids))
+    counts = positions is None or (fits and _count_tokens(positions, mask))
+    follows_image = fits and positions.dim() == 3 and not counts
     own_prefill = bool(inputs_beside_tokens(model, model_kwargs)) or follows_image
     if not counts and not own_prefill:
         raise UnsupportedArgumentError(
-            "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave "
-            "them out"
+            f"position_ids of shape {tuple(positions.shape)} do not count the tokens of each row 0, 1, 2, ..., which "
+            "lookahead decoding needs; leave them out"
         )
     tokens = _prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
     # transformers marks the caller's cache, and makes an empty one otherwise
@@ -137,6 +139,13 @@ def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
         f"prefill_chunk_size={config.prefill_chunk_size} is not supported with a non-empty {CACHE}: generate of "
         "transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
     )
+
+
+def _fits_rows(model: PreTrainedModel, positions: torch.Tensor, rows: int) -> bool:
+    """Return whether position ids have a shape that `_count_tokens` describes; one kind only if `model` makes it."""
+    makers = {getattr(kind, "_prepare_position_ids_for_generation", None) for kind in (type(model), GenerationMixin)}
+    is_usual = positions.dim() == 2 or (positions.dim() == 3 and (len(positions) > 1 or len(makers) > 1))
+    return is_usual and positions.shape[-2] in (1, rows)
 
 
 def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -187,18 +196,21 @@ def _whole_mask(
     """Return the mask of the whole text, cached tokens included, `[batch, tokens]` bool.
 
     Raises:
-        InvalidArgumentError: The mask is shorter than the prompt.
+        InvalidArgumentError: The mask has another shape than the prompt, and is not longer.
+        UnsupportedArgumentError: It has other values than 0 and 1.
     """
     rows, tokens = input_ids.shape
     if mask is None:
         # transformers drops a mask of ones, and keeps its length
         tokens = getattr(generation_config, "_mask_length", None) or tokens
         return torch.ones(rows, tokens, dtype=torch.bool, device=input_ids.device)
-    if mask.shape[1] < input_ids.shape[1]:
+    if mask.dim() != 2 or len(mask) != rows or mask.shape[1] < tokens:
         raise InvalidArgumentError(
-            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}; "
-            "give one of the same length"
+            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(input_ids.shape)}; "
+            "give one of the same shape, longer only by cached text"
         )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise UnsupportedArgumentError("attention_mask has values beside 0 and 1, which shift positions; use 0 and 1")
     return mask.to(input_ids.device).bool()
 
 
