@@ -60,7 +60,7 @@ class KVMemory:
 
     def __init__(self, runner: Runner, kv_bytes: int | None, prefix_bytes: int | None, free_bytes: int) -> None:
         self.runner = runner
-        self.token_bytes = token_bytes = runner.token_bytes()
+        self.token_bytes = token_bytes = max(runner.token_bytes(), 1)  # 0 without layers
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
         if self.tokens == 0:
             raise InvalidArgumentError(
