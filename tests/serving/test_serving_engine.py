@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer, TopKLogitsWarper
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextIteratorStreamer,
+    TopKLogitsWarper,
+)
 
 import lookahead
 from compared.doors import token_bytes
@@ -425,6 +432,29 @@ def test_a_list_of_tensors_of_a_device_is_a_prompt() -> None:
     texts = [engine.submit(one, do_sample=False, max_new_tokens=4) for one in (prompt, PROMPT)]
     engine.run()
     assert torch.equal(texts[0].result(), texts[1].result())
+
+
+def test_callers_may_reuse_a_prompt_after_submit() -> None:
+    model, ids = build("llama"), torch.tensor([PROMPT])
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.5}
+    expected = model.generate(ids, **options)
+    engine = Engine(model, NODES)
+    handle = engine.submit(ids, **options)
+    ids.fill_(7)
+    engine.run()
+    assert torch.equal(handle.result(), expected)
+
+
+def test_models_without_layers_have_no_keys_and_values() -> None:
+    config = LlamaConfig(vocab_size=72, hidden_size=48, num_hidden_layers=0, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(torch.tensor([PROMPT]), **options)
+    assert torch.equal(lookahead.generate(model, torch.tensor([PROMPT]), **options), expected)
+    for limit in (None, 1000):
+        with Engine(model, NODES, kv_bytes=limit) as engine:
+            handles = [engine.submit(PROMPT, **options) for _ in range(3)]
+            assert all(torch.equal(handle.result(), expected) for handle in handles)
 
 
 def test_unsupported_arguments_are_refused() -> None:

@@ -156,7 +156,7 @@ class Engine:
             config = check_engine_config(lookahead_config, runner.most_nodes)
         ids = read_prompt(input_ids)
         shell = shell_of(model)  # `generate` may set attributes on it, which belong to this request only
-        arguments = prepare_request(shell, ids.to(model.device), kwargs)
+        arguments = prepare_request(shell, ids.to(model.device, copy=True), kwargs)  # callers may reuse theirs
         try:
             self._loop.check(arguments, config)
         except LookaheadError:
