@@ -80,6 +80,14 @@ class Drawing(LogitsProcessor):
         return scores + 3 * torch.rand(scores.shape)
 
 
+class Writing(LogitsProcessor):
+    """Write into the text, also into the padding of ended rows."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        input_ids[:, 4 - input_ids.shape[1] % 7] += 1
+        return scores
+
+
 class Typed(LogitsProcessor):
     """Return scores of another floating type, at some positions or at all."""
 
@@ -128,6 +136,7 @@ MEMBERS: dict[str, Callable[[], dict[str, Any]]] = {
     "criterion per row": lambda: {"stopping_criteria": [PerRowEnd()]},
     "criterion of all": lambda: {"stopping_criteria": [CommonEnd()]},
     "allowed tokens": lambda: {"prefix_allowed_tokens_fn": Alternating()},
+    "writing": lambda: {"logits_processor": [Writing()], "repetition_penalty": 1.3},
     "float64": lambda: {"logits_processor": [Typed(torch.float64)]},
     "float16": lambda: {"logits_processor": [Typed(torch.float16)]},
     "bfloat16": lambda: {"logits_processor": [Typed(torch.bfloat16)]},
@@ -253,7 +262,7 @@ def test_requests_of_an_engine_that_share_steps(name: str) -> None:
     expected = []
     for seed, ids in enumerate(IDS):
         torch.manual_seed(seed)
-        expected.append(model.generate(ids[None], **MEMBERS[name](), **options))
+        expected.append(model.generate(ids[None].clone(), **MEMBERS[name](), **options))
     engine = Engine(model, LookaheadConfig(step_budget=24, memory="process"))
     plainly = engine.submit(IDS[0], max_new_tokens=20, do_sample=False)
     handles = [engine.submit(ids, seed=seed, **MEMBERS[name](), **options) for seed, ids in enumerate(IDS)]

@@ -126,6 +126,8 @@ class LockStep(Backend):
                 result.set(row, walk._replace(stopped=ends))
             if ends:
                 self._texts.setdefault(row, list(self._sequences[row].tokens))
+        for row, sequence in enumerate(self._sequences if self._is_complete else ()):
+            sequence.ids = self._ids[row : row + 1]  # processors and criteria may have written into it
         return result
 
     @property

@@ -109,7 +109,7 @@ class StreamFeeder:
 
     def __init__(self, streamer: BaseStreamer, prompts: torch.Tensor, pad_token: int | None) -> None:
         self._streamer = streamer
-        self._prompts: torch.Tensor | None = prompts
+        self._prompts: torch.Tensor | None = prompts.to("cpu", copy=True)  # processors may write into them
         self._waiting: list[deque[int]] = [deque() for _ in prompts]
         self._finished = [False] * len(prompts)
         self._pad_token = pad_token
@@ -124,7 +124,7 @@ class StreamFeeder:
             return
         self._has_failed = True
         if self._prompts is not None:
-            self._streamer.put(self._prompts.cpu())
+            self._streamer.put(self._prompts)
             self._prompts = None
         self._waiting[step.index].extend(step.tokens)
         self._finished[step.index] = step.finished and self._pad_token is not None

@@ -75,7 +75,11 @@ class TextSequence(SequenceState):
             new = self.tokens[self._written - self.length :]
             self._ids[0, self._written : self.length] = upload(self._ids.device, np.array(new))[0]
             self._written = self.length
-        return self._ids[:, : self.length]
+        return self._ids[:, : self._written]
+
+    @ids.setter
+    def ids(self, ids: torch.Tensor) -> None:
+        self._ids, self._written = ids, ids.shape[1]
 
     @property
     def on_host(self) -> NDArray[np.int32]:
