@@ -122,6 +122,10 @@ def test_a_client_that_ends_its_half_is_answered(server: ServerProcess, stream: 
     assert b"HTTP/1.1 200 OK" in answer
     assert b'"finish_reason":"length"' in answer
     assert answer_to(server, head(len(body)) + body[:-1], end=True) == b"", "the body is not whole"
+    pipelined = answer_to(server, (head(len(body)) + body) * 5, end=True)
+    assert pipelined.count(b"HTTP/1.1 200 OK") == pipelined.count(b'"finish_reason":"length"') == 5
+    cut = answer_to(server, (head(len(body)) + body) * 3 + head(len(body)) + body[:-1], end=True)
+    assert cut.count(b"HTTP/1.1 200 OK") == 3
 
 
 def test_a_bad_memory_file_is_an_error_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ class GuardedProtocol(H11Protocol):
         self._patience = patience
         self.app_state = {**self.app_state, "send_part": self.send_part}
         self._unread: asyncio.TimerHandle | None = None
+        self._has_ended = False  # whether the client closed its sending half
 
     def send_part(self, make: Callable[[], bytes]) -> bool:
         """Make and send a part of a chunked body, unless the client does not read; return whether it was made."""
@@ -112,13 +113,27 @@ class GuardedProtocol(H11Protocol):
 
         The probe is `100 Continue`, sent twice; a closed connection fails at the second one.
         """
+        if self._has_ended:  # each time that reading resumes
+            return True
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_started or cycle.scope["http_version"] != "1.1":
             return False  # HTTP/1.0 has no 100 Continue
-        cycle.keep_alive = False
+        self._has_ended = True
+        self._probe_twice()
+        return True
+
+    def on_response_complete(self) -> None:
+        """Answer the next request that has arrived; close the connection if a closed sending half sends no other."""
+        super().on_response_complete()
+        if self._has_ended and (self.cycle.response_complete or self.cycle.more_body):
+            self.transport.close()
+        elif self._has_ended:
+            self._probe_twice()
+
+    def _probe_twice(self) -> None:
+        self.cycle.keep_alive = bool(self.conn.trailing_data[0])  # further requests
         self._probe()
         self.loop.call_later(_PROBE, self._probe)
-        return True
 
     def _probe(self) -> None:
         if not (self.cycle.response_started or self.transport.is_closing()):
