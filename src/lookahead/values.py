@@ -9,7 +9,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, cast
 
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, not_of_signal
 
 _LONGEST = 100
 """Most characters of a value in a message; a longer value is replaced by its type."""
@@ -19,7 +19,8 @@ def display(value: object) -> str:
     """Format a value on one short line, for a message."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a user's own object may raise anything
+    except Exception as error:  # a user's own object may raise anything
+        not_of_signal(error)
         text = ""
     return text if 0 < len(text) <= _LONGEST else f"<{type(value).__name__}>"
 
@@ -124,7 +125,9 @@ def check_key(name: str, value: object) -> None:
         hash(value)
         bool(value == value)
     except Exception as error:  # a user's own object may raise anything
-        raise InvalidArgumentError(f"{name}={display(value)} must be hashable, such as a text or a number") from error
+        raise InvalidArgumentError(
+            f"{name}={display(value)} must be hashable, such as a text or a number"
+        ) from not_of_signal(error)
 
 
 def check_path(name: str, value: object, requirement: str) -> None:

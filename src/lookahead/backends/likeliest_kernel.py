@@ -16,6 +16,8 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from lookahead.errors import not_of_signal
+
 PART = 4096
 """Logits of a program."""
 
@@ -125,7 +127,8 @@ def lists_alike(dtype: torch.dtype, device: torch.device) -> bool:
     logits = logits.to(device, dtype)
     try:
         packed = list_largest(logits, 8)
-    except Exception:  # the kernel does not compile here
+    except Exception as error:  # the kernel does not compile here
+        not_of_signal(error)
         return False
     probabilities = packed[:, 9:].view(torch.float32)
     expected = torch.softmax(logits.float(), dim=-1).gather(1, packed[:, 1:9].long())

@@ -34,6 +34,7 @@ from numba.core import caching, event
 from numba.core.cpu import CPUTargetOptions
 
 from lookahead.core.files import OWN_FOLDER, replaced, user_cache
+from lookahead.errors import not_of_signal
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -319,7 +320,8 @@ def _load(files: Any, name: str, key: Any) -> Any:
     """Read a loop from its file; return `None` if there is none."""
     try:
         index, data = files._load_data(name)
-    except Exception:  # missing or cut short: pickle raises many kinds of errors
+    except Exception as error:  # missing or cut short: pickle raises many kinds of errors
+        not_of_signal(error)
         return None
     if index != key:
         return None

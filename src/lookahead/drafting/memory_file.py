@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from lookahead.core.files import hidden_name, replaced
 from lookahead.drafting import DraftMemory
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, WAYS
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, not_of_signal
 
 _PATIENCE = 30.0
 """Maximum time to wait for other writers of the file, in seconds."""
@@ -227,7 +227,9 @@ def load_memory(path: str | Path, model: str) -> DraftMemory:
         what = f"{_NO_MEMORY}: it is cut short or has another format"
         if isinstance(error, _DamagedFileError):
             what = str(error)
-        raise InvalidArgumentError(f"memory={str(path)!r} {what}; delete the file or choose another") from error
+        raise InvalidArgumentError(
+            f"memory={str(path)!r} {what}; delete the file or choose another"
+        ) from not_of_signal(error)
 
 
 def memory_arrays(memory: DraftMemory) -> dict[str, NDArray[np.generic]]:

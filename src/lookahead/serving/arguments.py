@@ -26,7 +26,7 @@ from lookahead.backends.transformers.cache_names import CACHE, rename_cache
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
 from lookahead.backends.transformers.checks import check_adapters
 from lookahead.backends.transformers.composition import own_generate
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, not_of_signal
 from lookahead.serving.refusals import (
     check_call,
     check_devices,
@@ -302,7 +302,7 @@ def prepare_request(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dic
     except Exception as error:
         if not prepared:
             raise
-        raised = error
+        raised = not_of_signal(error)
     if raised is not None or returned is not prepared[0] or len(prepared) > 1:
         raise UnsupportedModelError(
             f"model={type(model).__name__} has its own `generate` that goes on after decoding, which an Engine cannot "

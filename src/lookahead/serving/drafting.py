@@ -21,7 +21,7 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_drafter
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError, not_of_signal
 from lookahead.serving.refusals import are_whole_numbers, check_values
 from lookahead.values import require
 
@@ -190,7 +190,8 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
     """
     try:
         ids = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens, device="cpu")
-    except Exception:  # user objects may raise any error
+    except Exception as error:  # user objects may raise any error
+        not_of_signal(error)
         ids = torch.empty(1, device="cpu")
     check_values("prediction", ids)
     is_whole = are_whole_numbers(ids) or (ids.layout is torch.strided and not ids.numel())

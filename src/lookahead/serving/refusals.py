@@ -19,7 +19,7 @@ from lookahead.backends.transformers.cache_names import CACHE, has_own_code, kno
 from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, not_of_signal
 from lookahead.values import display, require, whole_number
 
 _CONSUMED = (
@@ -114,7 +114,7 @@ def read_prompt(input_ids: object) -> torch.Tensor:
         raise InvalidArgumentError(
             f"input_ids={display(input_ids)} must be token ids: a list, or a tensor [tokens] or [1, tokens]; "
             "tokenizer(text).input_ids makes one"
-        ) from error
+        ) from not_of_signal(error)
     ids = ids[None] if ids.dim() == 1 else ids
     check_prompt_ids(ids)
     return ids.long()

@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported: `test_tree_attention.p
 process. The interpreter stores bfloat16 as raw bits, so tests use float16 and float32.
 """
 
+import signal
 from collections.abc import Callable
 from cProfile import Profile
 from inspect import unwrap
@@ -193,3 +194,29 @@ def test_rotary_embeddings_write_the_bits_of_the_model_to_its_cache(
             results.append([output, *cache.buffers])
     assert calls(profile, fused_kernels.rotate_into) == writes
     assert all(map(torch.equal, *results))
+
+
+class TimeIsUp(Exception):
+    """Raised by the handler of a signal."""
+
+
+class Signalling(torch.nn.Module):
+    """An activation during which a signal arrives."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        return states
+
+
+def test_a_time_limit_ends_a_trial(exponential: None) -> None:
+    def end(number: int, frame: object) -> None:
+        raise TimeIsUp
+
+    layer: Any = in_type("llama", torch.float16).model.layers[0].mlp
+    layer.act_fn = Signalling()
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(TimeIsUp):
+            fused_kind(layer, LlamaMLP)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from lookahead.backends.wrapped_model import PlainReader, WrappedModel
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, not_of_signal
 from lookahead.values import check_path
 
 
@@ -48,7 +48,7 @@ def load_mlx(path: str | os.PathLike[str]) -> MLXModel:
         raise InvalidArgumentError(
             f"path={str(path)!r} cannot be loaded by mlx-lm ({type(error).__name__}: {lines[0]}); copy all of its "
             "files, or convert it with mlx_lm.convert"
-        ) from error
+        ) from not_of_signal(error)
     return MLXModel(module, tokenizer, config)
 
 

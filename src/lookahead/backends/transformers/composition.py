@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers.surroundings import GLOBAL_HOOKS, Namespace, Surroundings, identity
+from lookahead.errors import not_of_signal
 
 IRRELEVANT = frozenset(
     {
@@ -297,7 +298,8 @@ def copied(values: dict[str, object]) -> dict[str, object]:
     """Return a deep copy of settings."""
     try:
         return copy.deepcopy(values)
-    except Exception:  # it contains a lock, for example; changes inside values are not detected then
+    except Exception as error:  # it contains a lock, for example; changes inside values are not detected then
+        not_of_signal(error)
         return dict(values)
 
 

@@ -259,7 +259,8 @@ class Equivalence:
         self._class = type(model)
         try:
             self._config = deepcopy(model.config)  # protects it from later changes
-        except Exception:  # it contains a lock, for example
+        except Exception as error:  # it contains a lock, for example
+            not_of_signal(error)
             self._config = model.config
         self._code = Surroundings(model)
         self.is_hooked = any(GLOBAL_HOOKS)
@@ -329,7 +330,8 @@ def _look_up(model: PreTrainedModel) -> Equivalence:
     kind, config = type(model), model.config
     try:
         values: object = json.dumps(shrunk(config), sort_keys=True, default=str)
-    except Exception:  # the configuration has objects beside plain values
+    except Exception as error:  # the configuration has objects beside plain values
+        not_of_signal(error)
         values = object()  # equal to no other
     key = (kind, type(config), values, has_running_state(kind, config), config._attn_implementation)
     with _lock:

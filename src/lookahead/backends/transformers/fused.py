@@ -18,6 +18,7 @@ from lookahead.backends.transformers import fused_kernels
 from lookahead.backends.transformers.cache_names import CACHE_ARGUMENTS
 from lookahead.backends.transformers.fused_kernels import LateKey
 from lookahead.backends.transformers.row_pool import RowPool
+from lookahead.errors import not_of_signal
 
 MANNERS = ((True, 0.0), (False, 0.0), (False, 1.0))
 """Variants of RMS norms: whether they round before the multiplication by the weight, and an offset of the weight."""
@@ -46,6 +47,15 @@ def fused_kind(module: torch.nn.Module, kind: Any) -> Any:
         if is_plain and _gates_alike(module.act_fn, weight):
             return _fused_gate(kind)
     return kind
+
+
+def _holds(trial: Callable[[], bool]) -> bool:
+    """Return the result of a trial; false if the module has another signature, or uses its inputs in another way."""
+    try:
+        return trial()
+    except Exception as error:
+        not_of_signal(error)
+        return False
 
 
 def _own_forward(kind: Any) -> Any:
@@ -147,10 +157,8 @@ def joined_kind(module: torch.nn.Module, kind: Any) -> Any:
     random = torch.Generator().manual_seed(0)
     sample = torch.randn(1, 3, len(weight), generator=random, device="cpu").to(weight)
     expected, actual = (_without_products(module, fused, one) for one in (kind, _joined_layer(kind)))
-    try:
-        return type(actual) if torch.equal(actual.forward(sample).total(), expected.forward(sample)) else kind
-    except Exception:  # it uses sums in another way
-        return kind
+    alike = _holds(lambda: torch.equal(actual.forward(sample).total(), expected.forward(sample)))
+    return type(actual) if alike else kind
 
 
 @cache
@@ -272,8 +280,8 @@ def _writes_turned(module: Any, forward: FunctionType) -> bool:
         probing(module, hidden_states=states, **arguments, **{names[0]: _Reader()})
     except _Reached:
         return _writes_alike(forward.__globals__[_ROTARY], weight.dtype, weight.device)
-    except Exception:  # it has other arguments, or reads a rotated tensor
-        return False
+    except Exception as error:  # it has other arguments, or reads a rotated tensor
+        not_of_signal(error)
     return False
 
 
@@ -291,15 +299,16 @@ def _writes_alike(original: Callable[..., Any], dtype: torch.dtype, device: torc
     query, key, value, cos, sin = _turned_sample(dtype, device)
     columns = torch.tensor([5, 1, 6]).to(device)
     pairs = [[states.new_zeros(2, 2, 9, states.shape[3]) for states in (key, value)] for _ in range(2)]
-    try:
+
+    def writes() -> bool:
         rotated, late = _late(original, query, key, cos, sin)
         fused_kernels.rotate_into(late, value, pairs[0][0], pairs[0][1], columns)
         expected, turned = original(query, key, cos, sin)
-    except Exception:  # it has another signature
-        return False
-    for cached, states in zip(pairs[1], (turned, value), strict=True):
-        cached.index_copy_(2, columns, states)
-    return torch.equal(rotated, expected) and all(map(torch.equal, *pairs))
+        for cached, states in zip(pairs[1], (turned, value), strict=True):
+            cached.index_copy_(2, columns, states)
+        return torch.equal(rotated, expected) and all(map(torch.equal, *pairs))
+
+    return _holds(writes)
 
 
 @cache
@@ -308,10 +317,7 @@ def _rotates_alike(original: Callable[..., Any], dtype: torch.dtype, device: tor
     """Return whether `rotate` has the bits of a function for random states; tried once for all layers."""
     query, key, _, *angles = _turned_sample(dtype, device)
     sample = query, key, *angles
-    try:
-        return all(map(torch.equal, fused_kernels.rotate(*sample), original(*sample)))
-    except Exception:  # it has another signature
-        return False
+    return _holds(lambda: all(map(torch.equal, fused_kernels.rotate(*sample), original(*sample))))
 
 
 def _gated_forward(self: Any, x: torch.Tensor) -> Any:
@@ -335,10 +341,7 @@ def _gates_alike(activation: Any, weight: Any) -> bool:
     numbers = numbers[numbers.isfinite()].to(weight.device)
     random = torch.Generator().manual_seed(0)
     others = torch.randn(len(numbers), generator=random, device="cpu").to(weight)
-    try:
-        return torch.equal(fused_kernels.gate(numbers, others), activation(numbers) * others)
-    except Exception:  # it is no function of single numbers
-        return False
+    return _holds(lambda: torch.equal(fused_kernels.gate(numbers, others), activation(numbers) * others))
 
 
 @cache
