@@ -327,6 +327,11 @@ class PacedRow:
         self._empty_probes = 0  # probes without a good draft; each takes time, so later ones are rarer
         pace.credit.until_probe = min(pace.credit.until_probe, REST << 1)  # a new text may suit drafts better
 
+    @property
+    def rests(self) -> bool:
+        """Whether the coming step is plain; see `Pace.rests`."""
+        return self._pace.rests and not self._pace.searches
+
     def begin(self, teaches: int = True) -> None:
         """Begin a step (`StepBudget.begin`)."""
         self.backs_off = self._pace.rests

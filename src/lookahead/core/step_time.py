@@ -76,8 +76,17 @@ class StepTimer:
             vars(self._seconds)["draft" if phase == "learn" else phase] += now - self._since
         self._since = now
 
-    def end(self, batch: Batch, results: StepResults, drafted: bool) -> StepTime:
-        """Return the time and the outcome of the step; `drafted` is whether it searched for a draft."""
+    def end(self, batch: Batch, results: StepResults | None, drafted: bool) -> StepTime:
+        """Return the time and the outcome of a step.
+
+        Args:
+            batch: The batch.
+            results: Results of the step; `None` after a plain step of one text without a tree.
+            drafted: Whether the step searched for a draft.
+        """
+        if results is None:
+            tells = not self._completes and batch.sequences[0].error is None
+            return StepTime(1, self._context, self._clock() - self._start, 1, 1, drafted=False, tells=tells)
         forest = results.forest
         added = results.walks.counts.tolist()  # Python counts few numbers in less time than numpy
         going = len(added) - added.count(0)

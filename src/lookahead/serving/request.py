@@ -25,6 +25,7 @@ from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.output import StreamFeeder, make_output
+from lookahead.serving.plain_step import plain_step
 from lookahead.serving.selecting import LogprobSampler, StopRule, in_lock_step, last_lengths, row_processors
 
 
@@ -265,7 +266,9 @@ class Steps:
         try:
             with self._serving(requests):
                 self._timer.begin(batch)
-                done = step(self.backend, batch)
+                is_single = len(requests) == 1 and self._notices is None
+                is_plain = is_single and plain_step(self.backend, batch.sequences[0], statistics, batch.mark)
+                done = None if is_plain else step(self.backend, batch)
             if pace is not None and not pace.skip():
                 pace.book(self._timer.end(batch, done, pace.searches))
         finally:  # the traceback of an error must not keep requests alive

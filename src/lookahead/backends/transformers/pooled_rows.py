@@ -143,6 +143,7 @@ class PooledRunner(ModelRunner):
         is_trial: bool = False,
     ) -> None:
         super().__init__(model, positions_end=positions_end)
+        self._runs_tokens = False  # the inputs of its passes lie in pages
         self._shapes = tuple(shapes)
         self._new_passes = partial(FixedPasses, model, clock=clock, is_trial=is_trial)
         self.engine = "static" if records else "dynamic"

@@ -53,6 +53,7 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 """Attention kernels for dense masks, without cuDNN's, which plans for each new shape."""
 
 _NO_TREES = Forest(())
+_FIRST = np.zeros(1, dtype=np.int64)
 _UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
 """Result of an idle tree."""
 
@@ -231,6 +232,8 @@ class ModelRunner(TransformersRunner):
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
         self.rows: list[Any] = [Row(TreeCache(windows)) for _ in range(batch_size)]
+        self._runs_tokens = self._layout.runs_tokens and self._limits.recompute_at is None
+        self._arguments_of_token = {"logits_to_keep": 1} if "logits_to_keep" in forward_arguments(model) else {}
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
@@ -340,6 +343,28 @@ class ModelRunner(TransformersRunner):
         if self.packed:
             return PackedCache(rows, plan.forest.counts.tolist())
         return rows[0].cache if len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
+
+    def next_logits(self, text: Sequence[int]) -> torch.Tensor | None:
+        """Run a pass over the last token of the only text, without a tree or a mask; `keep_token` keeps its states.
+
+        Returns:
+            Logits after the text, `[1, vocabulary]` float32; `None` if this needs a tree or a mask.
+        """
+        row = self.rows[0]
+        cache = row.cache
+        size = row.before + len(text)
+        if not self._runs_tokens or size != cache.length + 1:
+            return None
+        if self._forgets:
+            cache.drop()
+        tokens, positions = upload(self._device, np.array([text[-1:]]), np.array([[size - 1 + row.shift]]))
+        inputs = Inputs(tokens, positions, _FIRST, arguments=self._arguments_of_token)
+        logits: torch.Tensor = self._call(self.model, inputs, {self._cache_name: cache}).logits
+        return logits[:, -1].float()
+
+    def keep_token(self) -> None:
+        """Append the states of the token of `next_logits` to the text."""
+        self.rows[0].cache.keep(1)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""

@@ -109,6 +109,18 @@ class AutoDrafter:
         """Maximum number of candidates of this step."""
         return min(self.budget.max_candidates, self._max_candidates - self.certain)
 
+    @property
+    def rests(self) -> bool:
+        """Whether the coming step is plain, and nothing is learned from it at once."""
+        return not self.sources and getattr(self.budget, "rests", False)
+
+    def defer(self, token: int) -> None:
+        """Keep the token of a plain step for the next step that learns."""
+        with self.memory.lock:
+            self.late.append(token)
+            if self.place >= 0:
+                self._batch.sent[self.place] = 0
+
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
         self.late = list(prompt)
