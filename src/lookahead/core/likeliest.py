@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, compiled, inner
+from lookahead.core.compiled import FIRST, TypedLoop, compiled, inner
 
 BLOCK = 128
 """Tokens per block; a row must have at least one whole block per listed token."""
@@ -132,6 +132,7 @@ def _list_row(
         probabilities[rank] = share if share.view(np.int32) & _EXPONENT != _EXPONENT else np.float32(0.0)
 
 
+@TypedLoop
 @_compiled
 def list_likeliest(
     logits: NDArray[np.float32],
@@ -155,6 +156,7 @@ def list_likeliest(
         _list_row(logits[row], maxima, blocks, values, ids[row], probabilities[row])
 
 
+@TypedLoop
 @_compiled
 def list_likeliest_bits(
     bits: NDArray[np.int16],

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import at_once, compiled
+from lookahead.core.compiled import TypedLoop, at_once, compiled
 
 Integers = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def dense_masks(
     masks = np.empty(counts @ (scratch - dropped + counts), dtype=exact)
     begins = np.empty(len(counts), dtype=np.int64)
     window, chunk = reach
-    at_once(write_dense_masks)(trees, scratch, (window or 0, chunk or 0, dropped), hidden, masks, begins)
+    _WRITE_DENSE[exact](trees, scratch, (window or 0, chunk or 0, dropped), hidden, masks, begins)
     return masks, begins
 
 
@@ -182,3 +182,7 @@ def write_dense_masks(
                 parent = begins[row] + above * keys + keys - count
                 for other in range(above + 1):  # ancestors of its parent lie before that
                     masks[nodes + other] = masks[parent + other]
+
+
+_WRITE_DENSE = {kind: TypedLoop(write_dense_masks, runs_plain=True) for kind in (np.float32, np.float64)}
+"""The loop for each type of numbers of the masks."""

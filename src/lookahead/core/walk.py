@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, at_once, compiled
+from lookahead.core.compiled import FIRST, typed
 from lookahead.core.forest import Forest, Integers
 from lookahead.core.results import CommittedNodes, EarlyTokens, NodeOutputs, Walk, Walks
 from lookahead.core.sequence import SequenceState
@@ -68,9 +68,9 @@ def walk_trees(
         except BaseException as error:
             sequence.fail(not_of_signal(error))
     if greedy:
-        _walk_rows(greedy, [sequences[row] for row in greedy], forest, outputs.predictions, walks)
+        _walk_rows(greedy, sequences, forest, outputs.predictions, walks)
     if together:
-        _walk_rows(together, [sequences[row] for row in together], forest, selected, walks)
+        _walk_rows(together, sequences, forest, selected, walks)
         for row in together:
             sequences[row].sampler.advance(int(walks.counts[row]))
     return walks
@@ -123,25 +123,32 @@ def take_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> tupl
 
 
 def _walk_rows(
-    rows: list[int], texts: Sequence[SequenceState], forest: Forest, selected: Integers, walks: Walks
+    rows: list[int], sequences: Sequence[SequenceState], forest: Forest, selected: Integers, walks: Walks
 ) -> None:
     """Walk rows along the selected token after each node, and write their walks."""
     if forest.rows == 1 and forest.is_plain:  # Python takes one token in less time
-        _take_one(texts[0], int(selected[forest.roots[0]]), walks)
+        text = sequences[0]
+        token = int(selected[forest.roots[0]])
+        text.tokens.append(token)
+        walks.tokens[0] = token
+        walks.counts[0] = 1
+        walks.stopped[0] = len(text.tokens) >= text.most_tokens or token in (text.end_tokens or ())
         return
     kinds: dict[tuple[int, ...], int] = {}
-    remaining = [text.most_tokens - len(text.tokens) for text in texts]
-    ends = [kinds.setdefault(text.end_tokens or (), len(kinds)) for text in texts]
-    plan = np.array([rows, remaining, ends], dtype=np.int64)
+    plan: list[tuple[int, int, int]] = []
+    for row in rows:
+        text = sequences[row]
+        kind = kinds.setdefault(text.end_tokens or (), len(kinds))
+        plan.append((row, text.most_tokens - len(text.tokens), kind))
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     walked = walks.tokens, walks.paths
-    at_once(_walk)(plan, _padded_ends(tuple(kinds)), trees, selected, walked, walks.counts, walks.stopped)
+    after = np.array(selected, dtype=np.int64)  # outputs of any backend
+    _walk(np.array(plan, dtype=np.int64), _padded_ends(tuple(kinds)), trees, after, walked, walks.counts, walks.stopped)
     tokens = walks.tokens.tolist()
     firsts = forest.firsts.tolist()
     counts = walks.counts.tolist()
-    for row, text in zip(rows, texts, strict=True):
-        begin = firsts[row]
-        text.tokens += tokens[begin : begin + counts[row]]
+    for row in rows:
+        sequences[row].tokens += tokens[firsts[row] : firsts[row] + counts[row]]
 
 
 @lru_cache(maxsize=64)
@@ -153,25 +160,17 @@ def _padded_ends(kinds: tuple[tuple[int, ...], ...]) -> Integers:
     return padded
 
 
-def _take_one(text: SequenceState, token: int, walks: Walks) -> None:
-    """Add a token to the only text, and write its walk."""
-    text.tokens.append(token)
-    walks.tokens[0] = token
-    walks.counts[0] = 1
-    walks.stopped[0] = len(text.tokens) >= text.most_tokens or token in (text.end_tokens or ())
-
-
 def compile_walk(forest: Forest) -> None:
     """Run the compiled loops once, on arrays of the types that steps have."""
     walks = Walks(forest)
-    plan = np.zeros((3, len(forest)), dtype=np.int64)
+    plan = np.zeros((forest.rows, 3), dtype=np.int64)
     trees = (forest.firsts, forest.roots, forest.tokens, forest.parents, forest.in_window)
     results = (walks.tokens, walks.paths), walks.counts, walks.stopped
     _walk(plan, _padded_ends(((),)), trees, forest.tokens, *results)
     CommittedNodes(forest, walks.counts, walks.paths).misplaced()
 
 
-@compiled
+@typed
 def _walk(
     plan: Integers,
     end_tokens: Integers,
@@ -184,7 +183,7 @@ def _walk(
     """Walk some rows along selected tokens.
 
     Args:
-        plan: For each: which tree, tokens until its text is complete, row of `end_tokens`, `[3, rows]`.
+        plan: For each: which tree, tokens until its text is complete, row of `end_tokens`, `[rows, 3]`.
         end_tokens: Tokens that complete a text, padded by -1, `[kinds, tokens]`.
         trees: `firsts`, `roots`, `tokens`, `parents` and `in_window` of a `Forest`.
         tokens_after: The selected token after each node.
@@ -192,11 +191,11 @@ def _walk(
     """
     firsts, roots, tokens, parents, in_window = trees
     selected, paths = walked
-    for index in range(plan.shape[1]):
-        row = plan[0, index]
+    for index in range(len(plan)):
+        row = plan[index, 0]
         begin = firsts[row]
-        remaining = plan[1, index]
-        ends = end_tokens[plan[2, index]]
+        remaining = plan[index, 1]
+        ends = end_tokens[plan[index, 2]]
         end = firsts[row + 1] - begin
         node = roots[row]
         count = FIRST
