@@ -125,7 +125,7 @@ Read = Callable[[], NDArray[np.int32]]
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
     """Return the arrays on `device`: on CUDA by one copy without waiting for it, on a CPU in the same memory."""
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return list(map(torch.from_numpy, arrays))
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]

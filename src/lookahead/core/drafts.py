@@ -104,13 +104,14 @@ def propose(sequences: Sequence[SequenceState], roots: Roots, groups: Groups) ->
     """Add the drafts of some rows to their trees. If a drafter raises, its sequence continues without drafts."""
     for row in groups.single:
         sequences[row].ask_drafter(partial(_propose, roots.tree(row)), None)
-    offers: dict[StepBudget, list[_Offer]] = {}
+    offers: dict[StepBudget, tuple[list[_Offer], list[int]]] = {}
     for (group, budget), members in groups.shared.items():
         for some, found in _call(sequences, members, group.find_rows, roots):
             if found is not None:
-                offers.setdefault(budget, []).append(_Offer(group, some, *found))
-    for budget, of_budget in offers.items():
-        competing = [row for offer in of_budget for row in offer.members.rows]
+                of_budget, competing = offers.setdefault(budget, ([], []))
+                of_budget.append(_Offer(group, some, *found))
+                competing += some.rows
+    for budget, (of_budget, competing) in offers.items():
         try:
             _send(roots, competing, budget, of_budget)
         except BaseException as error:  # of all its rows

@@ -187,20 +187,20 @@ class Walks(Sequence["Walk | None"]):
         paths = [(tree, walk.path) for tree, walk in rows if walk is not None and tree.certain]
         return sum(node <= tree.root + tree.certain for tree, path in paths for node in path)
 
-    def committed(self, going: Sequence[bool]) -> Sequence[Sequence[int]]:
+    def committed(self, sequences: Sequence[Any]) -> Sequence[Sequence[int]]:
         """The nodes to keep in the cache: pending tokens and accepted paths. The next step sends the last selected
         token of a text as its root.
 
         Args:
-            going: Whether the text of each row is not finished. All pending tokens of a part of its prompt are kept.
+            sequences: The texts (`SequenceState`). All pending tokens of a part of a prompt are kept.
         """
         forest = self._forest
         if forest.rows == 1 and forest.is_plain:  # plain steps of one text are short
-            return [range(len(forest.tokens) if self.counts[0] or going[0] else 0)]
+            return [range(len(forest.tokens) if self.counts[0] or not sequences[0].finished else 0)]
         counts = forest.roots + np.maximum(self.counts, 1)
         if not self.counts.all():
-            idle = ~(self.counts > 0)
-            counts[idle] = np.where(going, forest.counts, 0)[idle]
+            for row in (self.counts == 0).nonzero()[0].tolist():
+                counts[row] = 0 if sequences[row].finished else forest.counts[row]
         return CommittedNodes(forest, counts, self.paths)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -57,9 +58,6 @@ class Roots:
         for row, level in self.levels.items():
             rooms[row] = min(rooms[row], level)
         return rooms
-
-    def __len__(self) -> int:
-        return len(self.trees)
 
     @property
     def nodes(self) -> int:
@@ -122,18 +120,13 @@ class Roots:
             left.append((of_rows[keeps], counts[keeps], tokens[nodes], parents[nodes]))
         self._drafts = left
 
-    def _joined_drafts(self) -> tuple[Integers, Integers, Integers, Integers]:
-        """All drafts that were added as arrays."""
-        if len(self._drafts) < 2:
-            return self._drafts[0] if self._drafts else (_NONE, _NONE, _NONE, _NONE)
-        rows, counts, tokens, parents = [np.concatenate(parts) for parts in zip(*self._drafts, strict=True)]
-        return rows, counts, tokens, parents
-
     def forest(self) -> Forest:
         """The trees of the step."""
         if None not in self.trees:
             return Forest([tree for tree in self.trees if tree is not None])
-        drafts = self._joined_drafts()
+        drafts: Any = self._drafts[0] if self._drafts else (_NONE, _NONE, _NONE, _NONE)
+        if len(self._drafts) > 1:
+            drafts = tuple(map(np.concatenate, zip(*self._drafts, strict=True)))
         if not len(drafts[2]) and not any(self.trees):
             return Forest.of_tokens(self.tokens)
         return Forest.of_rows(self.trees, self.tokens, drafts)

@@ -56,9 +56,14 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     """Run one forward pass for all sequences, and process its results."""
     sequences = batch.sequences
     mark = batch.mark
-    watched = [row for row, sequence in enumerate(sequences) if sequence.watcher is not None]
+    watched: list[int] = []
+    texts: list[Sequence[int] | None] = []
+    for row, sequence in enumerate(sequences):
+        texts.append(None if sequence.finished else sequence.tokens)
+        if sequence.watcher is not None:
+            watched.append(row)
     before = replace(batch.statistics.seconds) if watched else batch.statistics.seconds
-    roots = backend.begin_step([None if sequence.finished else sequence.tokens for sequence in sequences])
+    roots = backend.begin_step(texts)
     top_k, groups = draft(backend, sequences, roots)
     forest = roots.forest()
     mark("draft")
@@ -73,11 +78,12 @@ def step(backend: Backend, batch: Batch) -> StepResults:
     results = StepResults(forest, outputs, walk(sequences, forest, outputs, early))
     mark("verify")
 
-    backend.commit(results.walks.committed([not sequence.finished for sequence in sequences]))
+    backend.commit(results.walks.committed(sequences))
     batch.statistics.steps += 1
     mark("commit")
 
-    explanations = {row: _explain(sequences[row], forest[row]) for row in watched}  # before any drafter learns
+    # before any drafter learns
+    explanations = {row: _explain(sequences[row], forest[row]) for row in watched} if watched else {}
     mark("watch")
 
     walks = results.walks

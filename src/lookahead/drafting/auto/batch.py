@@ -260,7 +260,11 @@ class DraftBatch:
             search()
             if first.permitting:
                 first.forbid(self, limits, search)
-            return self.offers(places, first.room, roots.vocabulary)
+            # A draft of a text with a larger vocabulary ends before a token that the model does not know.
+            likely = np.empty(len(places) * first.room)
+            counts = np.empty(len(places), dtype=np.int64)
+            end = self._offer(places, first.room, roots.vocabulary, self.state.trees, self.state.counts, likely, counts)
+            return likely[:end], counts
 
     def _catch_up(self, drafters: Sequence[Member]) -> None:
         """Add the deferred tokens to the texts."""
@@ -274,7 +278,11 @@ class DraftBatch:
     ) -> None:
         """Add the first nodes of the drafts to the trees (`RowsDrafter.send_rows`)."""
         places = _places_of(drafters)
-        roots.add(np.array(rows), counts, *self.take(places, counts))
+        tokens, parents = np.empty((2, int(counts.sum())), dtype=np.int64)
+        with self.memory.lock:
+            self._take(places, counts, self.state.trees, tokens, parents)
+            self.sent[places] = counts
+        roots.add(np.array(rows), counts, tokens, parents)
 
     def _foresee(
         self, levels: Sequence[int], roots: Roots, rows: Sequence[int], trusted: NDArray[np.bool_], certain: int
@@ -297,30 +305,6 @@ class DraftBatch:
             self.find(limits[index : index + 1], noise, ranking)
         if len(noises) < len(limits):
             self.find(np.delete(limits, [*noises]) if noises else limits, ranking=ranking)
-
-    def offers(
-        self, places: NDArray[np.int64], nodes: int, vocabulary: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the candidates of the drafts of some texts: their probabilities, draft after draft, and their numbers.
-
-        Args:
-            places: Slots of the texts.
-            nodes: Maximum number of candidates of a text.
-            vocabulary: Number of token ids. A draft learned from a larger one ends before an unknown token.
-        """
-        state = self.state
-        likely = np.empty(len(places) * nodes)
-        counts = np.empty(len(places), dtype=np.int64)
-        end = self._offer(places, nodes, vocabulary, state.trees, state.counts, likely, counts)
-        return likely[:end], counts
-
-    def take(self, places: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens and parents of the first `counts` nodes of some drafts, and note that they are sent."""
-        tokens, parents = np.empty((2, int(counts.sum())), dtype=np.int64)
-        with self.memory.lock:
-            self._take(places, counts, self.state.trees, tokens, parents)
-            self.sent[places] = counts
-        return tokens, parents
 
     def find(self, limits: NDArray[Any], noise: Noise = NO_NOISE, ranking: NDArray[np.int64] = UNRANKED) -> None:
         """Search drafts for some texts and write them to the state; see `search.find`."""
