@@ -217,12 +217,16 @@ class Notices:
         """Send the waiting notifications."""
         waiting = self._waiting
         self._waiting = []
+        raised: Exception | None = None
         for request, nodes, tokens in waiting:
             if tokens:
                 try:
                     request.handle.add(nodes, tokens, () if request.notes is None else request.notes.take())
                 except Exception as error:
                     request.sequence.fail(error)
+                    raised = error
+        if raised is not None:
+            not_of_signal(raised)
 
 
 class Steps:
