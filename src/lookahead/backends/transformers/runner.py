@@ -350,10 +350,12 @@ class ModelRunner(TransformersRunner):
         Returns:
             Logits after the text, `[1, vocabulary]` float32; `None` if this needs a tree or a mask.
         """
+        if not self._runs_tokens:
+            return None
         row = self.rows[0]
         cache = row.cache
         size = row.before + len(text)
-        if not self._runs_tokens or size != cache.length + 1:
+        if size != cache.length + 1:
             return None
         if self._forgets:
             cache.drop()
