@@ -197,6 +197,7 @@ def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"use_cache": None}, "use_cache=None.*give True or False"),  # transformers' text has wrong tokens
         (
             {"past_key_values": StaticCache(LlamaConfig(num_hidden_layers=2), max_cache_len=9)},
             "(cache|past_key_values)=StaticCache",

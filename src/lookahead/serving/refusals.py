@@ -238,6 +238,8 @@ def check_mode(config: GenerationConfig) -> None:
             continue
         if name != "penalty_alpha" or not config.do_sample:  # sampling has precedence
             raise _unsupported(name, value, advice)
+    if not config.use_cache and config.use_cache is not False:  # a cache that transformers reads as if it were empty
+        raise _unsupported("use_cache", config.use_cache, "texts of transformers differ then; give True or False")
     if config.prefill_chunk_size is not None:
         whole_number("prefill_chunk_size", config.prefill_chunk_size, 1, meaning="None for no chunks")
     if config.prefill_chunk_size is not None and not config.use_cache:
