@@ -114,6 +114,8 @@ def _look_ahead(sequences: Sequence[SequenceState], forest: Forest, outputs: For
             continue
         if forest.reads[forest.firsts[row] + forest.roots[row]]:
             kinds.setdefault(type(sequence.sampler), []).append((sequence, row))
+    if not kinds:
+        return []
     return [tokens for kind, rows in kinds.items() for tokens in kind.look_ahead_rows(rows, forest, outputs)]
 
 

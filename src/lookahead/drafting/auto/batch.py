@@ -256,14 +256,15 @@ class DraftBatch:
             limits["levels"] = levels if not first.certain else [level - first.certain for level in levels]
             limits["min_probability"] = budget.min_probability
             noises = self._foresee(levels, roots, rows, trusted, first.certain) if roots.foresee else {}
+            room = min(budget.max_candidates, first.max_candidates - first.certain)
             search = partial(self._search_rows, limits, noises, budget.ranking)
             search()
             if first.permitting:
-                first.forbid(self, limits, search)
+                first.forbid(self, limits, room, search)
             # A draft of a text with a larger vocabulary ends before a token that the model does not know.
-            likely = np.empty(len(places) * first.room)
+            likely = np.empty(len(places) * room)
             counts = np.empty(len(places), dtype=np.int64)
-            end = self._offer(places, first.room, roots.vocabulary, self.state.trees, self.state.counts, likely, counts)
+            end = self._offer(places, room, roots.vocabulary, self.state.trees, self.state.counts, likely, counts)
             return likely[:end], counts
 
     def _catch_up(self, drafters: Sequence[Member]) -> None:

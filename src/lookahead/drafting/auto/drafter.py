@@ -56,6 +56,7 @@ class AutoDrafter:
         certain: Tokens of this step's tree that are part of the text already.
         knowing: Sources of certain tokens.
         permitting: Sources that forbid tokens.
+        max_candidates: Maximum number of candidates of a step, the certain ones included.
         searched: Maximum number of nodes of a search.
 
     Raises:
@@ -85,12 +86,12 @@ class AutoDrafter:
         self.certain = 0
         self.place = -1
         self.late: list[int] = []
-        self._max_candidates = max_nodes - 1
+        self.max_candidates = max_nodes - 1
         self._before = [] if predicted is None else predicted.tokens
         self._chains = chains
         self.knowing: list[Any] = [source for source in self.sources if getattr(source, "certain", None) is not None]
         self.permitting = [source for source in sources if getattr(source, "permits", None) is not None]
-        self.searched = self._max_candidates * (_SEARCHED_WHERE_FORBIDDEN if self.permitting else 1)
+        self.searched = self.max_candidates * (_SEARCHED_WHERE_FORBIDDEN if self.permitting else 1)
         # With `permits`, search a tree even for chains: another path may be permitted if the likeliest one is not.
         settings = self.searched, chains and not self.permitting, explore and self.learns and not chains
         if self.sources:
@@ -103,11 +104,6 @@ class AutoDrafter:
     def top_k(self) -> int:
         """Number of likeliest next tokens that `observe` needs for each node; see `DraftBatch.top_k_of`."""
         return self._batch.top_k_of([self])
-
-    @property
-    def room(self) -> int:
-        """Maximum number of candidates of this step."""
-        return min(self.budget.max_candidates, self._max_candidates - self.certain)
 
     @property
     def rests(self) -> bool:
@@ -152,21 +148,22 @@ class AutoDrafter:
         """Add the certain tokens to a tree; return whether drafts are to be searched after them."""
         certain: list[int] = self.knowing[0].certain()
         if certain:
-            tree.add_certain(certain[: self._max_candidates])
+            tree.add_certain(certain[: self.max_candidates])
         self.certain = 0
-        fits = len(certain) < min(self._max_candidates, tree.room) and tree.certain == len(certain)
+        fits = len(certain) < min(self.max_candidates, tree.room) and tree.certain == len(certain)
         if self.budget.backs_off or (certain and not fits):
             return False
         self.late += certain
         self.certain = len(certain)
         return True
 
-    def forbid(self, batch: DraftBatch, limits: NDArray[Any], search: Callable[[], None]) -> None:
+    def forbid(self, batch: DraftBatch, limits: NDArray[Any], room: int, search: Callable[[], None]) -> None:
         """Remove nodes that sources do not permit; search for more nodes if too few are left.
 
         Args:
             batch: Its draft was searched.
             limits: Limits of the search, `LIMITS` `[1]`.
+            room: Maximum number of candidates of this step.
             search: Searches again with these limits.
         """
         while True:
@@ -176,7 +173,7 @@ class AutoDrafter:
             rows = permitted(self.permitting, nodes["token"][1 : count + 1], nodes["parent"][1 : count + 1])
             if self._chains:
                 rows = np.array([0, *first_path(rows[1:].tolist(), nodes["parent"][rows[1:]].tolist(), 0)])
-            if len(rows) > self.room or limit == self.searched or count < limit:
+            if len(rows) > room or limit == self.searched or count < limit:
                 break
             limits["nodes"] = min(2 * limit, self.searched)
             search()
