@@ -85,7 +85,8 @@ class StepTimer:
             drafted: Whether the step searched for a draft.
         """
         if results is None:
-            tells = not self._completes and batch.sequences[0].error is None
+            sequence = batch.sequences[0]
+            tells = not self._completes and sequence.error is None and sequence.steps > 1
             return StepTime(1, self._context, self._clock() - self._start, 1, 1, drafted=False, tells=tells)
         forest = results.forest
         added = results.walks.counts.tolist()  # Python counts few numbers in less time than numpy

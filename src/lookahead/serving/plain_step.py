@@ -38,6 +38,7 @@ def plain_step(backend: Any, sequence: Any, statistics: Statistics, mark: Callab
     if not drafts_nothing or sequence.watcher is not None or type(sequence.sampler) is not TextSampler:
         return False
     next_logits = getattr(backend, "next_logits", None)
+    length = len(sequence.tokens)
     logits = None if next_logits is None else next_logits(sequence.tokens)
     if logits is None:
         return False
@@ -46,7 +47,7 @@ def plain_step(backend: Any, sequence: Any, statistics: Statistics, mark: Callab
     try:
         token = _select(sequence, logits)
         sequence.finished = sequence.append(token)
-        backend.keep_token()
+        backend.keep_text(length)
         mark("verify")
         sequence.steps += 1
         if type(drafter) is AutoDrafter:

@@ -345,7 +345,7 @@ class ModelRunner(TransformersRunner):
         return rows[0].cache if len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
 
     def next_logits(self, text: Sequence[int]) -> torch.Tensor | None:
-        """Run a pass over the last token of the only text, without a tree or a mask; `keep_token` keeps its states.
+        """Run a pass over the pending tokens of the only text, without a tree or a mask; `keep_text` keeps their states.
 
         Returns:
             Logits after the text, `[1, vocabulary]` float32; `None` if this needs a tree or a mask.
@@ -354,19 +354,19 @@ class ModelRunner(TransformersRunner):
             return None
         row = self.rows[0]
         cache = row.cache
-        size = row.before + len(text)
-        if size != cache.length + 1:
-            return None
         if self._forgets:
             cache.drop()
-        tokens, positions = upload(self._device, np.array([text[-1:]]), np.array([[size - 1 + row.shift]]))
+        pending = np.array([text[cache.length - row.before :]])
+        first = cache.length + row.shift
+        tokens, positions = upload(self._device, pending, np.arange(first, first + pending.shape[1])[None])
         inputs = Inputs(tokens, positions, _FIRST, arguments=self._arguments_of_token)
         logits: torch.Tensor = self._call(self.model, inputs, {self._cache_name: cache}).logits
         return logits[:, -1].float()
 
-    def keep_token(self) -> None:
-        """Append the states of the token of `next_logits` to the text."""
-        self.rows[0].cache.keep(1)
+    def keep_text(self, tokens: int) -> None:
+        """Keep the states of the first tokens of the only text."""
+        row = self.rows[0]
+        row.cache.set_length(row.before + tokens)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
