@@ -241,16 +241,16 @@ class PooledRunner(ModelRunner):
         shapes = [shape for shape in self._shapes if shape is not None]
         return sum(shape.heads * (shape.key_size + shape.value_size) * shape.dtype.itemsize for shape in shapes)
 
-    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
-        self._numbers = numbers = np.array([row.number for row in self.rows], dtype=np.int64)
+    def _plan(self, rows: Sequence[Any], forest: Forest) -> PassPlan:
+        self._numbers = numbers = np.array([row.number for row in rows], dtype=np.int64)
         if self._idle in forest.objects:
-            return super()._plan(places, forest)
+            return super()._plan(rows, forest)
         lengths = self._pool.text_lengths[numbers]
-        shifts = [row.shift for row in self.rows]
+        shifts = [row.shift for row in rows]
         return PassPlan(forest, lengths, lengths, np.array(shifts, dtype=np.int64) if any(shifts) else None)
 
-    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
-        plan = self._plan(places, forest)
+    def _pass(self, rows: Sequence[Any], forest: Forest, top_k: int) -> PassResult:
+        plan = self._plan(rows, forest)
         pool = self._pool
         passes = self.passes
         nodes = len(forest.tokens)
@@ -266,15 +266,15 @@ class PooledRunner(ModelRunner):
         self._fit(len(self.rows), int(pool.page_counts[self._numbers].max()), nodes if parts > 1 else 0)
         pays = self._last is None or self._last - int(plan.lengths.max()) >= PAYS_FROM
         if size is None or not (pays or passes.has(size, top_k)):
-            return super()._pass(places, forest, top_k)
+            return super()._pass(rows, forest, top_k)
         run = partial(passes.run, size, top_k, self._new_inputs, pool, self._numbers, plan)
         if parts == 1:
             logits, listed = run()
         else:  # the next part overwrites the results of the last one
             results = [[output.clone() for output in run(part)] for part in range(parts)]
             logits, listed = map(torch.cat, zip(*results, strict=True))
-        rows = None if size in self._prompt_sizes else read
-        return pass_result(forest, logits, top_k, rows, borrowed=True, listed=listed)
+        listed_at = None if size in self._prompt_sizes else read
+        return pass_result(forest, logits, top_k, listed_at, borrowed=True, listed=listed)
 
     def _fit(self, texts: int, pages: int, nodes: int = 0) -> None:
         """Enlarge the sizes of inputs on demand. Passes recorded for other sizes are dropped."""
@@ -291,7 +291,7 @@ class PooledRunner(ModelRunner):
         reads = MOST_RECORDED if nodes in self._prompt_sizes else 0
         return PooledInputs(self._masks, self._pool, self.passes.sizes, nodes, reads)
 
-    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+    def _run(self, rows: Sequence[Any], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
         """Run an unrecorded pass. A prompt of a single row runs without a mask, in its own cache."""
         pool = self._pool
         if pool.is_slice and plan.forest.is_plain and not plan.lengths.any() and not self.is_invariant:

@@ -101,15 +101,16 @@ class TransformersRunner(Runner):
         self._forest = forest = Forest.of(trees)
         groups = self._groups(forest)
         if len(groups) == 1:
-            return self._pass(groups[0], forest, top_k)
+            return self._pass(self.rows, forest, top_k)
         results: dict[int, TreeResult] = {}
         for places in groups:
-            results.update(zip(places, self._pass(places, forest.take(places), top_k), strict=True))
+            rows = [self.rows[place] for place in places]
+            results.update(zip(places, self._pass(rows, forest.take(places), top_k), strict=True))
         return JoinedOutputs([results[place] for place in range(forest.rows)])
 
-    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
+    def _pass(self, rows: Sequence[Any], forest: Forest, top_k: int) -> PassResult:
         """Run one pass over the trees of some rows."""
-        logits, inputs = self._run(places, self._plan(places, forest))
+        logits, inputs = self._run(rows, self._plan(rows, forest))
         if "logits_to_keep" not in inputs.arguments:
             logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
         # transformers selects tokens from float32 logits for any type of the model
@@ -123,13 +124,12 @@ class TransformersRunner(Runner):
         with sdpa_kernel(WITHOUT_PLANS) if is_dense and self._device.type == "cuda" else nullcontext():
             return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
-    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        """Return the rows of each pass."""
-        return [list(range(len(trees)))]
+    def _groups(self, forest: Forest) -> list[list[int]]:
+        """Return the rows of each pass, ascending."""
+        return [list(range(forest.rows))]
 
-    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
+    def _plan(self, rows: Sequence[Any], forest: Forest) -> PassPlan:
         """Plan a pass over the trees of some rows; an idle row has position 0."""
-        rows = [self.rows[place] for place in places]
         starts = lengths = np.array(self.lengths_of(rows), dtype=np.int64)
         shifts = [row.shift for row in rows]
         if self._idle in forest.objects:
@@ -138,7 +138,7 @@ class TransformersRunner(Runner):
             shifts = [0 if rests else shift for rests, shift in zip(idle, shifts, strict=True)]
         return PassPlan(forest, lengths, starts, np.array(shifts, dtype=np.int64) if any(shifts) else None)
 
-    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+    def _run(self, rows: Sequence[Any], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
         """Return the logits of a pass, `[rows, nodes, vocabulary]`, or of only the nodes to read, and its inputs."""
         raise NotImplementedError
 
@@ -318,23 +318,23 @@ class ModelRunner(TransformersRunner):
         start = max([row.length for row in self.rows])
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
-    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        if self.packed or len(trees) == 1:
-            return [list(range(len(trees)))]
-        counts = Forest.of(trees).counts.tolist()
+    def _groups(self, forest: Forest) -> list[list[int]]:
+        if self.packed or forest.rows == 1:
+            return [list(range(forest.rows))]
+        counts = forest.counts.tolist()
         together = [place for place, count in enumerate(counts) if self._together and count <= LARGE]
         alone = [[place] for place in range(len(counts)) if place not in together]
         return [together, *alone] if together else alone
 
-    def _plan(self, places: Sequence[int], forest: Forest) -> PassPlan:
-        plan = super()._plan(places, forest)
+    def _plan(self, rows: Sequence[Any], forest: Forest) -> PassPlan:
+        plan = super()._plan(rows, forest)
         if self._forgets:
             self.rows[0].cache.drop()  # before the masks are made
             plan.dropped = self.rows[0].cache.dropped
         return plan
 
-    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
-        cache = self._cache([self.rows[place] for place in places], plan)
+    def _run(self, rows: Sequence[Any], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+        cache = self._cache(rows, plan)
         inputs = self._layout.inputs(plan, cache)
         return self._call(self.model, inputs, {self._cache_name: cache}).logits, inputs
 
@@ -466,17 +466,17 @@ class ChainRunner(TransformersRunner):
                 row.save()
         return super().forward(trees, top_k)
 
-    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        return [[place] for place in range(len(trees))]
+    def _groups(self, forest: Forest) -> list[list[int]]:
+        return [[place] for place in range(forest.rows)]
 
-    def _pass(self, places: Sequence[int], forest: Forest, top_k: int) -> PassResult:
+    def _pass(self, rows: Sequence[Any], forest: Forest, top_k: int) -> PassResult:
         if forest[0] is self._idle:
             return PassResult(forest, torch.empty(0), np.array([-1]), lambda: _UNREAD)
-        return super()._pass(places, forest, top_k)
+        return super()._pass(rows, forest, top_k)
 
-    def _run(self, places: Sequence[int], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
+    def _run(self, rows: Sequence[Any], plan: PassPlan) -> tuple[torch.Tensor, Inputs]:
         inputs = self._layout.inputs(plan)
-        row = self.rows[places[0]]
+        row = rows[0]
         count = inputs.tokens.shape[1]
         module = self._engine if count <= SHORT or (row.length and is_forgetful(self.model)) else self.model
         inputs.tokens = row.input(inputs.tokens)
