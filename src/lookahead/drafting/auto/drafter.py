@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -47,9 +48,6 @@ class AutoDrafter:
 
     Attributes:
         budget, memory, sources: The arguments; `predicted` is a source.
-        together: Batch that drafts for several texts in one call (`RowsDrafter`). With sources it has no other text, as
-            an error of a source must end only the drafts of its own text. `None` in subclasses, which may change
-            `propose` and `observe`.
         place: Slot in the batch; -1 before the first draft.
         learns: Whether anything is remembered.
         late: Tokens of the text that the batch does not have yet.
@@ -93,12 +91,23 @@ class AutoDrafter:
         self.permitting = [source for source in sources if getattr(source, "permits", None) is not None]
         self.searched = self.max_candidates * (_SEARCHED_WHERE_FORBIDDEN if self.permitting else 1)
         # With `permits`, search a tree even for chains: another path may be permitted if the likeliest one is not.
-        settings = self.searched, chains and not self.permitting, explore and self.learns and not chains
+        self._settings = self.searched, chains and not self.permitting, explore and self.learns and not chains
+
+    @cached_property
+    def _batch(self) -> DraftBatch:
+        """Batch with the arrays of the text, made for the first draft: many short texts have none."""
         if self.sources:
-            self._batch = DraftBatch(self.memory, *settings, len(self.sources))
-        else:
-            self._batch = shared_batch(self.memory, settings)
-        self.together = self._batch if type(self) is AutoDrafter else None
+            return DraftBatch(self.memory, *self._settings, len(self.sources))
+        return shared_batch(self.memory, self._settings)
+
+    @cached_property
+    def together(self) -> DraftBatch | None:
+        """Batch that drafts for several texts in one call (`RowsDrafter`).
+
+        With sources it has no other text, as an error of a source must end only the drafts of its own text. `None` in
+        subclasses, which may change `propose` and `observe`.
+        """
+        return self._batch if type(self) is AutoDrafter else None
 
     @property
     def top_k(self) -> int:
