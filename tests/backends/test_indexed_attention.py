@@ -91,7 +91,7 @@ def test_indexers_move_with_a_path() -> None:
     cache.update(keys, -keys, 0)
     cache.update_indexer(keys[:, 0] + 100, 0)
     cache.move(np.array([1, 3]), np.array([0, 1]))
-    cache.keep(2)
+    cache.set_length(cache.length + 2)
     layer = cache.layers[0]
     assert layer.indexer.length == layer.length == 2
     assert torch.equal(layer.keys[:, :, :2], keys[:, :, [1, 3]])

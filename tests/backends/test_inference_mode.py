@@ -67,6 +67,6 @@ def test_a_cache_filled_inside_can_be_changed_outside() -> None:
     states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():
         cache.update(states, states, 0)
-        cache.keep(4)
+        cache.set_length(cache.length + 4)
     keys, _ = cache.update(states, states, 0)
     assert torch.equal(keys, torch.cat([states, states], dim=2))

@@ -59,7 +59,7 @@ def keep(cache: TreeCache, slots: list[int]) -> None:
     moved = np.array([(slot, target) for target, slot in enumerate(slots) if slot != target]).reshape(-1, 2)
     if len(moved):
         cache.move(*moved.T)
-    cache.keep(len(slots))
+    cache.set_length(cache.length + len(slots))
 
 
 def test_a_contiguous_path_is_not_copied() -> None:
@@ -81,7 +81,7 @@ def test_memory_grows_seldom() -> None:
     cache, capacities = TreeCache(), set()
     for token in range(3000):
         keys, _ = cache.update(states([[token, -1]]), states([[token, -1]]), 0)
-        cache.keep(1)
+        cache.set_length(cache.length + 1)
         capacities.add(cache.allocated)
     assert keys[0, 0, :, 0].tolist() == [*range(3000), -1]
     assert len(capacities) <= 13, "the first two tokens have no room beside them"
@@ -91,9 +91,9 @@ def test_memory_grows_seldom() -> None:
 def test_a_short_text_without_drafts_has_no_room_for_them() -> None:
     cache = TreeCache()
     cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 0)
-    cache.keep(3)
+    cache.set_length(cache.length + 3)
     keys, values = cache.update(states([[4]]), -states([[4]]), 0)
-    cache.keep(1)
+    cache.set_length(cache.length + 1)
     assert cache.allocated == 4
     assert keys[0, 1, :, 2].tolist() == [1, 2, 3, 4]
     assert values[0, 1, :, 2].tolist() == [-1, -2, -3, -4]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ SHORT = 64
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention kernels for dense masks, without cuDNN's, which plans for each new shape."""
 
+_LENGTH = attrgetter("cache.length")
 _NO_TREES = Forest(())
 _FIRST = np.zeros(1, dtype=np.int64)
 _UNREAD = Listed(np.full((1, 0), -1), np.zeros((1, 0), dtype=np.float32), np.array([-1]))
@@ -271,7 +273,7 @@ class ModelRunner(TransformersRunner):
 
     def lengths_of(self, rows: Sequence[Any]) -> list[int]:
         """See `Runner`."""
-        return [row.cache.length for row in rows]
+        return list(map(_LENGTH, rows))
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Return the longest text, hidden tokens included, before the model counts hidden ones; `None` if unlimited.
@@ -345,7 +347,7 @@ class ModelRunner(TransformersRunner):
         return rows[0].cache if len(rows) == 1 else PaddedCache(rows, plan.forest.counts.tolist())
 
     def next_logits(self, text: Sequence[int]) -> torch.Tensor | None:
-        """Run a pass over the pending tokens of the only text, without a tree or a mask; `keep_text` keeps their states.
+        """Run a pass over the pending tokens of the only text, without a tree or a mask; `keep_text` keeps the states.
 
         Returns:
             Logits after the text, `[1, vocabulary]` float32; `None` if this needs a tree or a mask.
@@ -377,7 +379,7 @@ class ModelRunner(TransformersRunner):
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.
         for row, count in zip(self.rows, paths.counts.tolist(), strict=True):
             if count:
-                row.cache.keep(count)
+                row.cache.set_length(row.cache.length + count)
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text needs no dense mask; a batch does, which grows with the chunk.

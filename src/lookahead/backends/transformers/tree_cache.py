@@ -37,8 +37,8 @@ _GROWTH = 64
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of a text in one layer.
 
-    A pass writes the nodes of its tree after the text, as scratch. `TreeCache.keep` keeps the accepted ones, and the
-    next pass overwrites the rest. A layer with a window drops columns that no later token sees.
+    A pass writes the nodes of its tree after the text, as scratch. `TreeCache.set_length` keeps the accepted ones, and
+    the next pass overwrites the rest. A layer with a window drops columns that no later token sees.
 
     Args:
         window: Visible tokens of a token, itself included; all if not given.
@@ -253,10 +253,6 @@ class TreeCache(Cache):  # type: ignore[misc]
             source, target = uploads[key]
             for states in (layer.keys, layer.values):
                 states[:, :, target] = states[:, :, source]
-
-    def keep(self, nodes: int) -> None:
-        """Append the states of the first nodes of the scratch to the text."""
-        self.set_length(self.length + nodes)
 
     @property
     def dropped(self) -> int:
