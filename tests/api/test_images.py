@@ -169,19 +169,27 @@ def test_caches_of_image_prompts_can_be_continued(family: str, makers: tuple[boo
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
-def test_caches_of_texts_with_positions_from_one(makers: tuple[bool, bool]) -> None:
-    model = tiny("paligemma/multimodal")
-    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    texts, keys = [], []
+@pytest.mark.parametrize(
+    ("prompt", "makers"), diagonal(["trees, images", "chains", "trees"], [(True, True), (True, False), (False, True)])
+)
+def test_caches_of_texts_with_positions_from_one(prompt: str, makers: tuple[bool, bool]) -> None:
+    """PaliGemma runs on trees with eager attention; chains do not take a cache of two rows."""
+    model = build("paligemma/multimodal", Variant(window=12), "sdpa" if prompt == "chains" else "eager")
+    rows = [TEXT] if prompt == "chains" else [TEXT, TEXT[::-1]]
+    inputs = image_prompt(model, rows, 2) if "images" in prompt else {"input_ids": torch.tensor(rows)}
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    texts, states = [], []
     for turns in ((False, False), makers):
         first, second = (lookahead.generate if ours else type(model).generate for ours in turns)
-        answer = first(model, torch.tensor([TEXT]), **options)
-        keys.append(answer.past_key_values.layers[0].keys.clone())
-        ids = torch.cat([answer.sequences, torch.tensor([TEXT])], dim=1)
-        texts.append(second(model, ids, past_key_values=answer.past_key_values, **options).sequences)
+        answer = first(model, **inputs, **options)
+        keys = answer.past_key_values.layers[0].keys.clone()
+        ids = torch.cat([answer.sequences, torch.tensor(rows)], dim=1)
+        later = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        answer = second(model, **later, past_key_values=answer.past_key_values, **options)
+        texts.append(answer.sequences)
+        states.append((keys, answer.logits))
     assert torch.equal(*texts)
-    torch.testing.assert_close(*keys)
+    torch.testing.assert_close(*states)
 
 
 def test_images_work_through_every_entry_point() -> None:

@@ -234,7 +234,7 @@ class PooledRunner(ModelRunner):
 
     def new_row(self, block: int | None = None) -> PooledRow:
         """Return an empty row."""
-        return PooledRow(self._pool)
+        return PooledRow(self._pool, self._limits.first_position)
 
     def token_bytes(self) -> int:
         """Return the bytes of keys and values of a token."""

@@ -276,8 +276,9 @@ class PooledRow(TextRow):
 
     padding = 0
 
-    def __init__(self, pool: RowPool) -> None:
+    def __init__(self, pool: RowPool, shift: int = 0) -> None:
         self._pool = pool
+        self.shift = shift
         self.number = pool.add_text()
 
     def __del__(self) -> None:

@@ -233,13 +233,14 @@ class ModelRunner(TransformersRunner):
         self._forgets = batch_size == 1 and attention not in PACKED_MASKS
         self._forgets &= any(self._masks.windows)
         windows = self._masks.windows if self._forgets else ()
-        self.rows: list[Any] = [Row(TreeCache(windows)) for _ in range(batch_size)]
+        shift = self._limits.first_position
+        self.rows: list[Any] = [Row(TreeCache(windows), shift=shift) for _ in range(batch_size)]
         self._runs_tokens = self._layout.runs_tokens and self._limits.recompute_at is None
         self._arguments_of_token = {"logits_to_keep": 1} if "logits_to_keep" in forward_arguments(model) else {}
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
-        return Row(block=block)
+        return Row(block=block, shift=self._limits.first_position)
 
     def token_bytes(self) -> int:
         """Return the bytes of keys and values of a token, from a pass over one."""

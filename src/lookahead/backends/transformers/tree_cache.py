@@ -282,6 +282,7 @@ class Row(TextRow):
     Args:
         cache: Cache of the text; a new one if not given.
         block: Growth of a new cache; see `TreeLayer`.
+        shift: See `TextRow`.
 
     Attributes:
         cache: The cache.
@@ -290,8 +291,9 @@ class Row(TextRow):
 
     padding = 0
 
-    def __init__(self, cache: TreeCache | None = None, block: int | None = None) -> None:
+    def __init__(self, cache: TreeCache | None = None, block: int | None = None, shift: int = 0) -> None:
         self.cache = TreeCache(block=block) if cache is None else cache
+        self.shift = shift
 
     @property
     def length(self) -> int:  # type: ignore[override]
