@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,6 +21,15 @@ from transformers.utils import logging as transformers_logging
 
 from lookahead.backends.transformers.model_state import STATES
 from model_zoo import build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _usual_signals() -> None:
+    """A background job may ignore the signals of a terminal, and its commands would inherit that."""
+    for name in ("SIGINT", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
