@@ -81,7 +81,8 @@ class Padded:
 
     Attributes:
         is_invariant: Whether the bits of a node depend only on its own text; see `LookaheadConfig.invariant`.
-        runs_tokens: Whether a pass over one token of one text needs neither a mask nor padding.
+        plain_arguments: Further arguments of the model in a pass over the pending tokens of one text; `None` if it
+            needs a mask or padding.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
@@ -93,7 +94,9 @@ class Padded:
         self._packs = attention in PACKED_MASKS or device.type == "cuda"
         self._min_nodes: int = getattr(model, MIN_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
-        self.runs_tokens = not self.is_invariant and self._min_nodes == 1
+        self.plain_arguments: dict[str, Any] | None = None
+        if not self.is_invariant and self._min_nodes == 1:
+            self.plain_arguments = {"logits_to_keep": 1} if self._keeps_logits else {}
         # Hooks do not move indices of logits to the device of the last layer.
         self._is_spread = hasattr(model, "hf_device_map")
 
@@ -187,10 +190,10 @@ class Packed:
 
     Attributes:
         is_invariant: See `Padded`.
-        runs_tokens: See `Padded`.
+        plain_arguments: See `Padded`.
     """
 
-    runs_tokens = False
+    plain_arguments: dict[str, Any] | None = None
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
         self._masks = masks

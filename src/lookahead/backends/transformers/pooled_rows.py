@@ -143,7 +143,6 @@ class PooledRunner(ModelRunner):
         is_trial: bool = False,
     ) -> None:
         super().__init__(model, positions_end=positions_end)
-        self._runs_tokens = False  # the inputs of its passes lie in pages
         self._shapes = tuple(shapes)
         self._new_passes = partial(FixedPasses, model, clock=clock, is_trial=is_trial)
         self.engine = "static" if records else "dynamic"
@@ -235,6 +234,9 @@ class PooledRunner(ModelRunner):
     def new_row(self, block: int | None = None) -> PooledRow:
         """Return an empty row."""
         return PooledRow(self._pool, self._limits.first_position)
+
+    def next_logits(self, text: Sequence[int]) -> None:
+        """Return `None`: rows have no cache of their own, and the inputs of a pass refer to pages."""
 
     def token_bytes(self) -> int:
         """Return the bytes of keys and values of a token."""

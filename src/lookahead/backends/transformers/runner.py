@@ -235,8 +235,6 @@ class ModelRunner(TransformersRunner):
         windows = self._masks.windows if self._forgets else ()
         shift = self._limits.first_position
         self.rows: list[Any] = [Row(TreeCache(windows), shift=shift) for _ in range(batch_size)]
-        self._runs_tokens = self._layout.runs_tokens and self._limits.recompute_at is None
-        self._arguments_of_token = {"logits_to_keep": 1} if "logits_to_keep" in forward_arguments(model) else {}
 
     def new_row(self, block: int | None = None) -> TextRow:
         """See `Runner`."""
@@ -353,7 +351,8 @@ class ModelRunner(TransformersRunner):
         Returns:
             Logits after the text, `[1, vocabulary]` float32; `None` if this needs a tree or a mask.
         """
-        if not self._runs_tokens:
+        arguments = self._layout.plain_arguments
+        if arguments is None or self._limits.recompute_at is not None:
             return None
         row = self.rows[0]
         cache = row.cache
@@ -362,7 +361,7 @@ class ModelRunner(TransformersRunner):
         pending = np.array([text[cache.length - row.before :]])
         first = cache.length + row.shift
         tokens, positions = upload(self._device, pending, np.arange(first, first + pending.shape[1])[None])
-        inputs = Inputs(tokens, positions, _FIRST, arguments=self._arguments_of_token)
+        inputs = Inputs(tokens, positions, _FIRST, arguments=arguments)
         logits: torch.Tensor = self._call(self.model, inputs, {self._cache_name: cache}).logits
         return logits[:, -1].float()
 
